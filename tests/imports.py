@@ -20,15 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = re.compile(r"#\[cfg\((?:all\()?test\b[^\]]*\]\s*(?:pub(?:\(\w+\))? )?mod \w+ \{.*", re.S)
 COMMENT = re.compile(r"^\s*//.*$", re.M)
 
-# Cycles that are still to be cut: what methods of the engine's handler are made of.
-KNOWN = {
-    ("swaptide-engine", "modules"): """engine event_loop fault::load fault::path fault::remote
-        memcg::psi memcg::swap_high readahead::history reclaim::recompress reclaim::swap_out
-        reclaim::worker reclaim::writeback vma::adopt vma::dontfork vma::events vma::small
-        vma::unarmed vma::unmovable""",
-    ("swaptide-engine", "folders"): """engine event_loop fault fork memcg readahead reclaim
-        vma""",
-}
+# Cycles that are still to be cut.
+KNOWN = {}
 
 
 def modules(source):

@@ -35,8 +35,7 @@ KNOWN = {}
 BASELINE = {
     "swaptide-core::SwapDevice": (15, 5),
     "swaptide-engine::Charge": (16, 1),
-    "swaptide-engine::Engine": (31, 5),
-    "swaptide-engine::Handler": (61, 19),
+    "swaptide-engine::Engine": (31, 2),
     "swaptide-engine::HandlerCpu": (21, 1),
     "swaptide-engine::Mm": (20, 1),
     "swaptide-engine::PoolSizer": (16, 1),

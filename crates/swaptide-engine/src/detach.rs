@@ -1,18 +1,20 @@
-//! Letting the program go: everything is brought back, and the process continues as if there had
-//! been no engine.
+//! Letting the program go: everything is brought back, and the process goes on as if there had been
+//! no engine.
 //!
 //! The supervisor asks for it by a word in the process's slot, and has lifted its limit by then, so
 //! that nothing goes out any more. While nobody faults, and after every so many answers to those
 //! that never cease to, the handler brings in what is swapped, in the order of addresses; then it
-//! parks the workers, stores what is on its way, and looks again. When nothing is out any more,
-//! the caller keeps forks away and calls [`Handler::detach`].
+//! parks the workers, stores what is on its way, and looks again. When nothing is out any more, the
+//! thread that runs the handler keeps forks away and calls [`crate::event_loop::Handler::detach`].
+//!
+//! Owns: how far that has come ([`Detach`]).
 //!
 //! Invariants
 //! 1. The userfaultfd is closed only while the table has no page that is swapped, no frame is full,
 //!    and no change of mappings is read but not applied: what the kernel fills from then on with
 //!    zeros was empty.
-//! 2. If the supervisor changes its mind before, the engine continues as it was.
-//! 3. Threads that wait for the handler by then continue: the kernel wakes those that wait at the
+//! 2. If the supervisor changes its mind before, the engine goes on as it was.
+//! 3. A thread that waits for the handler by then goes on: the kernel wakes those that wait at the
 //!    userfaultfd, [`crate::requests::HandlerRequests`] all others.
 //!
 //! A page that is lost is poisoned in the page tables, which closing does not change: it stays a
@@ -26,134 +28,157 @@ use std::time::Duration;
 use swaptide_sys::lock::futex;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 
-use crate::event_loop::Handler;
-use crate::fault::path::{COPY_GROUP_PAGES, LAST_PAGE};
+use crate::engine::Engine;
+use crate::fault::path::FaultPath;
+use crate::fault::swap_in::COPY_GROUP_PAGES;
+use crate::fork::{ForkServer, unpark_workers};
+use crate::mm::dontfork;
 use crate::mm::page_table::{PageState, PageTable};
-use crate::mm::types::{ChunkNo, PageNo, range_of};
+use crate::mm::types::{ChunkNo, LAST_PAGE, PageNo, range_of};
 use crate::mm::vma_set::VmaSet;
+use crate::pager::Pager;
 use crate::readahead::policy::SwappedIn;
-use crate::vma::dontfork;
 
 /// Groups that are brought in between two looks for faults.
 const GROUPS: usize = 4;
 
-impl Handler {
-    /// Brings in some of what is swapped. True when nothing is out any more; the workers stand
-    /// still then.
-    pub(crate) fn detach_some(&mut self) -> bool {
-        let engine = self.engine;
+/// See the module's description.
+#[derive(Default)]
+pub(crate) struct Detach {
+    /// Where bringing everything in goes on; `None`: the program is not to be let go.
+    at: Option<PageNo>,
+}
+
+impl Detach {
+    /// The program is to be let go.
+    pub(crate) fn begin(&mut self) {
+        self.at = self.at.or(Some(PageNo(0)));
+    }
+
+    /// True while it is.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.at.is_some()
+    }
+
+    /// Brings in some of what is swapped. True when nothing is out any more; the workers stand still
+    /// then.
+    pub(crate) fn step(&mut self, pager: &mut Pager, forks: &mut ForkServer) -> bool {
+        let engine = pager.path.engine;
         for _ in 0..GROUPS {
-            let Some(at) = self.detaching else { return false };
+            let Some(at) = self.at else { return false };
             if engine.slot().detach.load(Relaxed) == 0 {
-                self.detaching = None;
+                self.at = None;
                 return false;
             }
             let Some(page) = engine.mm.lock().table.next_used(at, LAST_PAGE) else {
-                return self.is_all_in();
+                return self.is_all_in(pager, forks);
             };
             let first = PageNo(page.0 / COPY_GROUP_PAGES * COPY_GROUP_PAGES);
             let mut came = SwappedIn::new(first);
             // A program that changes its mappings without pause leaves moments only behind the
             // reading of an event. What is not to be had now is met again at the next round.
-            let _ = self.swap_in_span(first, COPY_GROUP_PAGES, LAST_PAGE, &mut came);
-            if self.is_any_out(first) {
-                self.drain_events();
-                let _ = self.swap_in_range(first, COPY_GROUP_PAGES);
+            let path = &mut pager.path;
+            let _ = path.swap_in_span(first, COPY_GROUP_PAGES, LAST_PAGE, &mut came);
+            if is_any_out(engine, first) {
+                if path.reader.drain().is_err() {
+                    return false;
+                }
+                let _ = path.swap_in_range(first, COPY_GROUP_PAGES);
             }
-            self.detaching = Some(first.plus(COPY_GROUP_PAGES));
+            self.at = Some(first.plus(COPY_GROUP_PAGES));
         }
         false
-    }
-
-    /// True when some of a group is swapped.
-    fn is_any_out(&self, first: PageNo) -> bool {
-        let mm = self.engine.mm.lock();
-        (first.chunk().0..first.plus(COPY_GROUP_PAGES).chunk().0)
-            .any(|chunk| mm.table.chunk(ChunkNo(chunk)).swapped != 0)
     }
 
     /// Parks the workers if nothing is swapped, and looks again. False if there is more to bring
-    /// in; it starts over then.
-    fn is_all_in(&mut self) -> bool {
-        let engine = self.engine;
-        self.detaching = Some(PageNo(0));
+    /// in; it begins again then.
+    fn is_all_in(&mut self, pager: &mut Pager, forks: &mut ForkServer) -> bool {
+        let engine = pager.path.engine;
+        self.at = Some(PageNo(0));
         if engine.mm.lock().table.swapped() > 0 {
             return false;
         }
-        self.park_workers();
-        while self.worker.store_waiting(engine) {}
-        // Who publishes otherwise stands still.
+        forks.park_workers(pager);
+        while pager.path.worker.store_waiting(engine) {}
+        // The worker that publishes otherwise stands still.
         engine.publish_slot();
-        if self.is_detach_possible() {
+        if is_possible(&pager.path) {
             return true;
         }
-        self.unpark_workers();
+        unpark_workers(engine);
         false
     }
+}
 
-    /// Faults that wait are no reason against it: nothing is out, so what they wait for is zeros or
-    /// there, and the kernel answers them then.
-    fn is_detach_possible(&self) -> bool {
-        let mm = self.engine.mm.lock();
-        mm.table.swapped() == 0
-            && mm.jobs.in_flight == 0
-            && self.remote.is_empty()
-            && mm.late.is_empty()
-            && self.untracked_children.is_empty()
-            && self.requests.is_empty()
-            && !self.forking
-    }
+/// True when some of a group is swapped.
+fn is_any_out(engine: &Engine, first: PageNo) -> bool {
+    let mm = engine.mm.lock();
+    (first.chunk().0..first.plus(COPY_GROUP_PAGES).chunk().0)
+        .any(|chunk| mm.table.chunk(ChunkNo(chunk)).swapped != 0)
+}
 
-    /// Lets the program go, if nothing is out. False if something is by now: the handler is to be
-    /// run again. Nobody may be about to fork.
-    ///
-    /// After that the engine is used no more; its workers end.
-    pub fn detach(&mut self) -> bool {
-        let engine = self.engine;
-        self.read_within(Some(Duration::ZERO));
-        // What is registered stays so until the last descriptor is closed.
-        if !self.is_detach_possible()
-            || engine.slot().detach.load(Relaxed) == 0
-            || !(engine.start.release_hold)()
-        {
-            self.unpark_workers();
-            return false;
-        }
-        {
-            let mut guard = engine.mm.lock();
-            let mm = &mut *guard;
-            // A forked child knows of lost pages that its own page tables do not have yet.
-            let mut at = PageNo(0);
-            while let Some(page) = mm.table.next_used(at, LAST_PAGE) {
-                match mm.table.get(page) {
-                    PageState::Poisoned => drop(self.uffd.poison(range_of(page, 1))),
-                    PageState::PresentClean(entry) => engine.devices.drop_swapped(entry),
-                    _ => {}
-                }
-                at = page.plus(1);
-            }
-            mm.staging.retire();
-            // Before the doors are open to everybody: who stands there continues.
-            engine.bells.close();
-            let _ = self.uffd.unregister(engine.bells.request_pages());
-            // SAFETY: only this thread and workers have a reference to it, and those stand
-            // still and end.
-            unsafe { engine.close_uffd() };
-            mm.table = PageTable::new();
-            if engine.followed {
-                dontfork::restore(mm, VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
-            }
-            (mm.regions, mm.armed) = (VmaSet::default(), VmaSet::default());
-        }
-        let _ = self.fresh_pages.discard(0, self.fresh_pages.len());
-        engine.devices.file.device.clear();
-        engine.devices.pool.compact(usize::MAX);
-        engine.devices.pool.trim();
-        engine.publish_slot();
-        engine.retired.store(true, Release);
-        engine.park.store(0, Release);
-        futex::wake(&engine.park, u32::MAX >> 1, futex::Scope::Private);
-        engine.far.call();
-        true
+/// Faults that wait are no reason against it: nothing is out, so what they wait for is zeros or
+/// there, and the kernel answers them then.
+fn is_possible(path: &FaultPath) -> bool {
+    let mm = path.engine.mm.lock();
+    mm.table.swapped() == 0
+        && mm.jobs.in_flight == 0
+        && path.remote.is_empty()
+        && mm.late.is_empty()
+        && path.reader.fork.untracked.is_empty()
+        && path.reader.requests.is_empty()
+        && !path.reader.fork.phase.is_under_way()
+}
+
+/// Lets the program go, if nothing is out. False if something is by now: the handler is to be run
+/// again.
+pub(crate) fn detach(path: &mut FaultPath) -> bool {
+    let engine = path.engine;
+    let is_read = path.reader.read_within(Some(Duration::ZERO)).is_ok();
+    // What is registered stays so until the last descriptor is closed.
+    if !is_read
+        || !is_possible(path)
+        || engine.slot().detach.load(Relaxed) == 0
+        || !(engine.start.release_hold)()
+    {
+        unpark_workers(engine);
+        return false;
     }
+    {
+        let mut guard = engine.mm.lock();
+        let mm = &mut *guard;
+        // A forked child knows of lost pages that its own page tables do not have yet.
+        let mut at = PageNo(0);
+        while let Some(page) = mm.table.next_used(at, LAST_PAGE) {
+            match mm.table.get(page) {
+                PageState::Poisoned => drop(path.reader.uffd.poison(range_of(page, 1))),
+                PageState::PresentClean(entry) => engine.devices.drop_swapped(entry),
+                _ => {}
+            }
+            at = page.plus(1);
+        }
+        mm.staging.retire();
+        // Before the request pages are open to everybody: a thread that waits at one goes on.
+        engine.bells.close();
+        let _ = path.reader.uffd.unregister(engine.bells.request_pages());
+        // SAFETY: every reference to it is this thread's, or a worker's, and those stand still and
+        // end.
+        unsafe { engine.close_uffd() };
+        mm.table = PageTable::new();
+        if engine.followed {
+            let all = VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) };
+            dontfork::restore(&mm.regions, all);
+        }
+        (mm.regions, mm.armed) = (VmaSet::default(), VmaSet::default());
+    }
+    path.installer.discard_fresh();
+    engine.devices.file.device.clear();
+    engine.devices.pool.compact(usize::MAX);
+    engine.devices.pool.trim();
+    engine.publish_slot();
+    engine.retired.store(true, Release);
+    engine.park.store(0, Release);
+    futex::wake(&engine.park, u32::MAX >> 1, futex::Scope::Private);
+    engine.far.call();
+    true
 }

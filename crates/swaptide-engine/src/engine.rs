@@ -18,23 +18,23 @@ use swaptide_sys::uffd::{Event, Features, Uffd};
 
 use crate::EngineError;
 use crate::backing::devices::{Devices, FILE, POOL};
-use crate::fault::remote::RemoteReads;
-use crate::fork::ForkControl;
-use crate::fork::layout::VmaChange;
+use crate::backing::remote_queue::RemoteReads;
 use crate::memcg::acceptance::{Acceptance, Verdict};
 use crate::memcg::charge::Charge;
 use crate::memcg::pool_sizing::{PoolSample, PoolSizer};
+use crate::memcg::small::Small;
+use crate::mm::batch::Jobs;
 use crate::mm::grace::Grace;
 use crate::mm::lru::Queues;
 use crate::mm::page_table::{PageState, PageTable};
 use crate::mm::references::References;
 use crate::mm::staging::{FrameNo, Staging};
 use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo};
+use crate::mm::vma_change::VmaChange;
 use crate::mm::vma_set::VmaSet;
 use crate::readahead::history::SharedMissHistory;
-use crate::reclaim::swap_out::Jobs;
 use crate::requests::HandlerRequests;
-use crate::vma::small::Small;
+use crate::requests::fork_control::ForkControl;
 
 /// How long the swap file is left alone after it took nothing.
 const FILE_RESTS: Duration = Duration::from_millis(100);
@@ -69,7 +69,7 @@ pub struct Start {
     pub pinned: fn(ChunkNo) -> u16,
     /// Starts a thread that runs [`Engine::read_far`]. False if there can be none.
     pub spawn_reader: fn() -> bool,
-    /// Has other holders of the userfaultfd close it; false if that is not so within a moment.
+    /// Has whoever else holds the userfaultfd close it; false if that is not so within a moment.
     pub release_hold: fn() -> bool,
     /// Whether pages may have readers outside; the hooks say so.
     pub references: &'static References,
@@ -96,17 +96,17 @@ pub struct Mm {
     /// For each staging frame in use: the entry whose slot may hold the same data from before, if
     /// any.
     pub kept: Vec<Option<SwapEntry>>,
-    /// A range that is being detached: nothing of it is taken out.
+    /// A range that is being let go: nothing of it is taken out.
     pub held: VirtRange,
     /// Changes of mappings were read and are noted by the handler, not applied: the kernel does not
     /// refuse moves for them any more, and where a word says that a page is, another may be.
     /// Nothing is taken out.
     pub behind: bool,
     /// Changes of mappings that were read before one that happened earlier (see
-    /// [`crate::vma::events`]).
+    /// [`crate::events::apply`]).
     pub late: Vec<Event>,
     /// Old places of moves that were read, until it was read as well that they were left (see
-    /// [`crate::vma::events`]).
+    /// [`crate::events::apply`]).
     pub owed: Vec<VirtRange>,
     /// Changes that were applied since a moment in which no change was under way: a child whose
     /// fork is read later may not have them (see [`crate::fork::layout`]).
@@ -137,11 +137,11 @@ pub struct Engine {
     pub charge: Charge,
     /// Whether small mappings are managed.
     pub small: Small,
-    /// Requests to the handler.
+    /// The bells.
     pub bells: HandlerRequests,
     /// Forks.
     pub fork: ForkControl,
-    /// The kernel does not report forks: they are followed ([`crate::vma::dontfork`]).
+    /// The kernel tells nobody of forks: they are followed ([`crate::mm::dontfork`]).
     pub followed: bool,
     /// Pages that were sent for.
     pub(crate) far: RemoteReads,
@@ -163,14 +163,13 @@ pub struct Engine {
     pub fails: AtomicBool,
     /// The handler's thread.
     pub handler_tid: AtomicU32,
-    /// The program was detached: workers end where they stand still.
+    /// The program was let go: workers end where they stand still.
     pub retired: AtomicBool,
-    /// The program has had guard pages (see [`crate::fault::guards`]).
+    /// The program has had guard pages (see [`crate::fault::install`]).
     pub guarded: AtomicBool,
     /// The CPU that workers keep away from (see [`crate::sched::handler_cpu`]).
     pub handler_cpu: AtomicU32,
-    /// Raised when the handler begins to wait for messages and when it continues: odd while it
-    /// waits.
+    /// Raised when the handler begins to wait for messages and when it goes on: odd while it waits.
     pub turns: AtomicU32,
     /// A bit for each staging frame in use whose page is no longer swapped: it was copied back, or
     /// given up. Changed under the memory lock; who stores a batch may look without it, to spare
@@ -519,8 +518,8 @@ impl Engine {
         self.cancelled[frame.0 as usize / 64].fetch_and(!(1 << (frame.0 % 64)), Relaxed);
     }
 
-    /// A page's swap entry is not needed any more: its data is dropped, now or by the thread that
-    /// is storing it.
+    /// A page's swap entry is not needed any more: its data is dropped, now or by whoever is
+    /// storing it.
     #[track_caller]
     pub fn release(&self, mm: &Mm, entry: SwapEntry) {
         match self.devices.slots(entry.ty()).lookup(entry.offset()) {
@@ -536,6 +535,16 @@ impl Engine {
     pub fn free_cancelled(&self, frame: FrameNo, entry: SwapEntry, folio: FolioId) {
         self.uncancel(frame);
         self.devices.free_slot(entry, Expect::Folio(folio));
+    }
+
+    /// What a reader of far pages does, until the program is let go.
+    pub fn read_far(&self) {
+        self.far.serve(
+            &self.devices.file.device,
+            || self.retired.load(Acquire),
+            &self.start.segment.header.fail,
+            self.start.log,
+        );
     }
 
     /// Ends the process if the thread is gone that answers faults, or one that reads far pages: a
@@ -584,8 +593,8 @@ impl Mm {
     }
 
     /// Looks again which pages of a chunk are shared with other processes. Gives those that were
-    /// known as such and no longer are: they can continuece they were faulted for writing, which
-    /// then copies nothing; the kernel does not move them before.
+    /// known as such and no longer are: they can go once they were faulted for writing, which then
+    /// copies nothing; the kernel does not move them before.
     pub fn review(&mut self, chunk: ChunkNo) -> u16 {
         let were = self.table.unshare(chunk);
         if were == 0 {
@@ -728,7 +737,7 @@ pub const NO_RANGE: VirtRange = VirtRange { start: VirtAddr(0), end: VirtAddr(0)
 
 /// Chunks put back at a time.
 const MAX_CHUNKS_PUT_BACK: usize = 8;
-/// Workers that the handler places; there is one for each CPU, and with many CPUs one more
+/// Workers that the handler places; there is one for each CPU, and beside many CPUs one more
 /// wake-up hurts less.
 const PLACED_WORKERS: usize = 16;
 /// Bits of a shadow's clock.

@@ -4,8 +4,8 @@
 //! One engine lives in each managed process. Its threads are made with raw clones and touch nothing
 //! of the program's own memory, which they might find swapped out:
 //! - the **handler** ([`event_loop`]) reads the program's userfaultfd: faults
-//!   ([`fault`]), changes of mappings ([`events`](crate::vma::events)), forks ([`fork`]) and the
-//!   requests of other threads ([`requests`]). It alone
+//!   ([`fault`]), changes of mappings ([`events`](crate::events::apply)), forks ([`fork`]) and the
+//!   bells by which other threads ask it for something ([`requests`]). It alone
 //!   fills pages and adopts memory ([`adopt`](crate::vma::adopt)).
 //! - one or more **workers** ([`reclaim`]) move cold chunks to staging frames, compress them and
 //!   hand out the frames; worker 0 also looks after the accounts and moves the oldest compressed
@@ -37,13 +37,16 @@
 #![allow(rustdoc::private_intra_doc_links)]
 
 pub mod backing;
-pub mod detach;
+mod detach;
 mod engine;
 pub mod event_loop;
-pub mod fault;
+pub mod events;
+pub(crate) mod fault;
+mod fault_injection;
 pub mod fork;
 pub mod memcg;
 pub mod mm;
+mod pager;
 pub mod readahead;
 pub mod reclaim;
 pub mod requests;

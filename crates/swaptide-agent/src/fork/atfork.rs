@@ -7,8 +7,9 @@ use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
 };
 
-use swaptide_engine::fork::{Decline, NONE};
+use swaptide_engine::fork::Decline;
 use swaptide_engine::requests::HandlerRequest;
+use swaptide_engine::requests::fork_control::NO_FORK;
 use swaptide_engine::sched::deadline::{WAIT_SLICE, Waited};
 use swaptide_sys::lock::futex;
 use swaptide_sys::mem::after_fork_in_child;
@@ -135,7 +136,7 @@ pub(crate) extern "C" fn parent() {
         engine.fork.close_end(false);
         engine.fork.close_end(true);
         engine.bells.submit(HandlerRequest::ForkDone);
-        engine.fork.wait(NONE, FORK_MASK.load(Relaxed));
+        engine.fork.wait(NO_FORK, FORK_MASK.load(Relaxed));
         if engine.fork.was_child_killed() {
             tell(
                 b"swaptide: a forked child did not take over its memory within 30 s and was \

@@ -84,7 +84,7 @@ pub fn leave() {
 /// What the child does first.
 extern "C" fn begin() {
     let Some(engine) = process::inherited_engine() else { return };
-    if let Err(errno) = engine.child_init() {
+    if let Err(errno) = swaptide_engine::fork::child_uffd::child_init(engine) {
         abort_with(&[
             b"swaptide: cannot set up a userfaultfd in a forked child (",
             ErrnoText::new(errno).as_bytes(),

@@ -2,4 +2,5 @@
 //! found.
 
 pub mod devices;
+pub(crate) mod remote_queue;
 pub mod snapshot;

@@ -2,8 +2,8 @@
 //!
 //! The workers keep some ([`crate::reclaim::worker`]); where they have not kept up, the handler
 //! makes it, and the thread that waits for the page pays. Where there are areas of a server the
-//! handler leaves it to the workers, as long as they have anything to do: who writes there may wait
-//! for seconds, and everybody's faults with him.
+//! handler leaves it to the workers, as long as they have anything to do: a write there may wait for
+//! seconds, and every other fault with it.
 //!
 //! Owns nothing. Locks: the memory lock, for a look or a batch.
 
@@ -13,104 +13,114 @@ use std::time::Duration;
 use swaptide_ipc::Counter;
 use swaptide_sys::page::PAGE_SIZE;
 
-use crate::event_loop::Handler;
-use crate::reclaim::worker::Step;
+use crate::engine::Engine;
+use crate::events::reader::{Interrupted, UffdReader};
+use crate::memcg::psi::Stall;
+use crate::reclaim::worker::{Step, Worker};
 
 /// Turns in which room is left to be made by the workers, where they write to a server.
 const MAX_WAITS_FOR_WORKERS: usize = 16;
+/// Turns in which room is made for one fill.
+const MAX_TURNS: usize = 256;
 /// A write to a server that has taken so long may take long. Until it is over the program goes past
 /// its limit by this part of it at most, and then slowly.
 const STALLED_WRITE: Duration = Duration::from_millis(100);
 const STALLED_OVERSHOOT_DIVISOR: i64 = 32;
+/// Compressed memory larger than this part of the limit is written back when nothing can be taken.
+const MIN_POOL_DIVISOR: u64 = 16;
 
-impl Handler {
-    /// Makes room for `n` pages.
-    pub(crate) fn make_room(&mut self, n: usize) {
-        let engine = self.engine;
-        let bytes = (n * PAGE_SIZE) as i64;
-        for turn in 0..256 {
-            if engine.charge.room() >= bytes {
-                return;
+/// Makes room for `n` pages, with the handler's own `worker`.
+///
+/// # Errors
+/// [`Interrupted`] when a fork through no hook was read meanwhile: no page may go before its child
+/// has it.
+pub(crate) fn make_room(
+    reader: &mut UffdReader,
+    worker: &mut Worker,
+    stall: &mut Stall,
+    n: usize,
+) -> Result<(), Interrupted> {
+    let engine = reader.engine;
+    let bytes = (n * PAGE_SIZE) as i64;
+    for turn in 0..MAX_TURNS {
+        if engine.charge.room() >= bytes || engine.park.load(Relaxed) != 0 {
+            return Ok(());
+        }
+        stall.stalls(engine.slot());
+        if engine.devices.file.has_remote() && !reader.fork.populating {
+            let stuck = engine.devices.file.device.is_writing_for(STALLED_WRITE);
+            let overshoot = engine.charge.limit() as i64 / STALLED_OVERSHOOT_DIVISOR;
+            if stuck && engine.charge.room() + overshoot >= bytes {
+                return Ok(());
             }
-            if engine.park.load(Relaxed) != 0 {
-                return;
-            }
-            self.stalls();
-            if engine.devices.file.has_remote() && !self.giving {
-                let stuck = engine.devices.file.device.is_writing_for(STALLED_WRITE);
-                if stuck
-                    && engine.charge.room()
-                        + engine.charge.limit() as i64 / STALLED_OVERSHOOT_DIVISOR
-                        >= bytes
-                {
-                    return;
-                }
-                // Who writes to a server may wait for it: the workers, rather than everybody whose
-                // fault comes next.
-                self.worker.balance(engine);
-                if stuck || turn < MAX_WAITS_FOR_WORKERS && self.workers_are_busy() {
-                    engine.call_workers();
-                    self.drain_events();
-                    continue;
-                }
-            }
-            // Compressed memory that is past its share takes from the program what swap-out gives:
-            // the file must take some first.
-            if engine.charge.pool_overflows() && self.worker.write_back(engine) {
+            // A write to a server may wait for it: that is for the workers, rather than for every
+            // thread whose fault comes next.
+            worker.balance(engine);
+            if stuck || turn < MAX_WAITS_FOR_WORKERS && workers_are_busy(engine) {
+                engine.call_workers();
+                reader.drain()?;
                 continue;
             }
-            match self.worker.step(engine) {
-                Step::Took(pages) => engine.count(Counter::PgstealDirect, pages),
-                // What is read then may be a fork that must have the page first.
-                Step::Again if self.giving => return,
-                Step::Again => self.drain_events(),
-                // What another process has, too, workers make its own first. Until they have, it is
-                // a little past its limit; what lies in compressed memory they may share as well,
-                // so that writing it away would free nothing.
-                Step::Nothing if self.has_little_but_shared() => {
-                    engine.call_workers();
-                    let mut mm = engine.mm.lock();
-                    mm.staging.trim(n);
-                    engine.publish_usage(&mm);
-                    return;
+        }
+        // Compressed memory that is past its share takes from the program what swap-out gives: the
+        // file must take some first.
+        if engine.charge.pool_overflows() && worker.write_back(engine) {
+            continue;
+        }
+        match worker.step(engine) {
+            Step::Took(pages) => engine.count(Counter::PgstealDirect, pages),
+            // What is read then may be a fork that must have the page first.
+            Step::Again if reader.fork.populating => return Ok(()),
+            Step::Again => reader.drain()?,
+            // What another process has, too, workers make its own first. Until they have, it is a
+            // little past its limit; what lies in compressed memory they may share as well, so that
+            // writing it away would free nothing.
+            Step::Nothing if has_little_but_shared(engine) => {
+                engine.call_workers();
+                trim_staging(engine, n);
+                return Ok(());
+            }
+            Step::Nothing => {
+                if engine.charge.pool() > engine.charge.limit() / MIN_POOL_DIVISOR
+                    && worker.write_back(engine)
+                {
+                    continue;
                 }
-                Step::Nothing => {
-                    if engine.charge.pool() > engine.charge.limit() / 16
-                        && self.worker.write_back(engine)
-                    {
-                        continue;
-                    }
-                    let mut mm = engine.mm.lock();
-                    mm.staging.trim(n);
-                    engine.publish_usage(&mm);
-                    return;
-                }
+                trim_staging(engine, n);
+                return Ok(());
             }
         }
     }
+    Ok(())
+}
 
-    /// True in a family when most of what the program has is another's, too.
-    fn has_little_but_shared(&self) -> bool {
-        let engine = self.engine;
-        if !engine.charge.family.is_active() {
-            return false;
-        }
-        let mm = engine.mm.lock();
-        mm.table.shared() > mm.table.present() / 2
-    }
+/// Gives free frames back but for `n` pages' worth.
+fn trim_staging(engine: &Engine, n: usize) {
+    let mut mm = engine.mm.lock();
+    mm.staging.trim(n);
+    engine.publish_usage(&mm);
+}
 
-    /// True when the workers have something to store, or to move out of compressed memory.
-    fn workers_are_busy(&self) -> bool {
-        let (engine, file) = (self.engine, &self.engine.devices.file.device);
-        engine.mm.lock().jobs.in_flight > 0
-            || file.is_writing_for(Duration::ZERO)
-            || engine.charge.pool_overflows() && !engine.file_rests()
+/// True in a group of processes that share pages since a fork, when most of what the program has is
+/// another's, too.
+fn has_little_but_shared(engine: &Engine) -> bool {
+    if !engine.charge.family.is_active() {
+        return false;
     }
+    let mm = engine.mm.lock();
+    mm.table.shared() > mm.table.present() / 2
+}
 
-    /// True when `n` pages can be filled within the limit. Where nothing can be taken out (what two
-    /// processes share since a fork, say), what is brought in beyond the page asked for is the next
-    /// to go, before it is touched.
-    pub(crate) fn has_room(&self, n: usize) -> bool {
-        self.engine.charge.room() >= (n * PAGE_SIZE) as i64
-    }
+/// True when the workers have something to store, or to move out of compressed memory.
+fn workers_are_busy(engine: &Engine) -> bool {
+    engine.mm.lock().jobs.in_flight > 0
+        || engine.devices.file.device.is_writing_for(Duration::ZERO)
+        || engine.charge.pool_overflows() && !engine.file_rests()
+}
+
+/// True when `n` pages can be filled within the limit. Where nothing can be taken out (what two
+/// processes share since a fork, say), what is brought in beyond the page asked for is the next to
+/// go, before it is touched.
+pub(crate) fn has_room(engine: &Engine, n: usize) -> bool {
+    engine.charge.room() >= (n * PAGE_SIZE) as i64
 }

@@ -2,13 +2,13 @@
 //!
 //! Owns: what loading costs, as it is told to the division of the limit; and, of swap areas on
 //! rotational disks, what was read ahead ([`swaptide_store::file::ReadAhead`]). Nothing here
-//! touches the program or its words: a caller that put pages into a buffer looks again whether they
-//! are still meant.
+//! touches the program or its words: whoever put pages into a buffer looks again whether they are
+//! still meant.
 //!
 //! Rules
 //! 1. Zeros are not loaded, compressed pages are decompressed one by one, all that is in the file
 //!    is read in one go.
-//! 2. A page that is read alone from a rotational disk brings along what was written next to it:
+//! 2. A page that is read alone from a rotational disk brings along what was written beside it:
 //!    `2^page-cluster` pages at most (8 where nothing is said), and 1/128 of the limit, as many as
 //!    the last ones proved worth it. None where the program is past its limit: then what is held is
 //!    given up. (docs/linux-swap.md, "Readahead". The windows of streams are
@@ -18,31 +18,60 @@
 //!    poisoned at once, and so is what a server was asked for that does not answer.
 
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::Duration;
 
 use swaptide_core::SwapEntry;
 use swaptide_ipc::Counter;
-use swaptide_store::codec::Codec;
-use swaptide_store::file::{Ahead, MAX_BLOCK_PAGES, ReadError, ReadErrorKind};
+use swaptide_store::codec::{Codec, Unpacker};
+use swaptide_store::file::{Ahead, MAX_BLOCK_PAGES, ReadAhead, ReadError, ReadErrorKind};
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::thread::{now, sleep};
 
+use crate::backing::remote_queue::READ_RETRY_DELAYS;
 use crate::backing::snapshot::{PageLocation, Snapshot};
-use crate::engine::Mm;
-use crate::event_loop::Handler;
+use crate::engine::{Engine, Mm};
 use crate::memcg::pool_sizing::Loads;
 use crate::mm::types::PageNo;
 use crate::readahead::policy::ReadaheadLimits;
+use crate::sched::handler_cpu::HandlerCpu;
 
-/// What lies between the attempts to read a page before it is given up, but for the first two,
-/// which follow each other.
-pub(crate) const READ_RETRY_DELAYS: [Duration; 3] =
-    [Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(100)];
 /// `page-cluster` where nothing is said.
 const PAGE_CLUSTER: u8 = 3;
 
-impl Handler {
+/// What reading a page from a swap area is taken to cost before one was read, in nanoseconds.
+const FIRST_READ_NS: u64 = 60_000;
+
+/// See the module's description.
+pub(crate) struct Loader {
+    engine: &'static Engine,
+    /// What pages are decompressed with.
+    pub(crate) unpacker: Unpacker,
+    /// What loading from compressed memory cost since it was told to the division.
+    loads: Loads,
+    /// What was read from rotational disks, and not asked for yet.
+    pub(crate) ahead: ReadAhead,
+    /// How many pages of the last read had been read ahead.
+    pub(crate) held_hits: usize,
+    /// Of the pages that came for the fault that is being answered, how many had been.
+    pub(crate) held_came: usize,
+    /// Smoothed time of reading a page from the file, in nanoseconds.
+    pub(crate) read_ns: u64,
+}
+
+impl Loader {
+    /// Nothing was loaded yet.
+    pub(crate) fn new(engine: &'static Engine) -> Loader {
+        Loader {
+            engine,
+            unpacker: Unpacker::new(),
+            loads: Loads::default(),
+            ahead: ReadAhead::default(),
+            held_hits: 0,
+            held_came: 0,
+            read_ns: FIRST_READ_NS,
+        }
+    }
+
     /// Loads pages from compressed memory. Gives how many came before the first that could not be.
     pub(crate) fn load_pool(&mut self, entries: &[SwapEntry], out: &mut [Page]) -> usize {
         let pool = &self.engine.devices.pool;
@@ -80,7 +109,12 @@ impl Handler {
 
     /// Loads the pages at the front of a snapshot. Gives how many came before the first that could
     /// not be.
-    pub(crate) fn load(&mut self, snapshot: &Snapshot, out: &mut [Page]) -> usize {
+    pub(crate) fn load(
+        &mut self,
+        cpu: &HandlerCpu,
+        snapshot: &Snapshot,
+        out: &mut [Page],
+    ) -> usize {
         let entries = snapshot.entries();
         self.held_hits = 0;
         let mut loaded = out.len();
@@ -111,13 +145,14 @@ impl Handler {
             .filter(|(k, _)| is_in_file(k))
             .map(|(k, out)| (k, Slot(entries[k].offset().0), out))
             .collect();
-        self.read_file(snapshot.first(), &mut requests).unwrap_or(loaded)
+        self.read_file(cpu, snapshot.first(), &mut requests).unwrap_or(loaded)
     }
 
     /// Reads pages from the file: each with its place from `first` on. Gives the first place that
     /// could not be read.
     fn read_file(
         &mut self,
+        cpu: &HandlerCpu,
         first: PageNo,
         pages: &mut [(usize, Slot, &mut Page)],
     ) -> Option<usize> {
@@ -127,8 +162,8 @@ impl Handler {
         let most = self.cluster_window();
         let mut requests: Vec<(Slot, &mut Page)> =
             pages.iter_mut().map(|(_, slot, out)| (*slot, &mut **out)).collect();
-        let (place, ahead) = (&mut self.cpu, &mut self.ahead);
-        let error = match place.normally(|| ahead.read(&file.device, &mut requests, most)) {
+        let ahead = &mut self.ahead;
+        let error = match cpu.normally(|| ahead.read(&file.device, &mut requests, most)) {
             Ok(Ahead { hits, ahead }) => {
                 engine.count(Counter::SwapRaHit, hits);
                 engine.count(Counter::SwapRa, ahead);
@@ -184,21 +219,20 @@ impl Handler {
     /// Pages that one from a rotational disk may come with, itself among them.
     fn cluster_window(&mut self) -> usize {
         let charge = &self.engine.charge;
-        let cluster = self.readahead_limits().page_cluster.unwrap_or(PAGE_CLUSTER);
+        let cluster = readahead_limits(self.engine).page_cluster.unwrap_or(PAGE_CLUSTER);
         if charge.room() < 0 {
             self.ahead.clear();
             return 1;
         }
         (1 << cluster).min(MAX_BLOCK_PAGES).min(charge.window_pages() / 2)
     }
+}
 
-    /// How much may come in at a time. Read each time: it may be changed while the run is
-    /// under way.
-    pub(crate) fn readahead_limits(&self) -> ReadaheadLimits {
-        let header = &self.engine.start.segment.header;
-        ReadaheadLimits::new(
-            header.page_cluster_plus.load(Relaxed),
-            header.largest_order_plus.load(Relaxed),
-        )
-    }
+/// How much may come in at a time. Read each time: it may be changed while the run is under way.
+pub(crate) fn readahead_limits(engine: &Engine) -> ReadaheadLimits {
+    let header = &engine.start.segment.header;
+    ReadaheadLimits::new(
+        header.page_cluster_plus.load(Relaxed),
+        header.largest_order_plus.load(Relaxed),
+    )
 }

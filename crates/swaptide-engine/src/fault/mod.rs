@@ -1,7 +1,9 @@
 //! The way in: from a fault to the page in its place.
 
+pub(crate) mod complete;
 pub(crate) mod direct_reclaim;
-pub(crate) mod guards;
+pub(crate) mod install;
 pub(crate) mod load;
-pub mod path;
+pub(crate) mod path;
 pub(crate) mod remote;
+pub(crate) mod swap_in;

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use swaptide_ipc::{MAX_AREAS, SlotIndex};
 use swaptide_store::file::{HandedOver, Opened};
+use swaptide_sys::maps::MapsFile;
 use swaptide_sys::mem::{Mapping, is_mapped_in};
 use swaptide_sys::page::{PAGE_SIZE, VirtRange};
 use swaptide_sys::process::{parent, proc_info};
@@ -25,14 +26,16 @@ use swaptide_sys::{AsFd, AsRawFd, Errno, FromRawFd, OwnedFd};
 
 use crate::EngineError;
 use crate::engine::Engine;
-use crate::event_loop::Handler;
-use crate::fork::control::NONE;
-use crate::fork::layout::VmaChange;
+use crate::events::apply::{apply, apply_late, apply_now};
+use crate::fork::allow_fork::deny_fork;
 use crate::fork::protocol::{
     DECLINED, Decline, MESSAGE_BYTES, MSG_SERVING, NO_ENGINE, NO_ENGINE_INCOMPLETE, NO_SLOT, decode,
 };
 use crate::mm::page_table::PageState;
 use crate::mm::types::PageNo;
+use crate::mm::vma_change::VmaChange;
+use crate::pager::Pager;
+use crate::requests::fork_control::NO_FORK;
 use crate::sched::deadline::Deadline;
 
 /// What a child's handler got from its parent's.
@@ -208,120 +211,113 @@ impl Engine {
     }
 }
 
-impl Handler {
-    /// In a forked child: mappings that its parent kept for itself (`MADV_DONTFORK`) are not here,
-    /// and what stands in their place is the engine's own, made since. Their pages are given up.
-    fn forget_missing(&mut self) -> Result<(), EngineError> {
-        let engine = self.engine;
-        let regions: Vec<VirtRange> = engine.mm.lock().regions.iter().collect();
-        let mut missing = Vec::new();
-        for region in regions {
-            let mut at = region.start;
-            while at < region.end {
-                let next = self
-                    .maps
-                    .vma_at_or_next(at)
-                    .map_err(|e| EngineError::Memory("reading /proc/self/maps", e))?;
-                let Some(vma) =
-                    next.map(|info| info.vma().range).filter(|vma| vma.start < region.end)
-                else {
-                    missing.push(VirtRange { start: at, end: region.end });
-                    break;
-                };
-                if at < vma.start {
-                    missing.push(VirtRange { start: at, end: vma.start });
+/// In a forked child: mappings that its parent kept for itself (`MADV_DONTFORK`) are not here,
+/// and what stands in their place is the engine's own, made since. Their pages are given up.
+fn forget_missing(engine: &Engine, maps: &mut MapsFile) -> Result<(), EngineError> {
+    let regions: Vec<VirtRange> = engine.mm.lock().regions.iter().collect();
+    let mut missing = Vec::new();
+    for region in regions {
+        let mut at = region.start;
+        while at < region.end {
+            let next = maps
+                .vma_at_or_next(at)
+                .map_err(|e| EngineError::Memory("reading /proc/self/maps", e))?;
+            let Some(vma) = next.map(|info| info.vma().range).filter(|vma| vma.start < region.end)
+            else {
+                missing.push(VirtRange { start: at, end: region.end });
+                break;
+            };
+            if at < vma.start {
+                missing.push(VirtRange { start: at, end: vma.start });
+            }
+            at = at.max(vma.start);
+            let end = vma.end.min(region.end);
+            crate::vma::adopt::program_parts(VirtRange { start: at, end }, |part| {
+                if at < part.start {
+                    missing.push(VirtRange { start: at, end: part.start });
                 }
-                at = at.max(vma.start);
-                let end = vma.end.min(region.end);
-                crate::vma::adopt::program_parts(VirtRange { start: at, end }, |part| {
-                    if at < part.start {
-                        missing.push(VirtRange { start: at, end: part.start });
-                    }
-                    at = part.end;
-                });
-                if at < end {
-                    missing.push(VirtRange { start: at, end });
-                    at = end;
-                }
+                at = part.end;
+            });
+            if at < end {
+                missing.push(VirtRange { start: at, end });
+                at = end;
             }
         }
-        let mut mm = engine.mm.lock();
-        for range in missing {
-            engine.apply(&mut mm, Event::Unmap(range));
-        }
-        Ok(())
     }
+    let mut mm = engine.mm.lock();
+    for range in missing {
+        apply(engine, &mut mm, Event::Unmap(range));
+    }
+    Ok(())
+}
 
-    /// A handler for a forked child, over its parent's bequest.
-    ///
-    /// # Errors
-    /// When a userfaultfd or memory is refused: the child must decline then.
-    pub fn inherited(
-        engine: &'static Engine,
-        index: SlotIndex,
-        salt: u64,
-        left: &mut ForkHandoff,
-    ) -> Result<Handler, EngineError> {
-        engine.set_index(index);
-        let uffd =
-            left.uffd.take().ok_or(EngineError::Devices("no userfaultfd was handed over"))?;
-        // A fork without a hook at the same moment could have had its descriptor taken for this
-        // child's: it would be another process's memory. That one may have something at the same
-        // address: zeros for a page that it has never touched are no harm there, and not to be seen
-        // here.
-        let probe = Mapping::reserve(PAGE_SIZE)
-            .map_err(|e| EngineError::Memory("a page to try the userfaultfd on", e))?;
-        uffd.register_missing(probe.range())
-            .map_err(|e| EngineError::Memory("trying the userfaultfd that was handed over", e))?;
-        let _ = uffd.zero_pages(probe.range(), true);
-        let ours = is_mapped_in(probe.range().start).unwrap_or(false);
-        let _ = uffd.unregister(probe.range());
-        drop(probe);
-        if !ours {
-            return Err(EngineError::Devices(
-                "the userfaultfd that was handed over is another process's",
-            ));
-        }
-        engine.set_uffd(uffd);
-        let mut handler = Handler::new(engine)?;
-        if let Some(book) = engine.childrens_book.lock().take() {
-            handler.prefetcher.inherit(book);
-        }
-        engine.mm.lock().staging.reopen()?;
-        engine.is_shared_anew();
-        engine.devices.file.inherit(std::mem::take(&mut left.areas), salt);
-        {
-            let mut mm = engine.mm.lock();
-            mm.behind = false;
-            mm.recent.clear();
-            // They are in their order; what the parent's threads owe is not owed here.
-            mm.owed.clear();
-            for event in std::mem::take(&mut left.changes).into_iter().filter_map(VmaChange::event)
-            {
-                engine.apply_now(&mut mm, event);
-            }
-            engine.apply_late(&mut mm);
-            mm.recent.clear();
-        }
-        for page in std::mem::take(&mut left.served) {
-            let mut mm = engine.mm.lock();
-            match mm.table.get(page) {
-                PageState::Swapped(entry) => engine.release(&mm, entry),
-                PageState::PresentClean(entry) => engine.devices.drop_swapped(entry),
-                _ => {}
-            }
-            if mm.regions.find(page.addr()).is_some() {
-                mm.mark_present(page);
-            }
-        }
-        handler.forget_missing()?;
-        if engine.followed {
-            handler.deny_fork();
-        }
-        engine.charge.split_limit();
-        engine.charge.take_limit(engine.slot());
-        engine.charge.inherit(swaptide_sys::process::parent());
-        engine.fork.set(NONE);
-        Ok(handler)
+/// The pager of a forked child, over what its parent has handed over.
+///
+/// # Errors
+/// When a userfaultfd or memory is refused: the child must decline then.
+pub(crate) fn inherited(
+    engine: &'static Engine,
+    index: SlotIndex,
+    salt: u64,
+    left: &mut ForkHandoff,
+) -> Result<Pager, EngineError> {
+    engine.set_index(index);
+    let uffd = left.uffd.take().ok_or(EngineError::Devices("no userfaultfd was handed over"))?;
+    // A fork without a hook at the same moment could have had its descriptor taken for this
+    // child's: it would be another process's memory. That one may have something at the same
+    // address: zeros for a page that it has never touched are no harm there, and not to be seen
+    // here.
+    let probe = Mapping::reserve(PAGE_SIZE)
+        .map_err(|e| EngineError::Memory("a page to try the userfaultfd on", e))?;
+    uffd.register_missing(probe.range())
+        .map_err(|e| EngineError::Memory("trying the userfaultfd that was handed over", e))?;
+    let _ = uffd.zero_pages(probe.range(), true);
+    let ours = is_mapped_in(probe.range().start).unwrap_or(false);
+    let _ = uffd.unregister(probe.range());
+    drop(probe);
+    if !ours {
+        return Err(EngineError::Devices(
+            "the userfaultfd that was handed over is another process's",
+        ));
     }
+    engine.set_uffd(uffd);
+    let mut pager = Pager::new(engine)?;
+    if let Some(book) = engine.childrens_book.lock().take() {
+        pager.path.prefetcher.inherit(book);
+    }
+    engine.mm.lock().staging.reopen()?;
+    engine.is_shared_anew();
+    engine.devices.file.inherit(std::mem::take(&mut left.areas), salt);
+    {
+        let mut mm = engine.mm.lock();
+        mm.behind = false;
+        mm.recent.clear();
+        // They are in their order; what the parent's threads owe is not owed here.
+        mm.owed.clear();
+        for event in std::mem::take(&mut left.changes).into_iter().filter_map(VmaChange::event) {
+            apply_now(engine, &mut mm, event);
+        }
+        apply_late(engine, &mut mm);
+        mm.recent.clear();
+    }
+    for page in std::mem::take(&mut left.served) {
+        let mut mm = engine.mm.lock();
+        match mm.table.get(page) {
+            PageState::Swapped(entry) => engine.release(&mm, entry),
+            PageState::PresentClean(entry) => engine.devices.drop_swapped(entry),
+            _ => {}
+        }
+        if mm.regions.find(page.addr()).is_some() {
+            mm.mark_present(page);
+        }
+    }
+    forget_missing(engine, &mut pager.path.installer.maps)?;
+    if engine.followed {
+        deny_fork(engine);
+    }
+    engine.charge.split_limit();
+    engine.charge.take_limit(engine.slot());
+    engine.charge.inherit(swaptide_sys::process::parent());
+    engine.fork.set(NO_FORK);
+    Ok(pager)
 }

@@ -11,7 +11,7 @@
 //! *In doubt* is every place that a change concerns that was read since the thread stood ready: the
 //! child may have it from before that change or from after it, and what it has there may be managed
 //! memory or something that another thread has mapped since. There the child arms what bears the
-//! mark that the shield has put on ([`crate::vma::dontfork`]); from there on its userfaultfd tells
+//! mark that the shield has put on ([`crate::mm::dontfork`]); from there on its userfaultfd tells
 //! what it has, as one from the kernel would ([`crate::fork::layout`]).
 //!
 //! Invariants
@@ -23,26 +23,25 @@
 //! Locks: the memory lock of the child's copy, which nobody holds there.
 
 use std::mem::ManuallyDrop;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use swaptide_sys::maps::{for_each_marked_vma, for_each_vma};
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::sock::{Conn, poll_readable};
-use swaptide_sys::thread::{now, sleep};
+use swaptide_sys::thread::now;
 use swaptide_sys::uffd::{Coverage, Uffd};
 use swaptide_sys::{AsFd, Errno, FromRawFd, OwnedFd};
 
 use crate::engine::{Engine, FEATURES};
-use crate::event_loop::Handler;
-use crate::fork::layout::VmaChange;
+use crate::events::fork_state::ForkPhase;
+use crate::events::reader::{Interrupted, UffdReader};
+use crate::fault_injection::{Standstill, stand_still};
+use crate::mm::vma_change::VmaChange;
 
 /// The child's first word: it is there.
 const MSG_STARTED: u8 = b'B';
 /// Its second: its userfaultfd comes with it.
 const MSG_REGISTERED: u8 = b'A';
-/// A test wants the child to stand still before it says that it is there.
-const FAIL_BIRTH: u32 = 13;
 /// The handler's: it has it.
 const MSG_RECEIVED: u8 = b'G';
 /// All is in doubt: the child arms what bears the mark, whatever its table lists.
@@ -52,7 +51,7 @@ const MAX_DOUBTFUL_RANGES: usize = 64;
 const DOUBT_BYTES: usize = 16;
 /// Working space for lists of mappings, on a stack of [`STACK`] bytes.
 const LIST: usize = 16 << 10;
-/// Bytes of stack that [`Engine::child_init`] is to find.
+/// Bytes of stack that [`child_init`] is to find.
 pub const STACK: usize = 96 << 10;
 /// How long a moment is waited for in which no thread changes mappings.
 const QUIET_TIMEOUT: Duration = Duration::from_millis(20);
@@ -116,119 +115,122 @@ fn split(
     }
 }
 
-impl Handler {
-    /// Waits a moment for the child of a followed fork, or for anybody's message, and reads that.
-    pub(super) fn receive_child_uffd(&mut self, conn: &Conn, patience: Duration) {
-        let ready = poll_readable(&[self.uffd.as_fd(), conn.as_fd()], Some(patience)).unwrap_or(0);
-        if ready & 1 != 0 {
-            self.read_within(Some(Duration::ZERO));
-        }
-        if ready & 2 == 0 {
-            return;
-        }
-        let (mut word, mut fds) = ([0u8; 16], [None]);
-        let answered = match conn.recv(&mut word, &mut fds) {
-            // There is no child: the forking thread has closed its end, and rings in a moment.
-            Ok((0, _)) => return self.read_within(Some(patience)),
-            Ok((1, _)) if word[0] == MSG_STARTED => {
-                // The copy was made: memory may be allocated again.
-                self.has_forked = true;
-                self.send_doubtful_ranges(conn)
-            }
-            Ok((1, 1)) if word[0] == MSG_REGISTERED => {
-                let [fd] = fds;
-                self.child = fd.map(Uffd::from_fd);
-                conn.send(&[MSG_RECEIVED], &[])
-            }
-            _ => Err(Errno::PROTO),
-        };
-        if let Err(errno) = answered {
-            // The child ends, for it gets no answer.
-            (self.engine.start.log)(&format!(
-                "a child was not taken in: {}",
-                swaptide_sys::ErrnoName(errno)
-            ));
-        }
+/// Waits a moment for the child of a followed fork, or for any message, and reads that.
+///
+/// # Errors
+/// [`Interrupted`] when a fork through no hook was read.
+pub(super) fn receive_child_uffd(
+    reader: &mut UffdReader,
+    conn: &Conn,
+    patience: Duration,
+    torn: bool,
+) -> Result<(), Interrupted> {
+    let ready = poll_readable(&[reader.uffd.as_fd(), conn.as_fd()], Some(patience)).unwrap_or(0);
+    if ready & 1 != 0 {
+        reader.read_within(Some(Duration::ZERO))?;
     }
-
-    fn send_doubtful_ranges(&mut self, conn: &Conn) -> Result<(), Errno> {
-        let began = now();
-        let mut quiet = false;
-        while !quiet && now().since(began) < QUIET_TIMEOUT {
-            quiet = self.uffd.coverage(self.engine.bells.range()) != Coverage::Changing;
-            let _ = poll_readable(
-                &[self.uffd.as_fd()],
-                Some(if quiet { Duration::ZERO } else { POLL_INTERVAL }),
-            );
-            self.read_noting();
-        }
-        let late: Vec<VmaChange> =
-            self.engine.mm.lock().late.iter().filter_map(VmaChange::of).collect();
-        let doubts: Vec<VirtRange> =
-            self.noted.iter().chain(&late).copied().flat_map(ranges_of).collect();
-        let (bytes, length) = encode(if quiet && !self.torn { &doubts } else { &[EVERYTHING] });
-        // A message of nothing would look like the end.
-        let mut message = [0u8; 1 + MAX_DOUBTFUL_RANGES * DOUBT_BYTES];
-        message[0] = MSG_STARTED;
-        message[1..=length].copy_from_slice(&bytes[..length]);
-        conn.send(&message[..=length], &[])
+    if ready & 2 == 0 {
+        return Ok(());
     }
+    let (mut word, mut fds) = ([0u8; 16], [None]);
+    let answered = match conn.recv(&mut word, &mut fds) {
+        // There is no child: the forking thread has closed its end, and rings in a moment.
+        Ok((0, _)) => return reader.read_within(Some(patience)),
+        Ok((1, _)) if word[0] == MSG_STARTED => {
+            // The copy was made: memory may be allocated again.
+            reader.fork.phase = ForkPhase::Forked;
+            send_doubtful_ranges(reader, conn, torn)
+        }
+        Ok((1, 1)) if word[0] == MSG_REGISTERED => {
+            let [fd] = fds;
+            reader.fork.child = fd.map(Uffd::from_fd);
+            conn.send(&[MSG_RECEIVED], &[])
+        }
+        _ => Err(Errno::PROTO),
+    };
+    if let Err(errno) = answered {
+        // The child ends, for it gets no answer.
+        (reader.engine.start.log)(&format!(
+            "a child was not taken in: {}",
+            swaptide_sys::ErrnoName(errno)
+        ));
+    }
+    Ok(())
 }
 
-impl Engine {
-    /// In a child of a followed fork, before it runs anything of its own: arms what is managed with
-    /// a userfaultfd of its own, which the parent's handler has when this returns. On a stack of
-    /// [`STACK`] bytes that is no memory of the program.
-    ///
-    /// # Errors
-    /// What the kernel answers, or `EPROTO` where the parent does not: the process must be ended.
-    pub fn child_init(&self) -> Result<(), Errno> {
-        // The parent's end of the pair is of no use here: its number may be needed.
-        self.fork.close_end(false);
-        let number = self.fork.child_end().ok_or(Errno::PROTO)?;
-        // SAFETY: the number is the child's end in this process's table; it stays open for who
-        // takes over, and is not closed here.
-        let conn = ManuallyDrop::new(Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) }));
-        while self.start.segment.header.fail.load(Relaxed) == FAIL_BIRTH {
-            sleep(Duration::from_millis(100));
+fn send_doubtful_ranges(reader: &mut UffdReader, conn: &Conn, torn: bool) -> Result<(), Errno> {
+    let began = now();
+    let mut quiet = false;
+    while !quiet && now().since(began) < QUIET_TIMEOUT {
+        quiet = reader.uffd.coverage(reader.engine.bells.range()) != Coverage::Changing;
+        let _ = poll_readable(
+            &[reader.uffd.as_fd()],
+            Some(if quiet { Duration::ZERO } else { POLL_INTERVAL }),
+        );
+        reader.read_noting();
+    }
+    let late: Vec<VmaChange> =
+        reader.engine.mm.lock().late.iter().filter_map(VmaChange::of).collect();
+    let doubts: Vec<VirtRange> =
+        reader.fork.noted.iter().chain(&late).copied().flat_map(ranges_of).collect();
+    let (bytes, length) = encode(if quiet && !torn { &doubts } else { &[EVERYTHING] });
+    // A message of nothing would look like the end.
+    let mut message = [0u8; 1 + MAX_DOUBTFUL_RANGES * DOUBT_BYTES];
+    message[0] = MSG_STARTED;
+    message[1..=length].copy_from_slice(&bytes[..length]);
+    conn.send(&message[..=length], &[])
+}
+
+/// In a child of a followed fork, before it runs anything of its own: arms what is managed with
+/// a userfaultfd of its own, which the parent's handler has when this returns. On a stack of
+/// [`STACK`] bytes that is no memory of the program.
+///
+/// # Errors
+/// What the kernel answers, or `EPROTO` where the parent does not: the process must be ended.
+pub fn child_init(engine: &Engine) -> Result<(), Errno> {
+    // The parent's end of the pair is of no use here: its number may be needed.
+    engine.fork.close_end(false);
+    let number = engine.fork.child_end().ok_or(Errno::PROTO)?;
+    // SAFETY: the number is the child's end in this process's table; it stays open for who
+    // takes over, and is not closed here.
+    let conn = ManuallyDrop::new(Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) }));
+    stand_still(&engine.start.segment.header, Standstill::ChildStarts);
+    conn.send(&[MSG_STARTED], &[])?;
+    let mut message = [0u8; 1 + MAX_DOUBTFUL_RANGES * DOUBT_BYTES];
+    let (length, _) = conn.recv(&mut message, &mut [])?;
+    if length == 0 || message[0] != MSG_STARTED {
+        return Err(Errno::PROTO);
+    }
+    let uffd = Uffd::open(FEATURES, true).map_err(|error| error.errno())?;
+    uffd.register_missing(engine.bells.range())?;
+    uffd.register_missing(engine.bells.request_pages())?;
+    // SAFETY: this is the only thread of the process; the parent's, one of which may have had
+    // the lock, are not here.
+    unsafe { engine.mm.force_unlock() };
+    let mm = engine.mm.lock();
+    uffd.register_missing(mm.staging.range())?;
+    let doubts = decode(&message[1..length]);
+    // Where all is in doubt, the list of regions may be half written.
+    if !doubts.clone().any(|doubt| doubt == EVERYTHING) {
+        for region in mm.regions.iter() {
+            let mut armed = Ok(());
+            split(region, doubts.clone(), |part, doubtful| {
+                if !doubtful && armed.is_ok() {
+                    armed = arm(&uffd, part);
+                }
+            });
+            armed?;
         }
-        conn.send(&[MSG_STARTED], &[])?;
-        let mut message = [0u8; 1 + MAX_DOUBTFUL_RANGES * DOUBT_BYTES];
-        let (length, _) = conn.recv(&mut message, &mut [])?;
-        if length == 0 || message[0] != MSG_STARTED {
-            return Err(Errno::PROTO);
-        }
-        let uffd = Uffd::open(FEATURES, true).map_err(|error| error.errno())?;
-        uffd.register_missing(self.bells.range())?;
-        uffd.register_missing(self.bells.request_pages())?;
-        // SAFETY: this is the only thread of the process; the parent's, one of which may have had
-        // the lock, are not here.
-        unsafe { self.mm.force_unlock() };
-        let mm = self.mm.lock();
-        uffd.register_missing(mm.staging.range())?;
-        let doubts = decode(&message[1..length]);
-        // Where all is in doubt, the list of regions may be half written.
-        if !doubts.clone().any(|doubt| doubt == EVERYTHING) {
-            for region in mm.regions.iter() {
-                let mut armed = Ok(());
-                split(region, doubts.clone(), |part, doubtful| {
-                    if !doubtful && armed.is_ok() {
-                        armed = arm(&uffd, part);
-                    }
-                });
-                armed?;
-            }
-        }
-        drop(mm);
-        if length > 1 {
-            register_marked(&uffd, doubts)?;
-        }
-        conn.send(&[MSG_REGISTERED], &[uffd.as_fd()])?;
-        let mut answer = [0u8];
-        match conn.recv(&mut answer, &mut [])? {
-            (1, _) if answer == [MSG_RECEIVED] => Ok(()),
-            _ => Err(Errno::PROTO),
-        }
+    }
+    drop(mm);
+    if length > 1 {
+        register_marked(&uffd, doubts)?;
+    }
+    conn.send(&[MSG_REGISTERED], &[uffd.as_fd()])?;
+    let mut answer = [0u8];
+    match conn.recv(&mut answer, &mut [])? {
+        (1, _) if answer == [MSG_RECEIVED] => Ok(()),
+        _ => Err(Errno::PROTO),
     }
 }
 

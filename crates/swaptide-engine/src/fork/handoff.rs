@@ -6,10 +6,10 @@
 //! 1. The engine's memory is not changed but for faults of the forking thread, whose pages the
 //!    child gets first.
 //! 2. A child that was sent its userfaultfd has everything or says that it has not; only then the
-//!    parent continues.
+//!    parent goes on.
 //! 3. Until then every fault of the child is answered, whatever the child has changed of its
 //!    mappings.
-//! 4. A child that says nothing for [`HELLO_TIMEOUT`] is given all its memory and continues without
+//! 4. A child that says nothing for [`HELLO_TIMEOUT`] is given all its memory and goes on without
 //!    an engine. One that was sent its userfaultfd and says nothing for [`TAKEOVER_TIMEOUT`] is
 //!    killed before what it shares is given up.
 //! 5. What a child says is looked at before it is used: a process slot is one that the child has
@@ -27,13 +27,17 @@ use swaptide_sys::thread::{getpid, sleep};
 use swaptide_sys::uffd::{Message, Uffd};
 use swaptide_sys::{AsFd, BorrowedFd, Errno};
 
-use crate::event_loop::Handler;
-use crate::fork::populate::UnmanagedChild;
-use crate::fork::prepare::FAIL_HANDING_OVER;
+use crate::engine::Engine;
+use crate::fault::path::FaultPath;
+use crate::fault_injection::{Standstill, shortens_timeouts, stand_still};
+use crate::fork::help::attend_hints;
+use crate::fork::populate::{UnmanagedChild, can_answer, copy_at, copy_page, lay_out, recipient};
+use crate::fork::prepare::ForkServer;
 use crate::fork::protocol::{
     Decline, MESSAGE_BYTES, MSG_SERVING, NO_ENGINE, NO_ENGINE_INCOMPLETE, encode,
 };
 use crate::mm::types::{PageNo, range_of};
+use crate::pager::Pager;
 use crate::sched::deadline::Deadline;
 
 /// How long a child may run before it says hello: libc and other libraries do their part first.
@@ -69,49 +73,44 @@ fn kill_child(pid: u32) -> Result<(), Errno> {
     pidfd_send_signal(child.as_fd(), SIGKILL)
 }
 
-impl Handler {
-    fn bound(&self, usual: Duration) -> Duration {
-        if self.engine.start.segment.header.fail.load(Relaxed) == 0 { usual } else { IN_TESTS }
-    }
-
+impl ForkServer {
     /// Serves the child until it serves itself, and gives it what it needs for that. Without a way
     /// to it (`door`) it gets all its memory.
     ///
     /// Another thread may fork past the hook at the same time. Then nobody can tell whose child is
     /// whose: all are served, and when the one that came through the hook says hello, all get
     /// everything.
-    pub(super) fn hand_over(&mut self, child: Uffd, mut door: Option<Conn>) {
-        let mut children = vec![self.recipient(child, !self.torn)];
+    pub(super) fn hand_over(&mut self, pager: &mut Pager, child: Uffd, mut door: Option<Conn>) {
+        let engine = pager.path.engine;
+        let mut children = vec![recipient(&mut pager.path, child, !self.torn)];
         let mut served: Vec<u64> = Vec::new();
-        let mut patience = Deadline::new(self.bound(HELLO_TIMEOUT));
-        self.inject_standstill(FAIL_HANDING_OVER);
+        let mut patience = Deadline::new(bound(engine, HELLO_TIMEOUT));
+        stand_still(&engine.start.segment.header, Standstill::HandingOver);
         if door.is_none() {
-            (self.engine.start.log)(
+            (engine.start.log)(
                 "no channel to a forked child: it gets all its memory at once and is not \
                 managed",
             );
-            return self.abandon(&mut children, None);
+            return self.abandon(pager, &mut children, None);
         }
         loop {
-            self.wait_for_child(&children, door.as_ref());
-            self.drain_events();
-            self.attend_hints();
-            self.serve_forker(&mut children, &mut served);
-            if let Some(another) = self.child.take() {
-                children.push(self.recipient(another, false));
+            wait_for_child(&pager.path, &children, door.as_ref());
+            self.drain(pager);
+            attend_hints(pager);
+            serve_forker(pager, &mut children, &mut served);
+            self.settle(pager);
+            if let Some(another) = pager.path.reader.fork.child.take() {
+                children.push(recipient(&mut pager.path, another, false));
                 self.torn = true;
             }
             for child in &mut children {
-                self.read_child(child, &mut served);
+                self.read_child(pager, child, &mut served);
             }
-            let knocks = |conn: &Conn| {
-                let polled = poll_readable(&[conn.as_fd()], Some(Duration::ZERO));
-                polled.is_ok_and(|ready| ready != 0)
-            };
+            let knocks = |conn: &Conn| matches!(poll_readable(&[conn.as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0);
             if let Some(conn) = door.take_if(|conn| knocks(conn)) {
-                match self.send(&conn, &mut children, &served) {
+                match self.send(pager, &conn, &mut children, &served) {
                     Ok(()) => return,
-                    Err(errno) => (self.engine.start.log)(&format!(
+                    Err(errno) => (engine.start.log)(&format!(
                         "hand-over to a child failed: {}",
                         swaptide_sys::ErrnoName(errno)
                     )),
@@ -119,31 +118,31 @@ impl Handler {
             }
             children.retain(|child| !child.is_gone());
             if children.is_empty() {
-                if self.fork_done {
+                if pager.path.reader.fork.is_done {
                     return;
                 }
                 // It was another thread's; this one's fork is yet to come, and the engine's memory
                 // has changed meanwhile.
                 self.torn = true;
-                patience = Deadline::new(self.bound(HELLO_TIMEOUT));
+                patience = Deadline::new(bound(engine, HELLO_TIMEOUT));
             }
             if patience.is_over(is_new_child_stopped) {
-                (self.engine.start.log)(
+                (engine.start.log)(
                     "a forked child does not respond: it gets all its memory and is \
                     not managed",
                 );
-                return self.abandon(&mut children, door);
+                return self.abandon(pager, &mut children, door);
             }
         }
     }
 
     /// Gives all children everything, and leaves word of that for the one that comes to the door
     /// later.
-    fn abandon(&mut self, children: &mut [UnmanagedChild], door: Option<Conn>) {
+    fn abandon(&mut self, pager: &mut Pager, children: &mut [UnmanagedChild], door: Option<Conn>) {
         let hooked = !self.torn && children.len() == 1;
         for child in children {
-            self.lay_out(child, hooked);
-            self.populate(child);
+            lay_out(&pager.path, child, hooked);
+            self.populator.populate(pager, child);
         }
         if let Some(conn) = door {
             // It lies there when this end is closed.
@@ -153,77 +152,8 @@ impl Handler {
         }
     }
 
-    /// Waits a moment for a message.
-    fn wait_for_child(&self, children: &[UnmanagedChild], door: Option<&Conn>) {
-        let mut fds = vec![self.uffd.as_fd()];
-        fds.extend(door.map(|conn| conn.as_fd()));
-        fds.extend(children.iter().take(4).map(|child| child.uffd.as_fd()));
-        // What cannot be waited for is looked at again.
-        let _ = poll_readable(&fds, Some(Duration::from_millis(2)));
-    }
-
-    /// Answers a fault of the forking thread: it may be back from fork(2), or, if another thread
-    /// forked past the hook and this is that one's child, not yet in it, and then it must continue.
-    /// The children get the page first.
-    fn serve_forker(&mut self, children: &mut [UnmanagedChild], served: &mut Vec<u64>) {
-        let forker = self.engine.fork.forker.load(Acquire);
-        let Some(at) = self.pending.iter().position(|fault| fault.tid == forker) else { return };
-        let page = PageNo::of(self.pending[at].addr);
-        if !self.can_answer(page) {
-            return;
-        }
-        let Some(fault) = self.pending.remove(at) else { return };
-        for child in children {
-            served.extend(self.copy_page(child, page).map(|place| place.0 as u64));
-        }
-        self.answer(fault);
-    }
-
-    /// The child's next message, if it lives to send one. `ETIMEDOUT` when it does not for too
-    /// long.
-    fn hear(
-        &self,
-        conn: &Conn,
-        children: &[UnmanagedChild],
-        pid: u32,
-        message: &mut [u8],
-    ) -> Result<(), Errno> {
-        let mut patience = Deadline::new(self.bound(TAKEOVER_TIMEOUT));
-        while poll_readable(&[conn.as_fd()], Some(Duration::from_millis(10)))? == 0 {
-            if children.iter().all(UnmanagedChild::is_gone) {
-                return Err(Errno::SRCH);
-            }
-            if patience.is_over(|| is_stopped(pid)) {
-                return Err(Errno::TIMEDOUT);
-            }
-        }
-        let (n, _) = conn.recv(message, &mut [])?;
-        if n == message.len() { Ok(()) } else { Err(Errno::PROTO) }
-    }
-
-    /// Says something to the child. `ETIMEDOUT` when it does not read for too long.
-    fn say(
-        &self,
-        conn: &Conn,
-        pid: u32,
-        bytes: &[u8],
-        fds: &[BorrowedFd<'_>],
-    ) -> Result<(), Errno> {
-        conn.set_nonblocking(true)?;
-        let mut patience = Deadline::new(self.bound(TAKEOVER_TIMEOUT));
-        loop {
-            match conn.send(bytes, fds) {
-                Err(Errno::AGAIN) if patience.is_over(|| is_stopped(pid)) => {
-                    return Err(Errno::TIMEDOUT);
-                }
-                Err(Errno::AGAIN) => sleep(Duration::from_millis(1)),
-                said => return said,
-            }
-        }
-    }
-
     /// Answers the child's faults, and notes what else it tells.
-    fn read_child(&mut self, child: &mut UnmanagedChild, served: &mut Vec<u64>) {
+    fn read_child(&mut self, pager: &mut Pager, child: &mut UnmanagedChild, served: &mut Vec<u64>) {
         let mut messages = Message::buffer::<8>();
         if let Ok(n) = child.uffd.read(&mut messages) {
             for message in &mut messages[..n] {
@@ -232,38 +162,26 @@ impl Handler {
         }
         // One at a time: more may be read while one is answered.
         while let Some(place) = child.take_fault() {
-            if let Some(place) = self.copy_at(child, place) {
+            if let Some(place) = copy_at(&mut pager.path, child, place) {
                 served.push(place.0 as u64);
-                self.engine.count(Counter::ForkServed, 1);
+                pager.path.engine.count(Counter::ForkServed, 1);
             }
             let _ = child.uffd.wake(range_of(place, 1));
         }
-        self.populate_its_children(child);
-    }
-
-    /// Parent and child have together what the parent had, until the supervisor has seen the child:
-    /// what they share now is two pages as soon as one of them writes to it, and no fault tells of
-    /// that. Where there is much to keep they take it over a little later
-    /// ([`crate::memcg::charge::Charge::split_limit`]).
-    fn share_limit(&self, child: SlotIndex) {
-        let engine = self.engine;
-        let half = engine.charge.split_limit();
-        for slot in [engine.slot(), engine.start.segment.slot(child)] {
-            slot.limit_bytes.store(half, Relaxed);
-        }
-        engine.charge.take_limit(engine.slot());
+        self.populator.populate_its_children(pager, child);
     }
 
     /// Answers a child's hello: `[process slot, process id, token]`.
     fn send(
         &mut self,
+        pager: &mut Pager,
         conn: &Conn,
         children: &mut [UnmanagedChild],
         served: &[u64],
     ) -> Result<(), Errno> {
-        let engine = self.engine;
+        let engine = pager.path.engine;
         let mut hello = [0u8; 16];
-        self.hear(conn, children, 0, &mut hello)?;
+        hear(engine, conn, children, 0, &mut hello)?;
         let word =
             |at: usize| u32::from_le_bytes(hello[at..at + 4].try_into().expect("four bytes"));
         let token = u64::from_le_bytes(hello[8..16].try_into().expect("eight bytes"));
@@ -280,10 +198,9 @@ impl Handler {
         };
         let why = match declined {
             Some(decline) => Some(decline.why()),
-            None if has_claimed().is_none() => Some(
-                "it names a process slot that it has not \
-                claimed",
-            ),
+            None if has_claimed().is_none() => {
+                Some("it names a process slot that it has not claimed")
+            }
             None if children.iter().any(UnmanagedChild::has_moved) => {
                 Some("other libraries have moved its memory")
             }
@@ -296,28 +213,29 @@ impl Handler {
         }
         let [child] = children else {
             for child in children.iter_mut() {
-                self.lay_out(child, false);
-                self.populate(child);
+                lay_out(&pager.path, child, false);
+                self.populator.populate(pager, child);
             }
-            return self.say(conn, pid, &NO_ENGINE_INCOMPLETE.to_le_bytes(), &[]);
+            return say(engine, conn, pid, &NO_ENGINE_INCOMPLETE.to_le_bytes(), &[]);
         };
         let Some(index) = has_claimed().filter(|_| why.is_none() && !self.torn) else {
             // It may be another thread's after all.
-            self.lay_out(child, !self.torn);
-            self.populate(child);
-            return self.say(
+            lay_out(&pager.path, child, !self.torn);
+            self.populator.populate(pager, child);
+            return say(
+                engine,
                 conn,
                 pid,
                 &if self.torn { NO_ENGINE_INCOMPLETE } else { NO_ENGINE }.to_le_bytes(),
                 &[],
             );
         };
-        self.share_limit(index);
+        share_limit(engine, index);
         let own = engine.slot_index();
         let file = &engine.devices.file;
         file.device
             .leased(|extent| engine.start.segment.share_charged(own, index, ExtentId(extent.0)));
-        let taken = self.pass_on(conn, child, pid, served);
+        let taken = pass_on(engine, conn, child, pid, served);
         match taken {
             Ok(true) => return Ok(()),
             Err(Errno::TIMEDOUT) => {
@@ -335,46 +253,132 @@ impl Handler {
                 }
             }
             Err(errno) => return Err(errno),
-            Ok(false) => self.populate(child),
+            Ok(false) => self.populator.populate(pager, child),
         }
         file.device.leased(|extent| {
             engine.start.segment.release_charged(own, index, ExtentId(extent.0));
         });
         match taken {
-            Ok(_) => self.say(conn, pid, &NO_ENGINE.to_le_bytes(), &[]),
+            Ok(_) => say(engine, conn, pid, &NO_ENGINE.to_le_bytes(), &[]),
             Err(_) => Ok(()),
         }
     }
+}
 
-    /// Sends a child all it needs; false if it cannot take over.
-    fn pass_on(
-        &self,
-        conn: &Conn,
-        child: &UnmanagedChild,
-        pid: u32,
-        served: &[u64],
-    ) -> Result<bool, Errno> {
-        let areas = self.engine.devices.file.device.shared();
-        let mut words: Vec<u64> = vec![areas.len() as u64];
-        words.extend(
-            areas.iter().map(|handed| u64::from(handed.area) << 32 | u64::from(handed.generation)),
-        );
-        words.push(served.len() as u64);
-        words.extend_from_slice(served);
-        words.extend(child.layout().done().iter().chain(child.own()).filter_map(encode).flatten());
-        let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
-        let total = (bytes.len() as u64).to_le_bytes();
-        let descriptors: Vec<_> = [child.uffd.as_fd()]
-            .into_iter()
-            .chain(areas.iter().filter_map(|handed| handed.opened.shareable()))
-            .collect();
-        self.say(conn, pid, &total, &descriptors)?;
-        drop(descriptors);
-        for part in bytes.chunks(MESSAGE_BYTES) {
-            self.say(conn, pid, part, &[])?;
-        }
-        let mut answer = [0u8];
-        self.hear(conn, std::slice::from_ref(child), pid, &mut answer)?;
-        Ok(answer == [MSG_SERVING])
+fn bound(engine: &Engine, usual: Duration) -> Duration {
+    if shortens_timeouts(&engine.start.segment.header) { IN_TESTS } else { usual }
+}
+
+/// Waits a moment for whoever may have something to say.
+fn wait_for_child(path: &FaultPath, children: &[UnmanagedChild], door: Option<&Conn>) {
+    let mut fds = vec![path.reader.uffd.as_fd()];
+    fds.extend(door.map(|conn| conn.as_fd()));
+    fds.extend(children.iter().take(4).map(|child| child.uffd.as_fd()));
+    // What cannot be waited for is looked at again.
+    let _ = poll_readable(&fds, Some(Duration::from_millis(2)));
+}
+
+/// Answers a fault of the forking thread: it may be back from fork(2), or, if another thread
+/// forked past the hook and this is that one's child, not yet in it, and then it must go on.
+/// The children get the page first.
+fn serve_forker(pager: &mut Pager, children: &mut [UnmanagedChild], served: &mut Vec<u64>) {
+    let path = &mut pager.path;
+    let forker = path.engine.fork.forker.load(Acquire);
+    let Some(at) = path.reader.pending.iter().position(|fault| fault.tid == forker) else { return };
+    let page = PageNo::of(path.reader.pending[at].addr);
+    if !can_answer(path, page) {
+        return;
     }
+    let Some(fault) = path.reader.pending.remove(at) else { return };
+    for child in children {
+        served.extend(copy_page(path, child, page).map(|place| place.0 as u64));
+    }
+    pager.answer(fault);
+}
+
+/// The child's next message, if it lives to send one. `ETIMEDOUT` when it does not for too
+/// long.
+fn hear(
+    engine: &Engine,
+    conn: &Conn,
+    children: &[UnmanagedChild],
+    pid: u32,
+    message: &mut [u8],
+) -> Result<(), Errno> {
+    let mut patience = Deadline::new(bound(engine, TAKEOVER_TIMEOUT));
+    while poll_readable(&[conn.as_fd()], Some(Duration::from_millis(10)))? == 0 {
+        if children.iter().all(UnmanagedChild::is_gone) {
+            return Err(Errno::SRCH);
+        }
+        if patience.is_over(|| is_stopped(pid)) {
+            return Err(Errno::TIMEDOUT);
+        }
+    }
+    let (n, _) = conn.recv(message, &mut [])?;
+    if n == message.len() { Ok(()) } else { Err(Errno::PROTO) }
+}
+
+/// Says something to the child. `ETIMEDOUT` when it does not read for too long.
+fn say(
+    engine: &Engine,
+    conn: &Conn,
+    pid: u32,
+    bytes: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> Result<(), Errno> {
+    conn.set_nonblocking(true)?;
+    let mut patience = Deadline::new(bound(engine, TAKEOVER_TIMEOUT));
+    loop {
+        match conn.send(bytes, fds) {
+            Err(Errno::AGAIN) if patience.is_over(|| is_stopped(pid)) => {
+                return Err(Errno::TIMEDOUT);
+            }
+            Err(Errno::AGAIN) => sleep(Duration::from_millis(1)),
+            said => return said,
+        }
+    }
+}
+
+/// Parent and child have together what the parent had, until the supervisor has seen the child:
+/// what they share now is two pages as soon as one of them writes to it, and no fault tells of
+/// that. Where there is much to keep they take it over a little later
+/// ([`crate::memcg::charge::Charge::split_limit`]).
+fn share_limit(engine: &Engine, child: SlotIndex) {
+    let half = engine.charge.split_limit();
+    for slot in [engine.slot(), engine.start.segment.slot(child)] {
+        slot.limit_bytes.store(half, Relaxed);
+    }
+    engine.charge.take_limit(engine.slot());
+}
+
+/// Sends a child all it needs; false if it cannot take over.
+fn pass_on(
+    engine: &Engine,
+    conn: &Conn,
+    child: &UnmanagedChild,
+    pid: u32,
+    served: &[u64],
+) -> Result<bool, Errno> {
+    let areas = engine.devices.file.device.shared();
+    let mut words: Vec<u64> = vec![areas.len() as u64];
+    words.extend(
+        areas.iter().map(|handed| u64::from(handed.area) << 32 | u64::from(handed.generation)),
+    );
+    words.push(served.len() as u64);
+    words.extend_from_slice(served);
+    words.extend(child.layout().done().iter().chain(child.own()).filter_map(encode).flatten());
+    let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+    let total = (bytes.len() as u64).to_le_bytes();
+    let descriptors: Vec<_> = [child.uffd.as_fd()]
+        .into_iter()
+        .chain(areas.iter().filter_map(|handed| handed.opened.shareable()))
+        .collect();
+    say(engine, conn, pid, &total, &descriptors)?;
+    drop(descriptors);
+    for part in bytes.chunks(MESSAGE_BYTES) {
+        say(engine, conn, pid, part, &[])?;
+    }
+    let mut answer = [0u8];
+    hear(engine, conn, std::slice::from_ref(child), pid, &mut answer)?;
+    Ok(answer == [MSG_SERVING])
 }

@@ -38,105 +38,10 @@
 //! Locks: none.
 
 use swaptide_sys::page::{VirtAddr, VirtRange};
-use swaptide_sys::uffd::{Coverage, Event};
+use swaptide_sys::uffd::Coverage;
 
 use crate::mm::types::{PageNo, range_of};
-
-/// A change of mappings.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum VmaChange {
-    /// `len` bytes at `from` are at `to`.
-    Moved {
-        /// The old start.
-        from: VirtAddr,
-        /// The new start.
-        to: VirtAddr,
-        /// Bytes.
-        len: usize,
-    },
-    /// Unmapped.
-    Gone(VirtRange),
-    /// Given up, and still mapped.
-    Dropped(VirtRange),
-    /// Armed by the handler: something new is there. The table's alone; it is not told of, and no
-    /// child hears of it.
-    Armed(VirtRange),
-}
-
-impl VmaChange {
-    /// The change that an event tells of.
-    pub fn of(event: &Event) -> Option<VmaChange> {
-        match event {
-            Event::Remap { from, to, len } => {
-                Some(VmaChange::Moved { from: *from, to: *to, len: *len })
-            }
-            Event::Unmap(range) => Some(VmaChange::Gone(*range)),
-            Event::Remove(range) => Some(VmaChange::Dropped(*range)),
-            Event::Fault { .. } | Event::Fork { .. } | Event::Unknown(_) => None,
-        }
-    }
-
-    /// The event that tells of it, if one does.
-    pub fn event(self) -> Option<Event> {
-        match self {
-            VmaChange::Moved { from, to, len } => Some(Event::Remap { from, to, len }),
-            VmaChange::Gone(range) => Some(Event::Unmap(range)),
-            VmaChange::Dropped(range) => Some(Event::Remove(range)),
-            VmaChange::Armed(_) => None,
-        }
-    }
-
-    /// What is not what it was before.
-    fn source(self) -> Option<VirtRange> {
-        match self {
-            VmaChange::Moved { from, len, .. } => {
-                Some(VirtRange { start: from, end: from.offset(len) })
-            }
-            VmaChange::Gone(range) | VmaChange::Dropped(range) => Some(range),
-            VmaChange::Armed(_) => None,
-        }
-    }
-
-    /// Where something is that was not there before.
-    fn target(self) -> Option<VirtRange> {
-        match self {
-            VmaChange::Moved { to, len, .. } => Some(VirtRange { start: to, end: to.offset(len) }),
-            VmaChange::Armed(range) => Some(range),
-            VmaChange::Gone(_) | VmaChange::Dropped(_) => None,
-        }
-    }
-
-    /// Whether something of a range was free afterwards.
-    fn frees(self, range: VirtRange) -> bool {
-        !matches!(self, VmaChange::Dropped(_)) && self.takes(range)
-    }
-
-    /// Whether something was at a range before this change, if that is to be seen from it.
-    pub(super) fn tells_of(self, range: VirtRange) -> Option<bool> {
-        match self {
-            _ if self.frees(range) => Some(true),
-            _ if self.reaches(range) => Some(false),
-            _ => None,
-        }
-    }
-
-    /// Whether it changes anything of a range.
-    pub(crate) fn concerns(self, range: VirtRange) -> bool {
-        self.takes(range) || self.reaches(range)
-    }
-
-    fn takes(self, range: VirtRange) -> bool {
-        self.source().is_some_and(|source| overlap(source, range))
-    }
-
-    fn reaches(self, range: VirtRange) -> bool {
-        self.target().is_some_and(|target| overlap(target, range))
-    }
-}
-
-fn overlap(a: VirtRange, b: VirtRange) -> bool {
-    a.start < b.end && b.start < a.end
-}
+use crate::mm::vma_change::{VmaChange, overlap};
 
 fn shifted(page: PageNo, from: VirtAddr, to: VirtAddr) -> PageNo {
     PageNo(page.0.wrapping_sub(PageNo::of(from).0).wrapping_add(PageNo::of(to).0))

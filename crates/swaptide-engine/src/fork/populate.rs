@@ -25,21 +25,24 @@ use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
 use swaptide_sys::{AsFd, Errno};
 
 use crate::backing::devices::POOL;
-use crate::event_loop::{Handler, LATE_EVENT_TIMEOUT};
-use crate::fork::brought::Brought;
-use crate::fork::layout::{Layout, VmaChange, is_armed};
+use crate::events::brought::Brought;
+use crate::events::reader::{Fault, LATE_EVENT_TIMEOUT};
+use crate::fault::path::FaultPath;
+use crate::fork::layout::{Layout, is_armed};
 use crate::mm::page_table::PageState;
 use crate::mm::types::{PageNo, pages_of, range_of};
+use crate::mm::vma_change::VmaChange;
+use crate::pager::Pager;
 
 /// How long a moment is waited for in which no thread changes mappings, before it is enough that
 /// the child has everything where it is expected.
 const QUIET_TIMEOUT: Duration = Duration::from_millis(20);
-/// Number of pages of an untracked child's that come between two looks at this process's own
-/// faults, of which so many are answered at a time.
+/// So many pages of a stranger's come between two looks at this process's own faults, of which so
+/// many are answered at a time.
 const ATTEND_EVERY: usize = 256;
 const ATTENDED: usize = 16;
-/// Untracked children that are taken in before what was noted is applied, and those can continue
-/// whom that concerns.
+/// Strangers that are taken in before what was noted is applied, and those can go on whom that
+/// concerns.
 const MAX_NEW_CHILDREN: usize = 4;
 /// Between two looks.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
@@ -140,10 +143,7 @@ impl UnmanagedChild {
             _ => {}
         }
         let Some(change) = VmaChange::of(&event) else { return };
-        let ends_a_move = |c: &VmaChange| match (c, change) {
-            (VmaChange::Moved { from, .. }, VmaChange::Gone(range)) => *from == range.start,
-            _ => false,
-        };
+        let ends_a_move = |c: &VmaChange| matches!((c, change), (VmaChange::Moved { from, .. }, VmaChange::Gone(range)) if *from == range.start);
         if !self.own.iter().any(ends_a_move) {
             self.own.push(change);
             self.since.changed(change);
@@ -177,147 +177,81 @@ impl UnmanagedChild {
     }
 }
 
-impl Handler {
-    /// The child of a fork event that was just read, when all is known of where it has its pages.
-    /// `hooked`: what the table has happened before the fork, for the forking thread waited until
-    /// it was read.
-    pub(super) fn recipient(&mut self, uffd: Uffd, hooked: bool) -> UnmanagedChild {
-        let mut child = UnmanagedChild::new(uffd);
-        let began = now();
-        // The forking thread itself counts as a change until it has run again.
-        while self.uffd.coverage(self.engine.bells.range()) == Coverage::Changing {
-            let waited = now().since(began);
-            if waited > QUIET_TIMEOUT {
-                self.lay_out(&mut child, hooked);
-                if waited > LATE_EVENT_TIMEOUT || self.accounts_for(&mut child) {
-                    return child;
-                }
-            }
-            let _ = poll_readable(&[self.uffd.as_fd()], Some(POLL_INTERVAL));
-            self.read_noting();
-        }
-        self.lay_out(&mut child, hooked);
-        child
-    }
+/// Copying everything to children that have no engine.
+#[derive(Default)]
+pub(crate) struct Populator {
+    /// Children of forks that came through no hook, but for the one that is given its pages now.
+    waiting: Vec<UnmanagedChild>,
+    /// How many of them there were since what was noted was applied last.
+    taken_in: usize,
+}
 
-    /// Looks where a child has its pages. See [`Handler::recipient`].
-    pub(super) fn lay_out(&self, child: &mut UnmanagedChild, hooked: bool) {
-        let (regions, applied, mut noted): (Vec<VirtRange>, Vec<VmaChange>, Vec<VmaChange>) = {
-            let mm = self.engine.mm.lock();
-            (
-                mm.regions.iter().collect(),
-                if hooked { Vec::new() } else { mm.recent.clone() },
-                mm.late.iter().filter_map(VmaChange::of).collect(),
-            )
-        };
-        noted.extend_from_slice(&self.noted);
-        if applied.is_empty() && noted.is_empty() {
-            child.layout = Layout::default();
+impl Populator {
+    /// Forks that came through no hook: the children get everything. Nothing else is done before.
+    pub(crate) fn populate_untracked(&mut self, pager: &mut Pager) {
+        if pager.path.reader.fork.untracked.is_empty() {
             return;
         }
-        child.layout = Layout::judge(
-            &applied,
-            &noted,
-            |page| child.record_page(page),
-            |addr| is_in(&regions, addr),
-        );
-    }
-
-    /// True when the child has an armed mapping wherever something swapped is expected.
-    fn accounts_for(&self, child: &mut UnmanagedChild) -> bool {
-        let mut at = PageNo(0);
-        loop {
-            let next = {
-                let mm = self.engine.mm.lock();
-                let next = mm.table.next_used(at, PageNo(usize::MAX / PAGE_SIZE));
-                next.map(|page| (page, matches!(mm.table.get(page), PageState::Swapped(_))))
-            };
-            let Some((page, is_swapped)) = next else { return true };
-            // Mappings move as a whole: one page in a chunk tells of the others.
-            if is_swapped && child.layout.place(page).is_some_and(|place| !child.record_page(place))
-            {
-                return false;
-            }
-            at = if is_swapped { page.chunk().plus(1).first() } else { page.plus(1) };
+        pager.path.reader.fork.populating = true;
+        self.taken_in = 0;
+        self.take_in_untracked(&mut pager.path);
+        while !self.waiting.is_empty() {
+            let mut child = self.waiting.remove(0);
+            self.populate(pager, &mut child);
+            self.take_in_untracked(&mut pager.path);
+        }
+        pager.path.reader.fork.populating = false;
+        if !pager.path.reader.fork.phase.is_deferring() {
+            pager.path.reader.apply_noted();
         }
     }
 
-    /// Forks that came through no hook: the children get everything.
-    pub(crate) fn populate_untracked(&mut self) {
-        if self.untracked_children.is_empty() {
-            return;
-        }
-        self.giving = true;
-        self.untracked_since_quiesce = 0;
-        self.take_in_untracked();
-        while !self.recipients.is_empty() {
-            let mut child = self.recipients.remove(0);
-            self.populate(&mut child);
-            self.take_in_untracked();
-        }
-        self.giving = false;
-        if !self.deferring {
-            self.apply_noted();
-        }
-    }
-
-    /// Finds out where those have their pages that were told of.
-    fn take_in_untracked(&mut self) {
-        while !self.untracked_children.is_empty() {
-            let uffd = self.untracked_children.remove(0);
-            (self.engine.start.log)(
+    /// Finds out where the children have their pages that were told of.
+    fn take_in_untracked(&mut self, path: &mut FaultPath) {
+        while !path.reader.fork.untracked.is_empty() {
+            let uffd = path.reader.fork.untracked.remove(0);
+            (path.engine.start.log)(
                 "a fork bypassed libc: the child gets all its memory at once and is \
                 not managed",
             );
-            self.engine.is_shared_anew();
-            self.engine.count(Counter::Forks, 1);
-            let child = self.recipient(uffd, false);
-            self.recipients.push(child);
-            self.untracked_since_quiesce += 1;
+            path.engine.is_shared_anew();
+            path.engine.count(Counter::Forks, 1);
+            let child = recipient(path, uffd, false);
+            self.waiting.push(child);
+            self.taken_in += 1;
         }
     }
 
-    /// Between two pages for an untracked child: threads of this process that wait for a page get
-    /// it, after all such children. Where threads fork without pause their turn would never come
+    /// Between two pages for such a child: threads of this process that wait for a page get it,
+    /// after all such children. Where threads fork without pause their turn would never come
     /// otherwise.
-    fn attend(&mut self, child: &mut UnmanagedChild) {
-        if self.deferring {
+    fn attend(&mut self, pager: &mut Pager, child: &mut UnmanagedChild) {
+        if pager.path.reader.fork.phase.is_deferring() {
             return;
         }
         for _ in 0..ATTENDED {
-            if self.untracked_since_quiesce < MAX_NEW_CHILDREN {
-                self.read_noting();
+            if self.taken_in < MAX_NEW_CHILDREN {
+                pager.path.reader.read_noting();
             }
             // Nothing leaves the table before all know of it.
-            self.take_in_untracked();
-            let Some(at) =
-                self.pending.iter().position(|fault| self.can_answer(PageNo::of(fault.addr)))
-            else {
-                return;
-            };
-            let Some(fault) = self.pending.remove(at) else { return };
+            self.take_in_untracked(&mut pager.path);
+            let path = &mut pager.path;
+            let answerable = |fault: &Fault| can_answer(path, PageNo::of(fault.addr));
+            let Some(at) = path.reader.pending.iter().position(answerable) else { return };
+            let Some(fault) = path.reader.pending.remove(at) else { return };
             let page = PageNo::of(fault.addr);
-            self.copy_page(child, page);
-            let mut others = std::mem::take(&mut self.recipients);
-            for other in &mut others {
-                self.copy_page(other, page);
+            copy_page(path, child, page);
+            for other in &mut self.waiting {
+                copy_page(path, other, page);
             }
-            self.recipients = others;
-            self.answer(fault);
+            pager.answer(fault);
         }
-    }
-
-    /// True when nothing that was noted concerns a managed page, so that the table knows what it
-    /// is.
-    pub(super) fn can_answer(&self, page: PageNo) -> bool {
-        !self.noted.iter().any(|change| change.concerns(range_of(page, 1)))
-            && self.engine.mm.lock().regions.find(page.addr()).is_some()
     }
 
     /// Gives a process everything that is swapped, and those that it forks meanwhile: they have
     /// what it had at that moment.
-    pub(super) fn populate(&mut self, child: &mut UnmanagedChild) {
-        let regions: Vec<VirtRange> = self.engine.mm.lock().regions.iter().collect();
+    pub(super) fn populate(&mut self, pager: &mut Pager, child: &mut UnmanagedChild) {
+        let regions: Vec<VirtRange> = pager.path.engine.mm.lock().regions.iter().collect();
         let mut copied = 0;
         let mut ahead = ReadBatch::new();
         for region in regions {
@@ -325,80 +259,44 @@ impl Handler {
             let end = PageNo(pages.end);
             let mut at = PageNo(pages.start);
             loop {
-                let next = self.engine.mm.lock().table.next_used(at, end);
+                let next = pager.path.engine.mm.lock().table.next_used(at, end);
                 let Some(page) = next.filter(|p| *p < end) else { break };
-                let state = self.engine.mm.lock().table.get(page);
+                let state = pager.path.engine.mm.lock().table.get(page);
                 if let PageState::Swapped(entry) = state
                     && entry.ty() != POOL
                     && page >= ahead.next
                 {
-                    self.read_ahead(&mut ahead, page, end);
+                    read_ahead(&pager.path, &mut ahead, page, end);
                 }
                 if matches!(state, PageState::Swapped(_) | PageState::Poisoned) {
-                    self.copy_read(child, page, &ahead);
+                    copy_read(&mut pager.path, child, page, &ahead);
                     copied += 1;
-                    if self.giving && copied % ATTEND_EVERY == 0 {
-                        self.attend(child);
+                    if pager.path.reader.fork.populating && copied % ATTEND_EVERY == 0 {
+                        self.attend(pager, child);
                     }
                 }
                 at = page.plus(1);
             }
         }
-        for at in 0..self.brought.len() {
-            self.copy_read(child, self.brought.page(at), &ahead);
+        for at in 0..pager.path.reader.fork.brought.len() {
+            let page = pager.path.reader.fork.brought.page(at);
+            copy_read(&mut pager.path, child, page, &ahead);
         }
-        self.populate_its_children(child);
-    }
-
-    /// Reads pages of swap areas from `page` on, before `end`. What cannot be read so is read again
-    /// when it is its turn.
-    fn read_ahead(&self, ahead: &mut ReadBatch, page: PageNo, end: PageNo) {
-        let devices = &self.engine.devices;
-        ahead.read.clear();
-        if ahead.buffer.is_none() {
-            ahead.buffer = Mapping::reserve(READ_BATCH_PAGES * PAGE_SIZE).ok();
-        }
-        let Some(buffer) = &mut ahead.buffer else { return };
-        {
-            let mm = self.engine.mm.lock();
-            let mut at = page;
-            while let Some(page) = mm
-                .table
-                .next_used(at, end)
-                .filter(|page| *page < end && ahead.read.len() < READ_BATCH_PAGES)
-            {
-                if let PageState::Swapped(entry) = mm.table.get(page)
-                    && entry.ty() != POOL
-                    && matches!(devices.file.slots.lookup(entry.offset()), TableSlot::Shadow { .. })
-                {
-                    ahead.read.push((entry, devices.file.device.stamp(Slot(entry.offset().0))));
-                }
-                at = page.plus(1);
-            }
-            ahead.next = at;
-        }
-        // SAFETY: the buffer is this call's alone while it is borrowed.
-        let pages = unsafe { buffer.slice_mut(0, ahead.read.len() * PAGE_SIZE) };
-        let pages =
-            pages.chunks_exact_mut(PAGE_SIZE).map(|page| page.try_into().expect("a page's bytes"));
-        let mut wanted: Vec<(Slot, &mut Page)> =
-            ahead.read.iter().map(|(entry, _)| Slot(entry.offset().0)).zip(pages).collect();
-        if devices.file.device.read(&mut wanted).is_err() {
-            ahead.read.clear();
-        }
+        self.populate_its_children(pager, child);
     }
 
     /// Gives everything to what a process has forked. A fork that began before the last page was
     /// there is told of only after it; while one is under way the kernel says so.
-    pub(super) fn populate_its_children(&mut self, child: &mut UnmanagedChild) {
+    pub(super) fn populate_its_children(&mut self, pager: &mut Pager, child: &mut UnmanagedChild) {
         loop {
             child.read();
-            match child.uffd.coverage(self.engine.bells.range()) {
+            match child.uffd.coverage(pager.path.engine.bells.range()) {
                 Coverage::Changing => yield_now(),
                 _ if child.forked.is_empty() => return,
                 _ => {
                     let mut grandchild = UnmanagedChild::new(child.forked.remove(0));
-                    let regions: Vec<VirtRange> = self.engine.mm.lock().regions.iter().collect();
+                    let regions: Vec<VirtRange> =
+                        pager.path.engine.mm.lock().regions.iter().collect();
                     let known = |addr| {
                         child
                             .layout
@@ -409,143 +307,249 @@ impl Handler {
                         Layout::judge(&[], &child.own, |page| grandchild.record_page(page), known);
                     grandchild.layout = child.layout.clone();
                     own.done().iter().for_each(|change| grandchild.layout.changed(*change));
-                    self.populate(&mut grandchild);
+                    self.populate(pager, &mut grandchild);
                 }
             }
         }
     }
+}
 
-    /// Answers a child's own fault. The page's place, if it is there now and was not before.
-    pub(super) fn copy_at(&mut self, child: &mut UnmanagedChild, place: PageNo) -> Option<PageNo> {
-        // Where it was at the fork, and where the table has that.
-        match child.since.origin(place).and_then(|at| child.layout.origin(at)) {
-            Some(page) => self.copy_to(child, page),
-            // What it has given up, or has from elsewhere, is empty.
-            None => {
-                child.uffd.zero_pages(range_of(place, 1), true).complete().is_ok().then_some(place)
+/// The child of a fork event that was just read, when all is known of where it has its pages.
+/// `hooked`: what the table has happened before the fork, for the forking thread waited until
+/// it was read.
+pub(super) fn recipient(path: &mut FaultPath, uffd: Uffd, hooked: bool) -> UnmanagedChild {
+    let mut child = UnmanagedChild::new(uffd);
+    let began = now();
+    // The forking thread itself counts as a change until it has run again.
+    while path.reader.uffd.coverage(path.engine.bells.range()) == Coverage::Changing {
+        let waited = now().since(began);
+        if waited > QUIET_TIMEOUT {
+            lay_out(path, &mut child, hooked);
+            if waited > LATE_EVENT_TIMEOUT || accounts_for(path, &mut child) {
+                return child;
             }
         }
+        let _ = poll_readable(&[path.reader.uffd.as_fd()], Some(POLL_INTERVAL));
+        path.reader.read_noting();
     }
+    lay_out(path, &mut child, hooked);
+    child
+}
 
-    /// Copies a page to another process that is about to leave the table. Its place there, if it is
-    /// there now and was not before. What is not swapped the other has itself, or nobody has.
-    pub(super) fn copy_page(&mut self, child: &mut UnmanagedChild, page: PageNo) -> Option<PageNo> {
-        let state = self.engine.mm.lock().table.get(page);
-        matches!(state, PageState::Swapped(_) | PageState::Poisoned)
-            .then(|| self.copy_to(child, page))?
+/// Looks where a child has its pages. See [`recipient`].
+pub(super) fn lay_out(path: &FaultPath, child: &mut UnmanagedChild, hooked: bool) {
+    let (regions, applied, mut noted): (Vec<VirtRange>, Vec<VmaChange>, Vec<VmaChange>) = {
+        let mm = path.engine.mm.lock();
+        (
+            mm.regions.iter().collect(),
+            if hooked { Vec::new() } else { mm.recent.clone() },
+            mm.late.iter().filter_map(VmaChange::of).collect(),
+        )
+    };
+    noted.extend_from_slice(&path.reader.fork.noted);
+    if applied.is_empty() && noted.is_empty() {
+        child.layout = Layout::default();
+        return;
     }
+    child.layout = Layout::judge(
+        &applied,
+        &noted,
+        |page| child.record_page(page),
+        |addr| is_in(&regions, addr),
+    );
+}
 
-    /// Copies what this process has for a page to another one. Its place there, if it is there now
-    /// and was not before.
-    fn copy_to(&mut self, child: &mut UnmanagedChild, page: PageNo) -> Option<PageNo> {
-        self.copy_read(child, page, &ReadBatch::new())
+/// True when the child has an armed mapping wherever something swapped is expected.
+fn accounts_for(path: &FaultPath, child: &mut UnmanagedChild) -> bool {
+    let mut at = PageNo(0);
+    loop {
+        let next = {
+            let mm = path.engine.mm.lock();
+            let next = mm.table.next_used(at, PageNo(usize::MAX / PAGE_SIZE));
+            next.map(|page| (page, matches!(mm.table.get(page), PageState::Swapped(_))))
+        };
+        let Some((page, is_swapped)) = next else { return true };
+        // Mappings move as a whole: one page in a chunk tells of the others.
+        if is_swapped && child.layout.place(page).is_some_and(|place| !child.record_page(place)) {
+            return false;
+        }
+        at = if is_swapped { page.chunk().plus(1).first() } else { page.plus(1) };
     }
+}
 
-    /// The same where some was read ahead.
-    fn copy_read(
-        &mut self,
-        child: &mut UnmanagedChild,
-        page: PageNo,
-        ahead: &ReadBatch,
-    ) -> Option<PageNo> {
-        let engine = self.engine;
-        loop {
-            let place = child.place(page)?;
-            let mm = engine.mm.lock();
-            let range = range_of(place, 1);
-            let state = mm.table.get(page);
-            let is_out = matches!(state, PageState::Swapped(_) | PageState::Poisoned);
-            let brought = self.brought.find(page).filter(|_| !is_out);
-            let progress = match (brought, state) {
-                (Some(Brought::Held(content)), _) => {
-                    // SAFETY: the record is the handler's own; the destination is another process's
-                    // missing page.
+/// True when nothing that was noted concerns a managed page, so that the table knows what it
+/// is.
+pub(super) fn can_answer(path: &FaultPath, page: PageNo) -> bool {
+    !path.reader.fork.noted.iter().any(|change| change.concerns(range_of(page, 1)))
+        && path.engine.mm.lock().regions.find(page.addr()).is_some()
+}
+
+/// Reads pages of swap areas from `page` on, before `end`. What cannot be read so is read again
+/// when it is its turn.
+fn read_ahead(path: &FaultPath, ahead: &mut ReadBatch, page: PageNo, end: PageNo) {
+    let devices = &path.engine.devices;
+    ahead.read.clear();
+    if ahead.buffer.is_none() {
+        ahead.buffer = Mapping::reserve(READ_BATCH_PAGES * PAGE_SIZE).ok();
+    }
+    let Some(buffer) = &mut ahead.buffer else { return };
+    {
+        let mm = path.engine.mm.lock();
+        let mut at = page;
+        while let Some(page) = mm
+            .table
+            .next_used(at, end)
+            .filter(|page| *page < end && ahead.read.len() < READ_BATCH_PAGES)
+        {
+            if let PageState::Swapped(entry) = mm.table.get(page)
+                && entry.ty() != POOL
+                && matches!(devices.file.slots.lookup(entry.offset()), TableSlot::Shadow { .. })
+            {
+                ahead.read.push((entry, devices.file.device.stamp(Slot(entry.offset().0))));
+            }
+            at = page.plus(1);
+        }
+        ahead.next = at;
+    }
+    // SAFETY: the buffer is this call's alone while it is borrowed.
+    let pages = unsafe { buffer.slice_mut(0, ahead.read.len() * PAGE_SIZE) };
+    let pages =
+        pages.chunks_exact_mut(PAGE_SIZE).map(|page| page.try_into().expect("a page's bytes"));
+    let mut wanted: Vec<(Slot, &mut Page)> =
+        ahead.read.iter().map(|(entry, _)| Slot(entry.offset().0)).zip(pages).collect();
+    if devices.file.device.read(&mut wanted).is_err() {
+        ahead.read.clear();
+    }
+}
+
+/// Answers a child's own fault. The page's place, if it is there now and was not before.
+pub(super) fn copy_at(
+    path: &mut FaultPath,
+    child: &mut UnmanagedChild,
+    place: PageNo,
+) -> Option<PageNo> {
+    // Where it was at the fork, and where the table has that.
+    match child.since.origin(place).and_then(|at| child.layout.origin(at)) {
+        Some(page) => copy_to(path, child, page),
+        // What it has given up, or has from elsewhere, is empty.
+        None => child.uffd.zero_pages(range_of(place, 1), true).complete().is_ok().then_some(place),
+    }
+}
+
+/// Copies a page to another process that is about to leave the table. Its place there, if it is
+/// there now and was not before. What is not swapped the other has itself, or nobody has.
+pub(super) fn copy_page(
+    path: &mut FaultPath,
+    child: &mut UnmanagedChild,
+    page: PageNo,
+) -> Option<PageNo> {
+    let state = path.engine.mm.lock().table.get(page);
+    matches!(state, PageState::Swapped(_) | PageState::Poisoned)
+        .then(|| copy_to(path, child, page))?
+}
+
+/// Copies what this process has for a page to another one. Its place there, if it is there now
+/// and was not before.
+fn copy_to(path: &mut FaultPath, child: &mut UnmanagedChild, page: PageNo) -> Option<PageNo> {
+    copy_read(path, child, page, &ReadBatch::new())
+}
+
+/// The same where some was read ahead.
+fn copy_read(
+    path: &mut FaultPath,
+    child: &mut UnmanagedChild,
+    page: PageNo,
+    ahead: &ReadBatch,
+) -> Option<PageNo> {
+    let engine = path.engine;
+    loop {
+        let place = child.place(page)?;
+        let mm = engine.mm.lock();
+        let range = range_of(place, 1);
+        let state = mm.table.get(page);
+        let is_out = matches!(state, PageState::Swapped(_) | PageState::Poisoned);
+        let brought = path.reader.fork.brought.find(page).filter(|_| !is_out);
+        let progress = match (brought, state) {
+            (Some(Brought::Held(content)), _) => {
+                // SAFETY: the record is the handler's own; the destination is another process's
+                // missing page.
+                unsafe {
+                    child.uffd.copy_pages(place.addr(), content.as_ptr(), PAGE_SIZE, true, false)
+                }
+            }
+            (Some(Brought::Changed), _) => {
+                let poisoned = child.uffd.poison(range);
+                if poisoned.error.is_none() {
+                    engine.count(Counter::PagesPoisoned, 1);
+                    (engine.start.log)(
+                        "memory was discarded during a fork, at a page that was just swapped \
+                        in: the child gets SIGBUS there",
+                    );
+                }
+                poisoned
+            }
+            (None, PageState::Swapped(entry)) => {
+                // SAFETY: the buffer is the handler's own.
+                let buffer = unsafe { path.copy.slice_mut(0, PAGE_SIZE) };
+                let out: &mut Page = buffer.try_into().expect("a page's bytes");
+                let loaded = match engine.devices.slots(entry.ty()).lookup(entry.offset()) {
+                    TableSlot::Folio(folio) => {
+                        let frame = mm.frame_of(entry, folio);
+                        // SAFETY: the frame is full while the memory lock is held.
+                        out.copy_from_slice(unsafe { &*mm.staging.addr(frame).as_ptr::<Page>() });
+                        true
+                    }
+                    _ if entry.ty() == POOL => engine
+                        .devices
+                        .pool
+                        .load(Slot(entry.offset().0), out, &mut path.loader.unpacker)
+                        .is_ok(),
+                    _ => match ahead.find(entry, &engine.devices.file.device) {
+                        Some(page) => {
+                            out.copy_from_slice(page);
+                            true
+                        }
+                        None => engine
+                            .devices
+                            .file
+                            .device
+                            .read(&mut [(Slot(entry.offset().0), out)])
+                            .is_ok(),
+                    },
+                };
+                if loaded {
+                    // SAFETY: the buffer is the handler's own; the destination is another
+                    // process's missing page.
                     unsafe {
                         child.uffd.copy_pages(
                             place.addr(),
-                            content.as_ptr(),
+                            path.copy.as_ptr(),
                             PAGE_SIZE,
                             true,
                             false,
                         )
                     }
+                } else {
+                    engine.count(Counter::PagesPoisoned, 1);
+                    child.uffd.poison(range)
                 }
-                (Some(Brought::Changed), _) => {
-                    let poisoned = child.uffd.poison(range);
-                    if poisoned.error.is_none() {
-                        engine.count(Counter::PagesPoisoned, 1);
-                        (engine.start.log)(
-                            "memory was discarded during a fork, at a page that was just swapped \
-                                in: the child gets SIGBUS there",
-                        );
-                    }
-                    poisoned
-                }
-                (None, PageState::Swapped(entry)) => {
-                    // SAFETY: the buffer is the handler's own.
-                    let buffer = unsafe { self.copy.slice_mut(0, PAGE_SIZE) };
-                    let out: &mut Page = buffer.try_into().expect("a page's bytes");
-                    let loaded = match engine.devices.slots(entry.ty()).lookup(entry.offset()) {
-                        TableSlot::Folio(folio) => {
-                            let frame = mm.frame_of(entry, folio);
-                            // SAFETY: the frame is full while the memory lock is held.
-                            out.copy_from_slice(unsafe {
-                                &*mm.staging.addr(frame).as_ptr::<Page>()
-                            });
-                            true
-                        }
-                        _ if entry.ty() == POOL => engine
-                            .devices
-                            .pool
-                            .load(Slot(entry.offset().0), out, &mut self.unpacker)
-                            .is_ok(),
-                        _ => match ahead.find(entry, &engine.devices.file.device) {
-                            Some(page) => {
-                                out.copy_from_slice(page);
-                                true
-                            }
-                            None => engine
-                                .devices
-                                .file
-                                .device
-                                .read(&mut [(Slot(entry.offset().0), out)])
-                                .is_ok(),
-                        },
-                    };
-                    if loaded {
-                        // SAFETY: the buffer is the handler's own; the destination is another
-                        // process's missing page.
-                        unsafe {
-                            child.uffd.copy_pages(
-                                place.addr(),
-                                self.copy.as_ptr(),
-                                PAGE_SIZE,
-                                true,
-                                false,
-                            )
-                        }
-                    } else {
-                        engine.count(Counter::PagesPoisoned, 1);
-                        child.uffd.poison(range)
-                    }
-                }
-                (None, PageState::Poisoned) => child.uffd.poison(range),
-                (None, PageState::Empty | PageState::Present | PageState::PresentClean(_)) => {
-                    child.uffd.zero_pages(range, true)
-                }
-            };
-            match progress.error {
-                None => return Some(place),
-                Some(Errno::AGAIN | Errno::NOMEM) => {
-                    // The child changes its mappings: its events must be read before anything can
-                    // be copied.
-                    drop(mm);
-                    child.read();
-                    swaptide_sys::thread::yield_now();
-                }
-                // There already, its mapping gone, or the child gone.
-                Some(_) => return None,
             }
+            (None, PageState::Poisoned) => child.uffd.poison(range),
+            (None, PageState::Empty | PageState::Present | PageState::PresentClean(_)) => {
+                child.uffd.zero_pages(range, true)
+            }
+        };
+        match progress.error {
+            None => return Some(place),
+            Some(Errno::AGAIN | Errno::NOMEM) => {
+                // The child changes its mappings: its events must be read before anything can
+                // be copied.
+                drop(mm);
+                child.read();
+                swaptide_sys::thread::yield_now();
+            }
+            // There already, its mapping gone, or the child gone.
+            Some(_) => return None,
         }
     }
 }

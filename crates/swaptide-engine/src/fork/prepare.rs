@@ -1,11 +1,13 @@
 //! The parent's handler around a fork: standing still before it, going on after it.
 //!
-//! Owns: what the handler notes of other threads meanwhile.
+//! Owns: whether the copy of the engine's memory can be used by the child ([`ForkServer`]).
 //!
 //! Invariants
 //! 1. While it is prepared the handler allocates nothing: the forking thread copies the allocator's
 //!    memory too.
-//! 2. What was noted is applied before a worker continues, and before a fault is answered.
+//! 2. What was noted is applied before a worker goes on, and before a fault is answered.
+//! 3. A fork through no hook that is read meanwhile is attended to before anything else is done
+//!    ([`ForkServer::settle`]).
 //!
 //! Locks: the memory lock, never while it waits.
 
@@ -15,200 +17,239 @@ use std::time::Duration;
 use swaptide_ipc::Counter;
 use swaptide_sys::AsFd;
 use swaptide_sys::lock::futex;
-use swaptide_sys::uffd::Event;
+use swaptide_sys::sock::Conn;
+use swaptide_sys::thread::{now, yield_now};
 
-use crate::event_loop::Handler;
-use crate::fork::control::{NONE, PREPARED, REFUSED};
+use crate::engine::Engine;
+use crate::events::fork_state::ForkPhase;
+use crate::events::reader::Interrupted;
+use crate::events::reader::LATE_EVENT_TIMEOUT;
+use crate::fault::complete::complete;
+use crate::fault::path::FaultPath;
+use crate::fault_injection::{Standstill, stand_still};
+use crate::fork::allow_fork::{allow_fork_of_regions, deny_fork, list_grown};
+use crate::fork::child_uffd::receive_child_uffd;
 use crate::fork::help::Forker;
-use crate::fork::layout::VmaChange;
+use crate::fork::populate::Populator;
+use crate::pager::Pager;
 use crate::readahead::history::SharedMissHistory;
+use crate::requests::fork_control::{NO_FORK, PREPARED, REFUSED};
+use swaptide_sys::uffd::Coverage;
 
-/// Tests want the handler to stand still for good: before it is prepared, when it is, and while a
-/// child is served.
-const FAIL_BEFORE: u32 = 10;
-const FAIL_PREPARED: u32 = 11;
-pub(super) const FAIL_HANDING_OVER: u32 = 12;
+/// The parent's part of forks.
+#[derive(Default)]
+pub(crate) struct ForkServer {
+    pub(super) populator: Populator,
+    /// The engine's memory changed while it may have been copied.
+    pub(super) torn: bool,
+}
 
-impl Handler {
-    /// The forking thread has rung. Returns when the fork is over.
-    pub(crate) fn fork(&mut self) {
-        let engine = self.engine;
+impl ForkServer {
+    /// Attends to forks through no hook that were read. Returns when none is left and no change of
+    /// mappings is late.
+    pub(crate) fn settle(&mut self, pager: &mut Pager) {
+        while !pager.path.reader.fork.untracked.is_empty() {
+            self.populator.populate_untracked(pager);
+            if !pager.path.engine.mm.lock().late.is_empty() {
+                pager.path.reader.read_late();
+            }
+        }
+    }
+
+    /// Settles what an interruption has left.
+    fn settled(&mut self, pager: &mut Pager, read: Result<(), Interrupted>) {
+        if read.is_err() {
+            self.settle(pager);
+        }
+    }
+
+    /// Applies the events that are there now, and waits a moment for one to come.
+    pub(super) fn drain(&mut self, pager: &mut Pager) {
+        let read = pager.path.reader.drain();
+        self.settled(pager, read);
+    }
+
+    /// A thread is about to fork. Returns when the fork is over.
+    pub(crate) fn fork(&mut self, pager: &mut Pager) {
+        let engine = pager.path.engine;
+        let header = &engine.start.segment.header;
         let forker = engine.fork.forker.load(Acquire);
-        if !self.has_free_descriptor() {
+        if !has_free_descriptor(engine) {
             // The event of a fork could not be read.
             engine.fork.set(REFUSED);
             return;
         }
-        self.forking = true;
-        self.cpu.leave(swaptide_sys::thread::now());
+        pager.path.reader.fork.phase = ForkPhase::Quiescing;
+        pager.path.reader.cpu.leave(now());
         // The last fork's end may have been told after its hand-over.
-        self.fork_done = false;
-        self.inject_standstill(FAIL_BEFORE);
-        self.park_workers();
-        while self.worker.store_waiting(engine) {}
+        pager.path.reader.fork.is_done = false;
+        stand_still(header, Standstill::BeforeFork);
+        self.park_workers(pager);
+        while pager.path.worker.store_waiting(engine) {}
         engine.mm.lock().staging.trim(0);
-        let _ = self.fresh_pages.discard(0, self.fresh_pages.len());
+        pager.path.installer.discard_fresh();
         // The child makes buffers of its own, and nobody would ever give these back there.
-        self.ahead.clear();
+        pager.path.loader.ahead.clear();
         engine.devices.file.device.freeze_all();
-        self.open_history();
-        let token = swaptide_sys::thread::now().0.rotate_left(17) ^ u64::from(forker);
+        open_history(engine);
+        let token = now().0.rotate_left(17) ^ u64::from(forker);
         engine.fork.token.store(token, Relaxed);
-        let door = engine.fork.take_end().or_else(|| engine.fork.fetch_end());
+        let conn = engine.fork.take_end().or_else(|| engine.fork.fetch_end());
         if engine.followed {
-            if door.is_none() {
+            if conn.is_none() {
                 // A child that is followed sends its userfaultfd.
-                self.fork_is_over();
+                self.fork_is_over(pager);
                 engine.fork.set(REFUSED);
                 return;
             }
-            self.allow_fork();
+            self.allow_fork(pager);
         }
-        engine.fork.shut(door.is_none());
-        self.deferring = true;
+        engine.fork.shut(conn.is_none());
+        pager.path.reader.fork.phase = ForkPhase::Prepared;
         engine.fork.set(PREPARED);
-        self.inject_standstill(FAIL_PREPARED);
-        let mut watched = Forker::new(forker);
-        let mut helped = false;
-        loop {
-            if let Some(at) = self.pending.iter().position(|f| f.tid == forker) {
-                let Some(fault) = self.pending.remove(at) else { continue };
-                self.apply_noted();
-                let brought = self.brought.len();
-                self.answer(fault);
-                if !self.has_forked {
-                    // The forking thread was not in fork(2): its child will have the page.
-                    self.brought.truncate(brought);
-                }
-                continue;
-            }
-            if self.child.is_some() || self.fork_done {
-                break;
-            }
-            let patience = if helped { Duration::ZERO } else { Duration::from_millis(1) };
-            match &door {
-                Some(conn) if engine.followed => self.receive_child_uffd(conn, patience),
-                _ => self.read_within(Some(patience)),
-            }
-            helped = self.help(&mut watched);
-        }
-        if let Some(child) = self.child.take() {
+        stand_still(header, Standstill::Prepared);
+        self.await_child(pager, forker, conn.as_ref());
+        if let Some(child) = pager.path.reader.fork.child.take() {
             if self.torn {
                 (engine.start.log)(
                     "a fork began while the engine served another thread: the child gets all its \
                     memory at once and is not managed",
                 );
             }
-            self.hand_over(child, door);
+            self.hand_over(pager, child, conn);
             engine.is_shared_anew();
             engine.count(Counter::Forks, 1);
         }
-        self.fork_is_over();
+        self.fork_is_over(pager);
     }
 
-    /// A book for what this process's children do, if they are worth one.
-    fn open_history(&self) {
-        let mut book = self.engine.childrens_book.lock();
-        if book.is_none() && self.engine.charge.is_pool_worth_sharing() {
-            // Without it, children begin their own.
-            *book = SharedMissHistory::new(self.engine.charge.limit()).ok();
-        }
-    }
-
-    /// Whether one more descriptor fits into the handler's table: the limit is the process's, and
-    /// the program may have lowered it.
-    fn has_free_descriptor(&self) -> bool {
-        self.uffd.as_fd().try_clone_to_owned().is_ok()
-    }
-
-    pub(crate) fn park_workers(&mut self) {
-        let engine = self.engine;
-        // Who asked for a fork may have been read while a worker's fault was answered: that worker
-        // stands still only when it has its page.
-        if let Some(fault) = self.answering.filter(|fault| self.is_of_worker(*fault)) {
-            self.pending.push_front(fault);
-        }
+    /// Serves the forking thread, and others while that is waiting, until its child is there or
+    /// there is none.
+    fn await_child(&mut self, pager: &mut Pager, forker: u32, conn: Option<&Conn>) {
+        let engine = pager.path.engine;
+        let mut watched = Forker::new(forker);
+        let mut helped = false;
         loop {
-            // Each time: a fork that was asked for meanwhile is over by then, and has let them go
-            // on.
+            self.settle(pager);
+            let reader = &mut pager.path.reader;
+            if let Some(at) = reader.pending.iter().position(|fault| fault.tid == forker) {
+                let Some(fault) = reader.pending.remove(at) else { continue };
+                reader.apply_noted();
+                let brought = reader.fork.brought.len();
+                pager.answer(fault);
+                if pager.path.reader.fork.phase == ForkPhase::Prepared {
+                    // The forking thread was not in fork(2): its child will have the page.
+                    pager.path.reader.fork.brought.truncate(brought);
+                }
+                continue;
+            }
+            if reader.fork.child.is_some() || reader.fork.is_done {
+                return;
+            }
+            let timeout = if helped { Duration::ZERO } else { Duration::from_millis(1) };
+            let read = match conn {
+                Some(conn) if engine.followed => {
+                    receive_child_uffd(reader, conn, timeout, self.torn)
+                }
+                _ => reader.read_within(Some(timeout)),
+            };
+            self.settled(pager, read);
+            helped = watched.help(pager, &mut self.torn);
+        }
+    }
+
+    /// Has the workers stand still, with nothing of theirs half done, and remote pages land.
+    pub(crate) fn park_workers(&mut self, pager: &mut Pager) {
+        let engine = pager.path.engine;
+        loop {
             engine.park.store(1, Release);
             engine.work.store(1, Release);
             futex::wake(&engine.work, u32::MAX >> 1, futex::Scope::Private);
             let stand_still = engine.parked.load(Acquire) == engine.workers.load(Acquire);
-            if stand_still && self.remote.is_empty() && engine.far.is_settled() {
+            if stand_still && pager.path.remote.is_empty() && engine.far.is_settled() {
                 return;
             }
             // A worker may be waiting for the handler to read its request, or for a page.
-            self.drain_events();
-            self.submit();
-            self.complete();
-            if let Some(fault) = self.pending.pop_front() {
-                self.answer(fault);
+            self.drain(pager);
+            pager.path.remote.submit(engine);
+            complete(&mut pager.path);
+            self.settle(pager);
+            if let Some(fault) = pager.path.reader.pending.pop_front() {
+                pager.answer(fault);
+                self.settle(pager);
             }
         }
     }
 
-    fn fork_is_over(&mut self) {
-        let engine = self.engine;
-        self.deferring = false;
-        self.fork_done = false;
-        self.torn = false;
-        self.has_forked = false;
-        self.forking = false;
-        self.brought.clear();
-        self.apply_noted();
-        if engine.followed {
-            self.deny_fork();
-        }
-        self.unpark_workers();
-        engine.fork.set(NONE);
-    }
-
-    pub(crate) fn unpark_workers(&mut self) {
-        let engine = self.engine;
-        engine.park.store(0, Release);
-        futex::wake(&engine.park, u32::MAX >> 1, futex::Scope::Private);
-        // Who parks them next counts who stands still: nobody may be on its way out of this one.
-        while engine.parked.load(Acquire) != 0 {
-            swaptide_sys::thread::yield_now();
-        }
-    }
-
-    /// Applies what was noted. They have been read, so that the kernel no longer holds moves back
-    /// for them: this must come before a worker continues, and before a fault is answered. The
-    /// forking thread must not be inside fork(2), or back from it.
-    pub(crate) fn apply_noted(&mut self) {
-        if self.noted.is_empty() {
-            return;
-        }
-        let engine = self.engine;
-        let mut mm = engine.mm.lock();
-        for event in self.noted.drain(..).filter_map(VmaChange::event) {
-            engine.apply(&mut mm, event);
-        }
-        mm.behind = false;
-        engine.publish_usage(&mm);
-        let is_late = !mm.late.is_empty();
-        drop(mm);
-        if is_late {
-            let deferring = std::mem::replace(&mut self.deferring, false);
-            self.read_late();
-            self.deferring = deferring;
-        }
-    }
-
-    /// Notes an event for after the fork.
-    pub(crate) fn note_event(&mut self, event: Event) {
-        let Some(change) = VmaChange::of(&event) else {
-            crate::fatal(&format!("the userfaultfd sent {event:?} during a fork"));
+    /// Opens managed mappings for a fork that is followed; the workers stand still.
+    ///
+    /// A mapping that another thread has just moved is not where the table has it, and would stay
+    /// closed. So it is done again until no change was under way from before it to after it. A
+    /// thread that moves mappings through libc waits for the handler, and so for the fork; past
+    /// libc threads could go on for ever.
+    fn allow_fork(&mut self, pager: &mut Pager) {
+        let engine = pager.path.engine;
+        let began = now();
+        let is_quiet = |path: &FaultPath| {
+            path.reader.uffd.coverage(engine.bells.range()) != Coverage::Changing
         };
-        // Behind the fork event memory may be allocated again.
-        if self.deferring && !self.has_forked && self.noted.len() == self.noted.capacity() {
-            crate::fatal("more than 16384 changes of mappings during one fork");
+        loop {
+            if is_quiet(&pager.path) {
+                list_grown(pager);
+                allow_fork_of_regions(&mut pager.path);
+                if is_quiet(&pager.path) {
+                    return;
+                }
+            }
+            if now().since(began) > LATE_EVENT_TIMEOUT {
+                (engine.start.log)(
+                    "mappings are moved without pause: a forked child may lack some of them",
+                );
+                return allow_fork_of_regions(&mut pager.path);
+            }
+            self.drain(pager);
         }
-        if self.child.is_none() {
-            self.brought.note_change(change);
+    }
+
+    fn fork_is_over(&mut self, pager: &mut Pager) {
+        let reader = &mut pager.path.reader;
+        reader.fork.phase = ForkPhase::None;
+        reader.fork.is_done = false;
+        self.torn = false;
+        reader.fork.brought.clear();
+        reader.apply_noted();
+        self.settle(pager);
+        let engine = pager.path.engine;
+        if engine.followed {
+            deny_fork(engine);
         }
-        self.noted.push(change);
+        unpark_workers(engine);
+        engine.fork.set(NO_FORK);
+    }
+}
+
+/// A history of misses that this process's children share, if they are worth one.
+fn open_history(engine: &Engine) {
+    let mut history = engine.childrens_book.lock();
+    if history.is_none() && engine.charge.is_pool_worth_sharing() {
+        // Without it, children begin their own.
+        *history = SharedMissHistory::new(engine.charge.limit()).ok();
+    }
+}
+
+/// Whether one more descriptor fits into the handler's table: the limit is the process's, and the
+/// program may have lowered it.
+fn has_free_descriptor(engine: &Engine) -> bool {
+    engine.uffd().as_fd().try_clone_to_owned().is_ok()
+}
+
+/// Lets the workers go on.
+pub(crate) fn unpark_workers(engine: &Engine) {
+    engine.park.store(0, Release);
+    futex::wake(&engine.park, u32::MAX >> 1, futex::Scope::Private);
+    // The next time they are parked, those that stand still are counted: none may be on its way out
+    // of this one.
+    while engine.parked.load(Acquire) != 0 {
+        yield_now();
     }
 }

@@ -12,7 +12,7 @@
 
 use swaptide_sys::page::{VirtAddr, VirtRange};
 
-use crate::fork::layout::VmaChange;
+use crate::mm::vma_change::VmaChange;
 
 /// Instead of a length: the child shall continue without an engine; all its memory is there.
 pub(super) const NO_ENGINE: u64 = u64::MAX;

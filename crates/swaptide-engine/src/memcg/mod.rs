@@ -6,5 +6,6 @@ pub mod charge;
 pub(crate) mod cow_group;
 pub mod pool_sizing;
 pub(crate) mod psi;
+pub mod small;
 pub(crate) mod swap_high;
 pub mod thrash;

@@ -19,10 +19,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed, Ordering::Release, fence};
 
-use swaptide_ipc::Counter;
+use swaptide_ipc::{Counter, ProcSlot};
 use swaptide_sys::thread::Nanos;
-
-use crate::event_loop::Handler;
 
 /// See the module's description.
 #[derive(Default)]
@@ -59,37 +57,30 @@ impl Stall {
     pub(crate) fn is_on(&self) -> bool {
         self.on
     }
-}
-
-impl Handler {
-    /// True while something is sent for that a thread waits for, or a thread is held.
-    fn is_awaited(&self) -> bool {
-        self.remote.is_awaited() || self.throttle.holds()
-    }
 
     /// A fault is being answered since then; `None`: none is.
     pub(crate) fn answers_since(&mut self, began: Option<Nanos>) {
-        self.stall.fault = began;
+        self.fault = began;
     }
 
     /// The thread whose fault is being answered stalls, and did so from the beginning of that.
-    pub(crate) fn stalls(&mut self) {
-        if let Some(began) = self.stall.fault {
-            self.stall.begin(&self.engine.slot().stalled_since, began);
+    pub(crate) fn stalls(&mut self, slot: &ProcSlot) {
+        if let Some(began) = self.fault {
+            self.begin(&slot.stalled_since, began);
         }
     }
 
     /// A thread that was answered stalls from now on.
-    pub(crate) fn stalls_from(&mut self, at: Nanos) {
-        self.stall.begin(&self.engine.slot().stalled_since, at);
+    pub(crate) fn stalls_from(&mut self, slot: &ProcSlot, at: Nanos) {
+        self.begin(&slot.stalled_since, at);
     }
 
-    /// The thread that was answered stalls no more, nor does anybody else unless something is
-    /// awaited.
-    pub(crate) fn stalls_until(&mut self, at: Nanos) {
-        if self.stall.is_on() && !self.is_awaited() {
-            let micros = self.stall.end(&self.engine.slot().stalled_since, at);
-            self.engine.count(Counter::StallUs, micros);
+    /// The thread that was answered stalls no more, nor does anybody else unless something `is_awaited`:
+    /// a page that was sent for, or the end of a delay.
+    pub(crate) fn stalls_until(&mut self, slot: &ProcSlot, at: Nanos, is_awaited: bool) {
+        if self.on && !is_awaited {
+            let micros = self.end(&slot.stalled_since, at);
+            slot.count(Counter::StallUs, micros as u64);
         }
     }
 }

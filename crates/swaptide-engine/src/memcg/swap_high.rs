@@ -13,10 +13,10 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use swaptide_ipc::{Counter, THROTTLE_PAGES};
+use swaptide_ipc::{Counter, ProcSlot, THROTTLE_PAGES};
 use swaptide_sys::thread::{Nanos, now};
+use swaptide_sys::uffd::Uffd;
 
-use crate::event_loop::Handler;
 use crate::mm::types::{PageNo, range_of};
 
 /// The longest that one fault waits.
@@ -62,20 +62,15 @@ impl Throttle {
         let (first, _) = self.held.iter().min_by_key(|(until, _)| until.0)?;
         Some(Duration::from_nanos(first.0.saturating_sub(now().0)))
     }
-}
 
-impl Handler {
-    /// Has the thread wait that asked for a page, which is there, if it is its turn to. False if it
-    /// is to be woken at once.
-    pub(crate) fn hold_fault(&mut self, page: PageNo) -> bool {
-        let free = self.forking
-            || self.deferring
-            || self.giving
-            || self.throttle.held.len() == self.throttle.held.capacity();
-        match self.throttle.due() {
-            Some(time) if !free => {
-                self.throttle.held.push_back((Nanos(now().0 + time.as_nanos() as u64), page));
-                self.engine.count(Counter::SwapHighWaits, 1);
+    /// Has the thread wait that asked for a page, which is there, if it is its turn to and nothing
+    /// `forbids` it. False if it is to be woken at once.
+    pub(crate) fn hold_fault(&mut self, slot: &ProcSlot, page: PageNo, forbids: bool) -> bool {
+        let forbids = forbids || self.held.len() == self.held.capacity();
+        match self.due() {
+            Some(time) if !forbids => {
+                self.held.push_back((Nanos(now().0 + time.as_nanos() as u64), page));
+                slot.count(Counter::SwapHighWaits, 1);
                 true
             }
             _ => false,
@@ -83,13 +78,13 @@ impl Handler {
     }
 
     /// Wakes those whose time is over.
-    pub(crate) fn wake_held(&mut self) {
-        if self.throttle.held.is_empty() {
+    pub(crate) fn wake_held(&mut self, slot: &ProcSlot, uffd: &Uffd) {
+        if self.held.is_empty() {
             return;
         }
-        let (now, uffd) = (now(), self.uffd);
-        let at_once = self.engine.slot().throttle_us.load(Relaxed) == 0;
-        self.throttle.held.retain(|(until, page)| {
+        let now = now();
+        let at_once = slot.throttle_us.load(Relaxed) == 0;
+        self.held.retain(|(until, page)| {
             let over = at_once || until.0 <= now.0;
             if over {
                 let _ = uffd.wake(range_of(*page, 1));

@@ -146,7 +146,7 @@ impl Staging {
         self.pagemap.exclusive(chunk.first().addr(), PAGES_PER_CHUNK).unwrap_or(0)
     }
 
-    /// True for a page that is a guard (see [`crate::fault::guards`]).
+    /// True for a page that is a guard (see [`crate::fault::install`]).
     pub fn is_guard(&self, page: PageNo) -> bool {
         self.pagemap.first_guard(range_of(page, 1)).is_some()
     }

@@ -13,6 +13,12 @@ pub const PAGES_PER_LEAF: usize = 512;
 /// Chunks of one leaf.
 pub const CHUNKS_PER_LEAF: usize = PAGES_PER_LEAF / PAGES_PER_CHUNK;
 
+/// Smallest mapping worth managing, in bytes.
+pub const MIN_BYTES: usize = 64 << 10;
+
+/// Behind every page of a program; as the page asked for: nobody asked for one.
+pub(crate) const LAST_PAGE: PageNo = PageNo(1 << 36);
+
 /// The end of the addresses that can be managed: those of a program that asks for none above.
 pub const MANAGED_END: VirtAddr = VirtAddr(1 << 47);
 

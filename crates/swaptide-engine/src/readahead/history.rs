@@ -1,4 +1,4 @@
-//! Temporal prefetcher: replays the miss history when a fault sequence repeats.
+//! What was asked for after what: a program that goes the same way again finds its pages there.
 //!
 //! Streams ([`crate::readahead::locality`]) are known by their addresses. Much of what programs do
 //! over and over has an order all the same: a walk along lists, trees or a hash table, a step of
@@ -8,17 +8,17 @@
 //! at first one, then twice as many each time the next fault comes where they end.
 //!
 //! Owns: the book of this process, or, in a fork, the one that its parent's children write one
-//! after another: a child that saves its parent's memory finds the sequence of the last one.
+//! after the other: who saves its parent's memory finds the way that the last one went.
 //!
 //! Rules
 //! 1. A trail is only a guess of what to bring in. A page in it that is not swapped is passed over.
-//! 2. What a fault asks for, and what of the trail it passed, is written down again: so the book
+//! 2. What a fault asks for, and what of the trail it passed, is written down anew: so the book
 //!    holds the way as it was gone last, also where it changes a little. What was not brought and
 //!    not asked for either is left out, and less is brought next time.
 //! 3. The pages brought for a fault end with one that is not: the next fault comes there, or the
 //!    program went another way. So a trail that is left costs what was brought for one fault, and
 //!    less each time; after [`MAX_MISSES`] faults elsewhere it is lost.
-//! 4. A book that was of no use from end to end is given back, and started again after some time,
+//! 4. A book that was of no use from end to end is given back, and begun anew after some time,
 //!    which doubles.
 //! 5. The book takes 12 bytes an entry, [`HISTORY_DIVISOR`] of the limit at most; what of a child's
 //!    lies in shared memory is charged to its parent.
@@ -29,7 +29,6 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Relaxed};
 use std::time::Duration;
 
-use swaptide_ipc::Counter;
 use swaptide_sys::mem::{Mapping, SharedMap, memfd_create, prefetch};
 use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::process::pidfd_open;
@@ -37,10 +36,7 @@ use swaptide_sys::sock::poll_readable;
 use swaptide_sys::thread::getpid;
 use swaptide_sys::{AsFd, Errno};
 
-use crate::event_loop::Handler;
-use crate::mm::page_table::PageState;
 use crate::mm::types::PageNo;
-use crate::readahead::locality::Reading;
 
 /// The part of the limit that a book may take.
 const HISTORY_DIVISOR: u64 = 64;
@@ -267,7 +263,7 @@ impl TemporalPrefetcher {
         }
     }
 
-    /// In a fork: continues with the parent's book for its children, if no other child writes it.
+    /// In a fork: goes on with the parent's book for its children, if no other child writes it.
     pub(crate) fn inherit(&mut self, book: SharedMissHistory) {
         let own = getpid().0;
         let writer = &book.0.head().writer;
@@ -317,7 +313,7 @@ impl TemporalPrefetcher {
         }
     }
 
-    /// Finds a page on the trail, or a trail that continues from there.
+    /// Finds a page on the trail, or a trail that goes on from there.
     fn find(
         &mut self,
         book: &MissHistory,
@@ -337,7 +333,7 @@ impl TemporalPrefetcher {
             for k in 0..at.wrapping_sub(next) {
                 let Some(passed) = book.page_at(next.wrapping_add(k)) else { break };
                 if k >= brought && is_out(passed) {
-                    // The program continued without it.
+                    // The program went on without it.
                     is_straight = false;
                 } else {
                     book.write(passed);
@@ -422,40 +418,6 @@ impl TemporalPrefetcher {
             self.begins = [None; 2];
         }
         (self.asked, self.hits) = (0, 0);
-    }
-}
-
-impl Handler {
-    /// Brings in what came after a page that came without a stream the last time it was asked for,
-    /// if the program repeats the sequence.
-    pub(crate) fn follow(&mut self, page: PageNo, most: usize) {
-        let engine = self.engine;
-        if most < 2
-            || self.remote.is_usual()
-            || self.remote.has(page)
-            || self.reading(page.addr()) == Reading::Random
-        {
-            return;
-        }
-        let is_out =
-            |page: PageNo| matches!(engine.mm.lock().table.get(page), PageState::Swapped(_));
-        self.prefetcher.learn(page, engine.charge.limit(), most, is_out);
-        engine.count(Counter::SwapRaHit, self.prefetcher.take_replayed());
-        self.held_came = 0;
-        let mut came = 0;
-        while let Some(next) = self.prefetcher.ahead() {
-            if !is_out(next) {
-                continue;
-            }
-            self.make_room(1);
-            let held = self.held_came;
-            if !self.has_room(1) || self.swap_in_page(next, 1).is_err() {
-                break;
-            }
-            self.prefetcher.brought(self.held_came == held);
-            came += 1;
-        }
-        self.count_ahead(came);
     }
 }
 

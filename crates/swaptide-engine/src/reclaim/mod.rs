@@ -3,5 +3,6 @@
 pub(crate) mod idle;
 pub mod recompress;
 pub mod swap_out;
+pub(crate) mod unarmed;
 pub mod worker;
 pub mod writeback;

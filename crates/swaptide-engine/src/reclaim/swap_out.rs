@@ -13,11 +13,9 @@
 //! 1. Between take and finish, the frames of the slab are read by the batch's holder alone and
 //!    moved by nobody.
 //! 2. A page is moved out only while its word is `Present` and the memory lock is held, and only of
-//!    a mapping that was seen to be armed in this batch ([`crate::vma::unarmed`]).
+//!    a mapping that was seen to be armed in this batch ([`crate::reclaim::unarmed`]).
 //! 3. A page that no device takes stays in compressed memory's raw form: it is never dropped.
 
-use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use swaptide_core::{Expect, FolioId, SwapEntry};
@@ -31,51 +29,17 @@ use swaptide_sys::uffd::MoveFlags;
 
 use crate::backing::devices::{FILE, POOL, entry_plus};
 use crate::engine::{Engine, Mm};
+use crate::mm::batch::{
+    BackingPage, Batch, MAX_MOVES_PER_BATCH, OutgoingPage, Places, Run, TakenPage,
+};
 use crate::mm::page_table::{PageState, UNMOVABLE};
 use crate::mm::staging::{FrameNo, SlabNo};
-use crate::mm::types::{
-    CHUNKS_PER_LEAF, ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo, folios, range_of,
-};
+use crate::mm::types::{CHUNKS_PER_LEAF, PAGES_PER_CHUNK, PageNo, folios, range_of};
+use crate::reclaim::unarmed::{self, Lookup, Seen};
 use crate::sched::handler_cpu::YieldEvery;
-use crate::vma::unarmed::{self, Lookup, Seen};
 
-/// Moves of one batch at most: each costs about a microsecond, more where another CPU runs the
-/// program, and all happen under the lock.
-const MAX_MOVES_PER_BATCH: usize = 128;
 /// Fewer pages than this in a move, on average, make a batch a scattered one.
 const DENSE_PAGES_PER_MOVE: usize = 8;
-
-/// A chunk of the batch: its pages lie one after the other from `place` on.
-#[derive(Clone, Copy)]
-struct TakenPage {
-    chunk: ChunkNo,
-    /// Pages to move.
-    planned: u16,
-    /// Pages that moved.
-    moved: u16,
-    /// Place in the slab of the first planned page.
-    place: usize,
-}
-
-/// A folio on its way out.
-#[derive(Clone, Copy)]
-struct OutgoingPage {
-    place: usize,
-    order: u8,
-    entry: SwapEntry,
-    chunk: ChunkNo,
-}
-
-/// A page on its way to the file.
-struct BackingPage {
-    frame: FrameNo,
-    /// Its entry in compressed memory, which it leaves if the file takes it.
-    entry: SwapEntry,
-    /// Where its bytes are in `Batch::packed`; `None`: it goes as it lies in its frame.
-    packed: Option<Range<usize>>,
-    /// Its entry in the file, which has taken it.
-    place: Option<SwapEntry>,
-}
 
 impl BackingPage {
     /// The page as it is stored.
@@ -98,157 +62,18 @@ fn within_mapping(page: PageNo, attempt: usize) -> usize {
     if attempt > in_chunk { in_chunk } else { 1 }
 }
 
-/// One run of pages to move: program page, place in the slab, length, and which chunk of the batch
-/// it begins in.
-#[derive(Clone, Copy)]
-struct Run {
-    page: PageNo,
-    place: usize,
-    len: usize,
-    index: usize,
-}
-
-/// A set of places of the slab.
-#[derive(Clone, Copy)]
-struct Places([u64; PAGES_PER_LEAF / 64]);
-
-impl Places {
-    const NONE: Places = Places([0; PAGES_PER_LEAF / 64]);
-
-    fn add(&mut self, place: usize) {
-        self.0[place / 64] |= 1 << (place % 64);
-    }
-
-    fn has(&self, place: usize) -> bool {
-        self.0[place / 64] >> (place % 64) & 1 == 1
-    }
-
-    /// Which of `n` places (at most 64) from `first` on are in the set, as bits.
-    fn of(&self, first: usize, n: usize) -> u64 {
-        (0..n).filter(|k| self.has(first + k)).fold(0, |bits, k| bits | 1 << k)
-    }
-}
-
-/// See the module's description.
-pub struct Batch {
-    slab: Option<SlabNo>,
-    chunks: Vec<TakenPage>,
-    runs: Vec<Run>,
-    leaving: Vec<OutgoingPage>,
-    /// Pages that moved.
-    pages: usize,
-    /// Pages that do not compress, or that compressed memory refuses: they go to the file.
-    beyond: Vec<BackingPage>,
-    is_beyond: Places,
-    /// The bytes of those that are compressed.
-    packed: Vec<u8>,
-    /// Places whose page is all zeros.
-    zeros: Places,
-    /// Places whose page may be the same as what an old slot holds, with that slot's entry, in the
-    /// order of `leaving`.
-    kept: Vec<(usize, SwapEntry)>,
-    /// Places that are the same: their old slots stand.
-    unchanged: Places,
-    /// The kernel refused a move because an event is unread.
-    refused: bool,
-    /// Chunks were looked for: neither is a change of mappings noted and not applied, nor was a
-    /// slab missing.
-    tried: bool,
-    /// Where an old slot is loaded to be compared.
-    old: Box<Page>,
-    /// Which mappings are armed.
-    seen: Seen,
-}
-
-impl Default for Batch {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-/// Batches that were taken and wait to be stored, and batches out of use.
-#[derive(Default)]
-#[allow(
-    clippy::vec_box,
-    reason = "a batch goes from hand to hand under the memory lock: a pointer is moved, not its \
-        three hundred bytes"
-)]
-pub struct Jobs {
-    waiting: VecDeque<Box<Batch>>,
-    spare: Vec<Box<Batch>>,
-    /// Pages between take and finish.
-    pub in_flight: usize,
-}
-
-impl Jobs {
-    /// The batch that waits longest.
-    pub fn longest_waiting(&mut self) -> Option<Box<Batch>> {
-        self.waiting.pop_front()
-    }
-
-    /// True when a batch waits.
-    pub fn any(&self) -> bool {
-        !self.waiting.is_empty()
-    }
-
-    /// A batch to take with.
-    pub fn blank(&mut self) -> Box<Batch> {
-        self.spare.pop().unwrap_or_default()
-    }
-
-    /// The batch is taken: somebody will store it.
-    pub fn push(&mut self, batch: Box<Batch>) {
-        self.waiting.push_back(batch);
-    }
-
-    /// The batch is of no use any more.
-    pub fn retire(&mut self, batch: Box<Batch>) {
-        self.spare.push(batch);
-    }
-}
-
 impl Batch {
-    /// An empty batch with its buffers.
-    pub fn new() -> Batch {
-        Batch {
-            slab: None,
-            chunks: Vec::with_capacity(64),
-            runs: Vec::with_capacity(2 * MAX_MOVES_PER_BATCH),
-            leaving: Vec::with_capacity(512),
-            pages: 0,
-            beyond: Vec::with_capacity(512),
-            is_beyond: Places::NONE,
-            packed: Vec::new(),
-            zeros: Places::NONE,
-            kept: Vec::with_capacity(512),
-            unchanged: Places::NONE,
-            refused: false,
-            tried: false,
-            old: Box::new([0; PAGE_SIZE]),
-            seen: Seen::default(),
-        }
-    }
-
-    /// Pages that moved.
-    pub fn pages(&self) -> usize {
-        self.pages
-    }
-
-    /// True when the kernel refused a move because an event is unread.
-    pub fn refused(&self) -> bool {
-        self.refused
-    }
-
-    /// True when chunks were looked for at all.
-    pub fn tried(&self) -> bool {
-        self.tried
-    }
-
     /// Chooses chunks and moves them to a slab. Returns the pages moved; with none, the batch is as
     /// empty as before.
     ///
     /// At most `want` chunks are chosen.
-    pub fn take(&mut self, engine: &Engine, mm: &mut Mm, want: usize) -> usize {
+    pub(crate) fn take(
+        &mut self,
+        engine: &Engine,
+        mm: &mut Mm,
+        seen: &mut Seen,
+        want: usize,
+    ) -> usize {
         self.chunks.clear();
         self.runs.clear();
         self.leaving.clear();
@@ -258,7 +83,7 @@ impl Batch {
         self.zeros = Places::NONE;
         self.unchanged = Places::NONE;
         self.kept.clear();
-        self.seen.clear();
+        seen.clear();
         (self.refused, self.tried) = (false, false);
         self.pages = 0;
         if mm.behind {
@@ -274,7 +99,7 @@ impl Batch {
             if self.refused {
                 break;
             }
-            self.pages += self.move_out(engine, mm, slab, self.runs[index], &mut moves);
+            self.pages += self.move_out(engine, mm, seen, slab, self.runs[index], &mut moves);
         }
         engine.taking.fetch_add(1, SeqCst);
         for index in 0..self.chunks.len() {
@@ -340,6 +165,7 @@ impl Batch {
         &mut self,
         engine: &Engine,
         mm: &mut Mm,
+        seen: &mut Seen,
         slab: SlabNo,
         run: Run,
         moves: &mut usize,
@@ -356,7 +182,7 @@ impl Batch {
             let to = mm.staging.addr(slab.frame(run.place + at));
             let flags = MoveFlags { dont_wake: true, allow_src_holes: false };
             let source = range_of(page, attempt);
-            match self.seen.ask(engine, mm, source) {
+            match seen.ask(engine, mm, source) {
                 Lookup::Armed => {}
                 Lookup::NotOne if attempt > 1 => {
                     most = within_mapping(page, attempt);

@@ -4,7 +4,7 @@
 //! storing it one of compression. Where pages lie scattered, a move costs an interruption of every
 //! CPU that runs the process: so the *handler* takes those batches, on the CPU of the thread whose
 //! faults it answers, while the worker sleeps, and the worker stores them. Dense batches need few
-//! moves; the worker takes them itself. When room runs short, the thread that notices does both.
+//! moves; the worker takes them itself. When room runs short whoever notices does both.
 //!
 //! | who | takes | stores |
 //! |---|---|---|
@@ -31,14 +31,15 @@ use swaptide_sys::sock::poll_readable;
 use swaptide_sys::thread::{Nanos, gettid, now, yield_now};
 
 use crate::engine::{Engine, Mm};
-use crate::mm::types::{ChunkNo, range_of};
+use crate::fault_injection;
+use crate::mm::batch::Batch;
+use crate::mm::types::{ChunkNo, MIN_BYTES, range_of};
 use crate::reclaim::idle::Calm;
 use crate::reclaim::recompress::Recompress;
-use crate::reclaim::swap_out::Batch;
+use crate::reclaim::unarmed::Seen;
 use crate::reclaim::writeback::Writeback;
 use crate::requests::HandlerRequest;
 use crate::sched::handler_cpu::{self, NO_CPU, WorkerAffinity};
-use crate::vma::adopt::MIN_BYTES;
 
 /// How often an idle worker looks at the accounts.
 const TICK: Duration = Duration::from_millis(20);
@@ -81,10 +82,6 @@ const MAX_FAILED_UNSHARES: u32 = 4;
 /// Then sharing is broken only this often.
 const UNSHARE_BACKOFF: Duration = Duration::from_millis(100);
 
-/// What a test sets to have workers map and unmap memory of the engine's without pause, so that it
-/// comes to lie where the program's was.
-const INJECT_OWN_MAPPINGS: u32 = 6;
-
 /// What a step came to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {
@@ -110,6 +107,8 @@ pub struct Worker {
     looked_at: Nanos,
     /// The last batch that was to be taken was looked for.
     tried: bool,
+    /// Which mappings are armed.
+    seen: Seen,
 }
 
 impl Worker {
@@ -124,6 +123,7 @@ impl Worker {
             unshared_at: Nanos(0),
             looked_at: Nanos(0),
             tried: false,
+            seen: Seen::default(),
         }
     }
 
@@ -186,7 +186,7 @@ impl Worker {
             return Err(Step::Nothing);
         }
         let mut batch = mm.jobs.blank();
-        let taken = batch.take(engine, mm, want);
+        let taken = batch.take(engine, mm, &mut self.seen, want);
         self.tried = batch.tried();
         let refused = batch.refused();
         if taken > 0 {
@@ -335,7 +335,7 @@ impl Worker {
         step
     }
 
-    /// The life of a background worker, until the program is detached. Worker 0 looks after the
+    /// The life of a background worker, until the program is let go. Worker 0 looks after the
     /// accounts.
     pub fn run(&mut self, engine: &Engine, index: usize) {
         let mut keeper = (index == 0).then(Housekeeping::new);
@@ -359,7 +359,7 @@ impl Worker {
                 keeper.watch(engine);
                 keeper.look(engine);
             }
-            if engine.start.segment.header.fail.load(Relaxed) == INJECT_OWN_MAPPINGS {
+            if fault_injection::churns_own_mappings(&engine.start.segment.header) {
                 map_and_unmap(engine);
             }
             let idle = self.work(engine, keeper.as_mut());
@@ -490,7 +490,7 @@ fn look_again(engine: &Engine, looks: usize) -> bool {
 /// Makes pages of some chunks this process's own, so that they can be moved, and these chunks the
 /// next to go. No lock is held: a page that is gone meanwhile is a fault, which the handler
 /// answers. What the kernel does not do, and what a fork since the look (there had been so many
-/// `forks`) has shared again, is not known to be its own.
+/// `forks`) has shared anew, is not known to be its own.
 fn fault_for_writing(engine: &Engine, chunks: &[(ChunkNo, u16)], forks: u32) {
     for (chunk, pages) in chunks {
         let mut own = 0;
@@ -542,10 +542,7 @@ impl Housekeeping {
     /// lock: the handler may hold it.
     fn watch(&mut self, engine: &Engine) {
         let turns = engine.turns.load(Relaxed);
-        let is_unread = || {
-            let polled = poll_readable(&[engine.uffd().as_fd()], Some(Duration::ZERO));
-            polled.is_ok_and(|ready| ready != 0)
-        };
+        let is_unread = || matches!(poll_readable(&[engine.uffd().as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0);
         if !handler_cpu::may_starve() || !turns.is_multiple_of(2) && !is_unread() {
             self.still = None;
             return;
@@ -574,7 +571,7 @@ impl Housekeeping {
     fn look(&mut self, engine: &Engine) {
         let Some(statm) = &self.statm else { return };
         self.ticks = self.ticks.wrapping_add(1);
-        assert!(!engine.fails.load(Relaxed), "a check failed in a worker (injected)");
+        fault_injection::fail_worker(&engine.fails);
         engine.publish_slot();
         engine.charge.take_limit(engine.slot());
         if engine.start.segment.is_moving(engine.slot_index()) {
@@ -624,7 +621,7 @@ impl Housekeeping {
     }
 }
 
-/// What a test wants: see [`INJECT_OWN_MAPPINGS`].
+/// What a test wants: see [`fault_injection::churns_own_mappings`].
 ///
 /// # Panics
 /// If any of it is taken for the program's.

@@ -5,7 +5,7 @@
 //!
 //! Rules
 //! 1. Adopted are private, anonymous mappings of at least [`MIN_BYTES`] (smaller ones where they
-//!    matter: [`crate::vma::small`]) that are readable and writable, or that are reserved without
+//!    matter: [`crate::memcg::small`]) that are readable and writable, or that are reserved without
 //!    any access (an allocator opens them piece by piece, and each piece would be a new mapping
 //!    otherwise), except the engine's own memory, the main thread's stack, and the zero-initialised
 //!    data of libraries (the engine's threads may use libc's). What lies behind a library is the
@@ -31,7 +31,7 @@
 //!
 //! 7. Nothing of the engine's is ever armed. What was the program's when it was listed may be gone,
 //!    and the engine's in its place: the last look is taken while no thread of the engine maps
-//!    anything ([`Handler::arm`]).
+//!    anything ([`arm`]).
 //!
 //! Only the handler adopts: the order of registration, events and the list is its own.
 
@@ -44,17 +44,19 @@ use swaptide_sys::mem::{hold_still, own_ranges};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::uffd::Coverage;
 
-use crate::event_loop::Handler;
-use crate::fork::layout::VmaChange;
-use crate::mm::types::{CHUNKS_PER_LEAF, ChunkNo, MANAGED_END, PAGES_PER_CHUNK, PageNo, pages_of};
+use crate::engine::Engine;
+use crate::events::apply::remember;
+use crate::events::reader::Interrupted;
+use crate::fault::path::FaultPath;
+use crate::memcg::small::Candidates;
+use crate::mm::dontfork;
+use crate::mm::types::{
+    CHUNKS_PER_LEAF, ChunkNo, MANAGED_END, MIN_BYTES, PAGES_PER_CHUNK, PageNo, pages_of,
+};
+use crate::mm::vma_change::VmaChange;
 use crate::reclaim::worker::Step;
-use crate::vma::dontfork;
 use crate::vma::elf_bss;
-use crate::vma::events::remember;
-use crate::vma::unmovable;
-
-/// Smallest mapping worth managing.
-pub const MIN_BYTES: usize = 64 << 10;
+use crate::vma::unmovable::{self, Unmovable};
 
 /// Runs of the kernel's page of zeros that one adoption takes out.
 const MAX_ZERO_RUNS: usize = 4096;
@@ -63,24 +65,60 @@ const MAX_ZERO_RUNS: usize = 4096;
 /// larger is not libc's.
 const LIBRARY_BSS_BYTES: usize = 16 << 20;
 
-impl Handler {
-    /// Adopts what there is to adopt.
-    pub fn adopt(&mut self) {
-        // Adoption reads on, and so may come here again: that look is taken when no thread waits.
-        if self.adopting {
-            self.adopt_again = true;
-            return;
+const MAPS_BUFFER_BYTES: usize = 64 << 10;
+
+/// See the module's description.
+pub(crate) struct Adopter {
+    maps_buf: Box<[u8]>,
+    /// Buffers of one look: what it found, and what of a range is not managed.
+    found: Vec<VirtRange>,
+    gaps: Vec<VirtRange>,
+    /// Where the mappings adopted last have the kernel's page of zeros.
+    zeros_mapped: Vec<VirtRange>,
+    /// Small mappings that the look under way has found.
+    candidates: Candidates,
+    /// Memory that cannot go out.
+    unmovable: Unmovable,
+}
+
+impl Adopter {
+    /// With its buffers.
+    pub(crate) fn new() -> Adopter {
+        Adopter {
+            maps_buf: vec![0; MAPS_BUFFER_BYTES].into_boxed_slice(),
+            found: Vec::with_capacity(256),
+            gaps: Vec::with_capacity(16),
+            zeros_mapped: Vec::with_capacity(64),
+            candidates: Candidates::default(),
+            unmovable: Unmovable::default(),
         }
-        self.adopting = true;
-        self.look();
-        self.adopting = false;
     }
 
-    fn look(&mut self) {
+    /// Adopts what there is to adopt.
+    ///
+    /// # Errors
+    /// [`Interrupted`] when a fork through no hook was read: it is to be called again.
+    pub(crate) fn adopt(&mut self, path: &mut FaultPath) -> Result<(), Interrupted> {
         let mut found = std::mem::take(&mut self.found);
+        self.list(path, &mut found);
+        let mut done = Ok(());
+        for range in &found {
+            done = self.adopt_gaps(path, *range);
+            if done.is_err() {
+                break;
+            }
+        }
+        self.found = found;
+        path.engine.publish_usage(&path.engine.mm.lock());
+        done?;
+        self.take_zeros_out(path)
+    }
+
+    /// Lists the parts of mappings that are to be managed.
+    fn list(&mut self, path: &mut FaultPath, found: &mut Vec<VirtRange>) {
         found.clear();
         self.zeros_mapped.clear();
-        let engine = self.engine;
+        let engine = path.engine;
         let mut candidates = std::mem::take(&mut self.candidates);
         candidates.clear();
         let small_too = engine.small.are_managed();
@@ -107,7 +145,8 @@ impl Handler {
                 return true;
             }
             if looks && let Some(kind) = unmovable::kind(&vma) {
-                let _ = self
+                let _ = path
+                    .installer
                     .pagemap
                     .runs(vma.range, |run| self.unmovable.add(kind, pages_of(run.range).len()));
             }
@@ -151,24 +190,22 @@ impl Handler {
             .small
             .look_again(candidates.take(|range| program_parts(range, |part| found.push(part))));
         self.candidates = candidates;
-        for range in &found {
-            let mut gaps = std::mem::take(&mut self.gaps);
-            gaps.clear();
-            engine.mm.lock().regions.gaps(*range, |gap| gaps.push(gap));
-            for gap in &gaps {
-                self.adopt_range(*gap);
-            }
-            self.gaps = gaps;
-        }
-        self.found = found;
-        engine.publish_usage(&engine.mm.lock());
-        self.take_zeros_out();
+    }
+
+    /// Adopts what of a range is not managed yet.
+    fn adopt_gaps(&mut self, path: &mut FaultPath, range: VirtRange) -> Result<(), Interrupted> {
+        let mut gaps = std::mem::take(&mut self.gaps);
+        gaps.clear();
+        path.engine.mm.lock().regions.gaps(range, |gap| gaps.push(gap));
+        let done = gaps.iter().try_for_each(|gap| self.adopt_range(path, *gap));
+        self.gaps = gaps;
+        done
     }
 
     /// Takes out the chunks in which the program has nothing but the kernel's page of zeros (rule
     /// 5).
-    fn take_zeros_out(&mut self) {
-        let engine = self.engine;
+    fn take_zeros_out(&mut self, path: &mut FaultPath) -> Result<(), Interrupted> {
+        let engine = path.engine;
         let mut left = 0;
         {
             let mut guard = engine.mm.lock();
@@ -194,120 +231,90 @@ impl Handler {
         }
         let mut again = 0;
         while left > 0 && again < 16 && engine.park.load(Relaxed) == 0 {
-            match self.worker.step_of(engine, CHUNKS_PER_LEAF) {
+            match path.worker.step_of(engine, CHUNKS_PER_LEAF) {
                 Step::Took(pages) => left = left.saturating_sub(pages),
                 Step::Again => {
                     again += 1;
-                    self.drain_events();
+                    path.reader.drain()?;
                 }
-                Step::Nothing => return,
+                Step::Nothing => return Ok(()),
             }
         }
+        Ok(())
     }
 
     /// Adopts the mapping that holds an address, if it is one to adopt.
-    pub fn adopt_mapping(&mut self, addr: VirtAddr) {
-        let Ok(Some(info)) = self.maps.vma_at(addr) else { return };
+    ///
+    /// # Errors
+    /// As for [`Adopter::adopt`].
+    pub(crate) fn adopt_mapping(
+        &mut self,
+        path: &mut FaultPath,
+        addr: VirtAddr,
+    ) -> Result<(), Interrupted> {
+        let engine = path.engine;
+        let maps = &mut path.installer.maps;
+        let Ok(Some(info)) = maps.vma_at(addr) else { return Ok(()) };
         let vma = info.vma();
         // What follows a file's pages may be the zero-initialised data of a library: the look at
         // all mappings tells.
         let follows_file = vma.range.start.0 > 0
-            && match self.maps.vma_at(VirtAddr(vma.range.start.0 - 1)) {
-                Ok(Some(before)) => before.vma().inode != 0,
-                _ => false,
-            };
-        let small = self.engine.small.are_managed() && is_small(&vma);
-        if follows_file || !(eligible(&vma) || small) || (self.engine.start.excluded)(vma.range) {
-            return;
+            && matches!(maps.vma_at(VirtAddr(vma.range.start.0 - 1)), Ok(Some(before)) if before.vma().inode != 0);
+        let small = engine.small.are_managed() && is_small(&vma);
+        if follows_file || !(eligible(&vma) || small) || (engine.start.excluded)(vma.range) {
+            return Ok(());
         }
-        let mut gaps = std::mem::take(&mut self.gaps);
-        gaps.clear();
-        program_parts(vma.range, |part| {
-            self.engine.mm.lock().regions.gaps(part, |gap| gaps.push(gap))
-        });
-        for gap in &gaps {
-            self.adopt_range(*gap);
-        }
-        self.gaps = gaps;
+        let range = vma.range;
+        let mut parts = std::mem::take(&mut self.found);
+        parts.clear();
+        program_parts(range, |part| parts.push(part));
+        let done = parts.iter().try_for_each(|part| self.adopt_gaps(path, *part));
+        self.found = parts;
+        done
     }
 
-    fn adopt_range(&mut self, range: VirtRange) {
-        let engine = self.engine;
-        self.let_changes_pass(range);
-        if !self.arm(range) {
-            return;
+    /// Adopts one range, of which nothing is managed.
+    fn adopt_range(&mut self, path: &mut FaultPath, range: VirtRange) -> Result<(), Interrupted> {
+        let engine = path.engine;
+        let_changes_pass(path, range)?;
+        if !arm(engine, range) {
+            return Ok(());
         }
         // A fork that was not read yet may be from before or after it.
         remember(&mut engine.mm.lock(), VmaChange::Armed(range));
         let gap = range;
-        let range = self.register_tail(range);
+        let range = register_tail(path, range);
+        let mut read = Ok(());
         for _ in 0..16 {
-            match self.uffd.coverage(range) {
+            match path.reader.uffd.coverage(range) {
                 Coverage::Whole => {
-                    self.manage(range);
-                    return;
+                    self.manage(path, range);
+                    return Ok(());
                 }
-                Coverage::Changing => self.drain_events(),
+                Coverage::Changing => {
+                    read = path.reader.drain();
+                    if read.is_err() {
+                        break;
+                    }
+                }
                 // It changed between the listing and the registration. What is armed of it is
                 // adopted when it faults or at the next look.
                 Coverage::NotWhole | Coverage::Gone => {
-                    self.disarm_others(gap);
+                    self.disarm_others(path, gap);
                     break;
                 }
             }
         }
         // An event that was read meanwhile may have been about what was there before.
         engine.mm.lock().armed.insert(range);
-    }
-
-    /// Arms a range, and notes that (rule 6). False when something of it is the engine's (rule 7),
-    /// or the kernel refuses.
-    pub(crate) fn arm(&self, range: VirtRange) -> bool {
-        let engine = self.engine;
-        let was_armed = {
-            let mut mm = engine.mm.lock();
-            let was_armed = mm.armed.overlaps(range);
-            mm.armed.insert(range);
-            was_armed
-        };
-        let is_armed = hold_still().is_some_and(|_still| {
-            let mut is_own = false;
-            own_ranges(|own| is_own |= own.start < range.end && range.start < own.end);
-            !is_own && self.uffd.register_missing(range).is_ok()
-        });
-        // A part that was armed before still is.
-        if !is_armed && !was_armed {
-            engine.mm.lock().armed.remove(range);
-        }
-        is_armed
-    }
-
-    /// Where something else was a moment ago: waits until no fork can be older than that, if that
-    /// comes soon. What a child still has there could not be told from what is about to be armed.
-    fn let_changes_pass(&mut self, range: VirtRange) {
-        for _ in 0..16 {
-            let engine = self.engine;
-            {
-                let mut mm = engine.mm.lock();
-                if !mm.recent.iter().any(|change| change.concerns(range)) {
-                    return;
-                }
-                if self.untracked_children.is_empty()
-                    && self.uffd.coverage(engine.bells.range()) != Coverage::Changing
-                {
-                    mm.recent.clear();
-                    return;
-                }
-            }
-            self.drain_events();
-        }
+        read
     }
 
     /// Disarms what of a range is not the program's private memory. That stays armed: it may be a
     /// managed mapping that was moved there meanwhile, which without its registration would read as
     /// zeros where it is swapped.
-    fn disarm_others(&mut self, range: VirtRange) {
-        let uffd = self.uffd;
+    fn disarm_others(&mut self, path: &FaultPath, range: VirtRange) {
+        let uffd = path.reader.uffd;
         let disarm = |other: VirtRange| {
             let part =
                 VirtRange { start: other.start.max(range.start), end: other.end.min(range.end) };
@@ -324,45 +331,12 @@ impl Handler {
         });
     }
 
-    /// The mapping may have grown since it was listed: then the registration has split it, and the
-    /// tail is registered at once, which joins it again. Returns the whole. A neighbour that does
-    /// not join is a mapping of its own (another advice was given for it, say): it stays armed, and
-    /// is adopted by itself.
-    fn register_tail(&mut self, mut range: VirtRange) -> VirtRange {
-        for _ in 0..4 {
-            let Ok(Some(info)) = self.maps.vma_at(range.end) else { return range };
-            let vma = info.vma();
-            if self.engine.mm.lock().regions.find(range.end).is_some() {
-                return range;
-            }
-            let tail = vma.range.start == range.end
-                && vma.range.end <= MANAGED_END
-                && vma.private
-                && vma.inode == 0
-                && vma.read
-                && vma.write
-                && !vma.exec;
-            if !tail || vma.name.starts_with(b"[stack") || (self.engine.start.excluded)(vma.range) {
-                return range;
-            }
-            let end = vma.range.end;
-            if !self.arm(vma.range) {
-                return range;
-            }
-            match self.maps.vma_at(range.start) {
-                Ok(Some(joined)) if joined.vma().range.end >= end => range.end = end,
-                _ => return range,
-            }
-        }
-        range
-    }
-
     /// Marks what the program has of an armed range and lists it.
-    fn manage(&mut self, range: VirtRange) {
-        let engine = self.engine;
+    fn manage(&mut self, path: &FaultPath, range: VirtRange) {
+        let engine = path.engine;
         if engine.followed && dontfork::deny(range).is_err() {
             // What cannot be kept out of forks stays as it is. Nothing of it is out.
-            let _ = self.uffd.unregister(range);
+            let _ = path.reader.uffd.unregister(range);
             engine.mm.lock().armed.remove(range);
             return;
         }
@@ -370,7 +344,7 @@ impl Handler {
         mm.armed.remove(range);
         mm.regions.insert(range);
         let zeros = &mut self.zeros_mapped;
-        let scanned = self.pagemap.runs(range, |run| {
+        let scanned = path.installer.pagemap.runs(range, |run| {
             for page in pages_of(run.range) {
                 mm.mark_present(PageNo(page));
             }
@@ -387,8 +361,8 @@ impl Handler {
     }
 
     /// A fault came from an address that is not managed. True when its mapping is managed now.
-    pub fn adopt_at(&mut self, addr: VirtAddr) -> bool {
-        let Ok(Some(info)) = self.maps.vma_at(addr) else { return false };
+    pub(crate) fn adopt_at(&mut self, path: &mut FaultPath, addr: VirtAddr) -> bool {
+        let Ok(Some(info)) = path.installer.maps.vma_at(addr) else { return false };
         let range = info.vma().range;
         let mut part = None;
         program_parts(range, |p| {
@@ -397,18 +371,104 @@ impl Handler {
             }
         });
         let Some(part) = part else { return false };
-        if self.uffd.coverage(part) != Coverage::Whole {
+        if path.reader.uffd.coverage(part) != Coverage::Whole {
             return false;
         }
         let mut gaps = std::mem::take(&mut self.gaps);
         gaps.clear();
-        self.engine.mm.lock().regions.gaps(part, |gap| gaps.push(gap));
+        path.engine.mm.lock().regions.gaps(part, |gap| gaps.push(gap));
         for gap in &gaps {
-            self.manage(*gap);
+            self.manage(path, *gap);
         }
         self.gaps = gaps;
-        self.engine.mm.lock().regions.find(addr).is_some()
+        path.engine.mm.lock().regions.find(addr).is_some()
     }
+
+    /// Lists what of moved or grown mappings is armed and not listed yet, and lets the threads go on
+    /// that wait for that at a fence.
+    ///
+    /// # Errors
+    /// As for [`Adopter::adopt`]; a thread whose mapping is not listed yet still waits.
+    pub(crate) fn answer_fences(&mut self, path: &mut FaultPath) -> Result<(), Interrupted> {
+        let engine = path.engine;
+        engine.bells.answer_fences(|at| self.adopt_mapping(path, at))
+    }
+}
+
+/// Arms a range, and notes that (rule 6). False when something of it is the engine's (rule 7),
+/// or the kernel refuses.
+pub(crate) fn arm(engine: &Engine, range: VirtRange) -> bool {
+    let was_armed = {
+        let mut mm = engine.mm.lock();
+        let was_armed = mm.armed.overlaps(range);
+        mm.armed.insert(range);
+        was_armed
+    };
+    let is_armed = hold_still().is_some_and(|_still| {
+        let mut is_own = false;
+        own_ranges(|own| is_own |= own.start < range.end && range.start < own.end);
+        !is_own && engine.uffd().register_missing(range).is_ok()
+    });
+    // A part that was armed before still is.
+    if !is_armed && !was_armed {
+        engine.mm.lock().armed.remove(range);
+    }
+    is_armed
+}
+
+/// Where something else was a moment ago: waits until no fork can be older than that, if that
+/// comes soon. What a child still has there could not be told from what is about to be armed.
+fn let_changes_pass(path: &mut FaultPath, range: VirtRange) -> Result<(), Interrupted> {
+    for _ in 0..16 {
+        let engine = path.engine;
+        {
+            let mut mm = engine.mm.lock();
+            if !mm.recent.iter().any(|change| change.concerns(range)) {
+                return Ok(());
+            }
+            if path.reader.fork.untracked.is_empty()
+                && path.reader.uffd.coverage(engine.bells.range()) != Coverage::Changing
+            {
+                mm.recent.clear();
+                return Ok(());
+            }
+        }
+        path.reader.drain()?;
+    }
+    Ok(())
+}
+
+/// The mapping may have grown since it was listed: then the registration has split it, and the
+/// tail is registered at once, which joins it again. Returns the whole. A neighbour that does
+/// not join is a mapping of its own (another advice was given for it, say): it stays armed, and
+/// is adopted by itself.
+fn register_tail(path: &mut FaultPath, mut range: VirtRange) -> VirtRange {
+    for _ in 0..4 {
+        let Ok(Some(info)) = path.installer.maps.vma_at(range.end) else { return range };
+        let vma = info.vma();
+        if path.engine.mm.lock().regions.find(range.end).is_some() {
+            return range;
+        }
+        let tail = vma.range.start == range.end
+            && vma.range.end <= MANAGED_END
+            && vma.private
+            && vma.inode == 0
+            && vma.read
+            && vma.write
+            && !vma.exec;
+        if !tail || vma.name.starts_with(b"[stack") || (path.engine.start.excluded)(vma.range) {
+            return range;
+        }
+        let end = vma.range.end;
+        if !arm(path.engine, vma.range) {
+            return range;
+        }
+        match path.installer.maps.vma_at(range.start) {
+            Ok(Some(joined)) if joined.vma().range.end >= end => range.end = end,
+            _ => return range,
+        }
+    }
+    range
 }
 
 fn eligible(vma: &Vma<'_>) -> bool {

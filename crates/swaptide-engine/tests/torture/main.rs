@@ -27,8 +27,9 @@ use std::sync::{OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
 use swaptide_engine::event_loop::Handler;
-use swaptide_engine::fork::{Decline, NONE};
+use swaptide_engine::fork::Decline;
 use swaptide_engine::reclaim::worker::Worker;
+use swaptide_engine::requests::fork_control::NO_FORK;
 use swaptide_engine::requests::{HandlerRequest, Hint};
 use swaptide_engine::{Engine, Start};
 use swaptide_ipc::{AreaId, Counter, NO_LIMIT, NewArea, ProcState, Segment};

@@ -237,7 +237,7 @@ extern "C" fn fork_once(quiet: c_int) -> c_long {
     engine.fork.close_end(false);
     engine.fork.close_end(true);
     engine.bells.submit(HandlerRequest::ForkDone);
-    engine.fork.wait(NONE, u64::MAX);
+    engine.fork.wait(NO_FORK, u64::MAX);
     drop((guard, alone));
     if pid < 0 {
         die("fork is refused");

@@ -1,171 +1,12 @@
 use super::*;
-use std::os::fd::AsFd;
-use std::sync::atomic::AtomicU32;
-
-use crate::backing::devices::Devices;
-use swaptide_ipc::{NewArea, Segment};
-use swaptide_store::codec::Packed;
-use swaptide_sys::mem::{SharedMap, memfd_create};
-
-fn devices() -> Devices {
-    devices_with_mishaps(0)
-}
-
-/// Every so many transfers something goes wrong.
-fn devices_with_mishaps(every: u32) -> Devices {
-    let fd = memfd_create(c"segment", Segment::BYTES as u64).expect("memfd");
-    let map = SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map");
-    let segment = Segment::raw(map).expect("segment");
-    segment.add_area(NewArea::of_file(0, 8)).expect("an area");
-    segment.header.io_fault_every.store(every, Relaxed);
-    let index = segment.claim(10, 0).expect("slot");
-    Devices::new(
-        segment,
-        Arc::new(AtomicU32::new(index.0)),
-        |_| memfd_create(c"swap", 16 << 20).ok(),
-        1,
-    )
-    .expect("devices")
-}
-
-fn page(n: u8) -> Page {
-    std::array::from_fn(|k| n ^ (k as u8).wrapping_mul(37))
-}
-
-fn order(seat: usize, slots: &[(usize, u32)]) -> RemoteRead {
-    let mut order = RemoteRead {
-        seat,
-        server: ServerId(0),
-        slots: [Slot(0); PAGES_PER_CHUNK],
-        wanted: 0,
-        read: 0,
-        lost: 0,
-        unasked: false,
-    };
-    for (k, slot) in slots {
-        order.slots[*k] = Slot(*slot);
-        order.wanted |= 1 << k;
-    }
-    order
-}
 
 #[test]
-fn orders_are_read_to_their_seats_and_what_is_not_there_keeps_nothing_else_away() {
-    let (devices, far) = (devices(), RemoteReads::new().expect("address space"));
-    let device = &devices.file.device;
-    for n in 1..=5u8 {
-        device.write(&[(Slot(u32::from(n)), Packed::Raw(&page(n)))]).expect("written");
-    }
-    let mut orders = [order(3, &[(0, 1), (15, 2)]), order(9, &[(7, 3)])];
-    far.read(device, &mut orders, |line| panic!("{line}"));
-    assert_eq!(orders.map(|order| (order.read, order.lost)), [(0x8001, 0), (0x80, 0)]);
-    let found = |order: &RemoteRead| {
-        far.pages(order).map(|(bit, _, page)| (bit, *page)).collect::<Vec<_>>()
-    };
-    assert!(found(&orders[0]) == [(1, page(1)), (0x8000, page(2))]);
-    assert!(found(&orders[1]) == [(0x80, page(3))]);
-    // Somebody frees a page between its order and the reading.
-    device.free(Slot(2));
-    let mut orders = [order(3, &[(0, 1), (1, 2), (2, 4)]), order(9, &[(7, 5)])];
-    far.read(device, &mut orders, |line| panic!("{line}"));
-    assert_eq!(
-        orders.map(|order| (order.read, order.lost)),
-        [(0b101, 0), (0x80, 0)],
-        "it is nobody's loss"
-    );
-    assert!(far.pages(&orders[0]).any(|(bit, _, there)| bit == 0b100 && *there == page(4)));
-}
-
-#[test]
-fn what_is_damaged_is_lost_alone() {
-    let (devices, far) = (devices(), RemoteReads::new().expect("address space"));
-    let device = &devices.file.device;
-    let pages: Vec<Page> =
-        (0..4).map(|n| std::array::from_fn(|k| ((k * k) >> 3) as u8 ^ n)).collect();
-    for (slot, page) in (1..).zip(&pages) {
-        device.write(&[(Slot(slot), Packed::Raw(page))]).expect("written");
-    }
-    // What `devices` opens is one file after the other: this one has zeros where the page was.
-    device.abandon(Vec::new());
-    let mut orders = [order(0, &[(0, 1), (1, 2)]), order(1, &[(0, 3)])];
-    far.read(device, &mut orders, |_| ());
-    assert_eq!(
-        orders.map(|order| (order.read, order.lost)),
-        [(0, 0b11), (0, 1)],
-        "nothing of it is there any more"
-    );
-    device.write(&[(Slot(9), Packed::Raw(&pages[3]))]).expect("written");
-    let mut orders = [order(0, &[(0, 1), (1, 9)]), order(1, &[(0, 3)])];
-    far.read(device, &mut orders, |_| ());
-    assert_eq!(orders.map(|order| (order.read, order.lost)), [(0b10, 1), (0, 1)]);
-    assert!(far.pages(&orders[0]).any(|(bit, _, there)| bit == 0b10 && *there == pages[3]));
-}
-
-#[test]
-fn what_fails_three_times_in_a_row_is_read_and_not_lost() {
-    let (devices, far) = (devices_with_mishaps(1), RemoteReads::new().expect("address space"));
-    let device = &devices.file.device;
-    let mut written = false;
-    for _ in 0..8 {
-        written = written
-            || device
-                .write(&[(Slot(1), Packed::Raw(&page(1))), (Slot(2), Packed::Raw(&page(2)))])
-                .is_ok();
-    }
-    assert!(written);
-    // Of reads the first fails, two do not, and then three do.
-    let mut buffer = [0; PAGE_SIZE];
-    assert_eq!(
-        [(); 3].map(|()| device.read(&mut [(Slot(1), &mut buffer)]).is_ok()),
-        [false, true, true]
-    );
-    let mut orders = [order(0, &[(0, 1), (5, 2)])];
-    far.read(device, &mut orders, |_| ());
-    assert_eq!(orders.map(|order| (order.read, order.lost)), [(0b100001, 0)]);
-    assert!(far.pages(&orders[0]).map(|(_, _, there)| *there).eq([page(1), page(2)]));
-}
-
-#[test]
-fn a_server_that_keeps_one_waiting_gets_no_other_reader() {
-    let mut queue = Queue::default();
-    let at = |server, seat| RemoteRead { server: ServerId(server), ..order(seat, &[(0, 1)]) };
-    let take = |queue: &mut Queue, reader| {
-        let mut orders = Vec::new();
-        queue.take(reader, &mut orders);
-        orders.iter().map(|order| order.seat).collect::<Vec<_>>()
-    };
-    queue.sent.extend([at(1, 0), at(2, 1), at(1, 2)]);
-    assert_eq!(take(&mut queue, 0), [0, 2], "those of one server together");
-    assert_eq!(take(&mut queue, 1), [1]);
-    queue.sent.extend([at(1, 3)]);
-    assert_eq!(take(&mut queue, 2), [3], "several readers may wait for one");
-    // The second one has not heard anything for long.
-    queue.calls[1] = Some((ServerId(2), Nanos(now().0 - 2 * SLOW_SERVER.as_nanos() as u64)));
-    queue.sent.extend([at(2, 4), at(1, 5)]);
-    assert_eq!(take(&mut queue, 3), [5]);
-    assert!(take(&mut queue, 4).is_empty());
-    assert_eq!(take(&mut queue, 1), [4], "it is back itself");
-    // One reader is left to the other servers.
-    queue.calls = [Some((ServerId(1), now())); MAX_READERS];
-    queue.calls[4] = None;
-    queue.sent.extend([at(1, 6), at(2, 7)]);
-    assert_eq!(take(&mut queue, 4), [7]);
-}
-
-#[test]
-fn what_a_fault_led_to_goes_before_what_nobody_asked_for() {
-    let mut queue = Queue::default();
-    let at = |seat, unasked| RemoteRead { unasked, ..order(seat, &[(0, 1)]) };
-    queue.send([at(0, true), at(1, true)].into_iter());
-    queue.send([at(2, false), at(3, false)].into_iter());
-    queue.send([at(4, true)].into_iter());
-    queue.send([at(5, false)].into_iter());
-    assert_eq!(queue.sent.iter().map(|order| order.seat).collect::<Vec<_>>(), [2, 3, 5, 0, 1, 4]);
+fn only_what_a_fault_led_to_is_asked_for() {
     let mut away = InFlight::new();
     away.asks(Some(LAST_PAGE));
-    assert!(away.draft(ChunkNo(1), ServerId(1)).expect("a seat").0.unasked);
+    assert!(away.draft(ChunkNo(1), ServerId(1)).expect("a buffer").0.unasked);
     away.asks(Some(ChunkNo(2).first()));
-    assert!(!away.draft(ChunkNo(2), ServerId(1)).expect("a seat").0.unasked);
+    assert!(!away.draft(ChunkNo(2), ServerId(1)).expect("a buffer").0.unasked);
     assert!(away.has_buffers(MAX_REMOTE_READS - 2) && !away.has_buffers(MAX_REMOTE_READS - 1));
 }
 
@@ -173,7 +14,7 @@ fn what_a_fault_led_to_goes_before_what_nobody_asked_for() {
 fn who_waits_for_what_is_under_way_is_known() {
     let mut away = InFlight::new();
     let page = |k| ChunkNo(7).first().plus(k);
-    away.draft(ChunkNo(7), ServerId(1)).expect("a seat").1.wanted = 0b110;
+    away.draft(ChunkNo(7), ServerId(1)).expect("a buffer").1.wanted = 0b110;
     assert!(!away.is_awaited() && away.bytes() == 2 * PAGE_SIZE);
     assert!(!away.begin_wait(page(0)) && !away.is_awaited(), "that one was not sent for");
     assert!(away.begin_wait(page(2)) && away.is_awaited());
@@ -185,7 +26,7 @@ fn pages_of_a_chunk_go_together_and_each_order_has_a_seat_of_its_own() {
     let (here, there) = (ServerId(1), ServerId(2));
     let page = |chunk: usize, k| ChunkNo(chunk).first().plus(k);
     for (k, server) in [(1, here), (4, here), (6, there)] {
-        let (order, sent) = away.draft(ChunkNo(7), server).expect("a seat");
+        let (order, sent) = away.draft(ChunkNo(7), server).expect("a buffer");
         sent.wanted |= 1 << k;
         order.wanted = sent.wanted;
     }
@@ -201,14 +42,14 @@ fn pages_of_a_chunk_go_together_and_each_order_has_a_seat_of_its_own() {
     );
     // What was sent is no draft any more.
     away.drafts.clear();
-    let seats: Vec<usize> = (0..MAX_REMOTE_READS - 2)
-        .map(|n| away.draft(ChunkNo(7 + n), there).expect("a seat").0.seat)
+    let buffers: Vec<usize> = (0..MAX_REMOTE_READS - 2)
+        .map(|n| away.draft(ChunkNo(7 + n), there).expect("a buffer").0.buffer)
         .collect();
-    assert!(seats.iter().zip(2..).all(|(seat, n)| *seat == n), "{seats:?}");
-    assert!(away.draft(ChunkNo(1000), there).is_none(), "all seats are taken");
+    assert!(buffers.iter().zip(2..).all(|(buffer, n)| *buffer == n), "{buffers:?}");
+    assert!(away.draft(ChunkNo(1000), there).is_none(), "all buffers are taken");
     assert!(
         away.draft(ChunkNo(7 + MAX_REMOTE_READS - 3), there).is_some(),
-        "the last one has its seat"
+        "the last one has its buffer"
     );
     assert!(away.draft(ChunkNo(7 + MAX_REMOTE_READS - 3), here).is_none());
 }

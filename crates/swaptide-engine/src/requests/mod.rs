@@ -1,4 +1,4 @@
-//! Requests from threads of the process to the handler.
+//! Bells: how any thread of the process gets the handler's ear.
 //!
 //! The handler sleeps in a read of the program's userfaultfd. Giving up a page of a registered area
 //! (`MADV_DONTNEED`) is an event there, and the caller waits until it is read: so an area of a few
@@ -11,18 +11,20 @@
 //! 1. The mailbox belongs to the thread whose id is in `busy`; one that is dead has lost it.
 //! 2. Its owner takes no signal meanwhile: a handler of the program's could ask for something
 //!    itself, or never come back.
-//! 3. When the program was detached nobody hears any more, and nobody waits.
+//! 3. When the program was let go nobody hears any more, and nobody waits.
 //! 4. A request has a number, and is done when that number was answered: what a dead thread has
 //!    left there cannot be taken for it.
 //!
-//! A thread under a filter of system calls may not be allowed to make one. It makes a *fault
-//! request* (door): a page of a second registered area, which it touches. The fault tells the
-//! handler, which fills the page when it has done what was asked, and empties it again before the
-//! door is used again. Nothing of that is a system call of the thread's.
+//! A thread under a filter of system calls may not be allowed to ring. It knocks at a *door*: a
+//! page of a second registered area, which it touches. The fault tells the handler, which fills the
+//! page when it has done what was asked, and empties it again before the door is used again.
+//! Nothing of that is a system call of the thread's.
 //!
 //! 5. A door is `FREE` only while its page is missing. The handler alone makes it so.
 //!
 //! Locks: none. A ringing thread waits on futex words of the engine's memory only.
+
+pub mod fork_control;
 
 use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::AcqRel, Ordering::Acquire,
@@ -47,9 +49,9 @@ pub enum HandlerRequest {
     ForkPrepare = 1,
     /// The mailbox holds a hint.
     Hint = 2,
-    /// The fork is over for its parent: the thread continues when the child serves itself.
+    /// The fork is over for its parent: the thread goes on when the child serves itself.
     ForkDone = 3,
-    /// A mapping was moved or has grown: the thread continues when the table knows.
+    /// A mapping was moved or has grown: the thread goes on when the table knows.
     Fence = 4,
     /// Bring in what is swapped, while nobody faults.
     Preload = 5,
@@ -59,7 +61,7 @@ pub enum HandlerRequest {
     Door = 7,
 }
 
-/// A request that is made by a fault.
+/// What a thread wants that knocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum FaultRequest {
@@ -67,7 +69,7 @@ pub enum FaultRequest {
     Fence = 0,
     /// As [`Hint::Release`].
     Release = 1,
-    /// As [`HandlerRequest::Detach`], answered when the program was detached.
+    /// As [`HandlerRequest::Detach`], answered when the program was let go.
     Detach = 2,
 }
 
@@ -162,7 +164,7 @@ pub struct HandlerRequests {
     fences: [Fence; FENCES],
     porch: Mapping,
     doors: [RequestPage; REQUEST_PAGES],
-    /// The program was detached.
+    /// The program was let go.
     closed: AtomicBool,
 }
 
@@ -173,9 +175,9 @@ impl HandlerRequests {
     /// When memory is refused.
     pub fn new() -> Result<HandlerRequests, EngineError> {
         let area = Mapping::reserve(MAX_REQUESTS * PAGE_SIZE)
-            .map_err(|e| EngineError::Memory("the request pages", e))?;
+            .map_err(|e| EngineError::Memory("the bells' pages", e))?;
         let porch = Mapping::reserve(REQUEST_PAGES * PAGE_SIZE)
-            .map_err(|e| EngineError::Memory("the fault request pages", e))?;
+            .map_err(|e| EngineError::Memory("the doors' pages", e))?;
         let door = || RequestPage {
             state: AtomicU32::new(FREE),
             knock: AtomicU32::new(0),
@@ -294,7 +296,7 @@ impl HandlerRequests {
                     });
                     if let Err(errno) = emptied.and_then(|()| uffd.register_missing(page)) {
                         crate::fatal(&format!(
-                            "a fault request page cannot be emptied: {}",
+                            "a door does not close: {}",
                             swaptide_sys::ErrnoName(errno)
                         ));
                     }
@@ -431,7 +433,7 @@ impl HandlerRequests {
 
     /// Called by a thread that has moved a mapping, or grown one in place, which now begins at
     /// `at`: returns when the handler has applied the change and all that happened before it (see
-    /// [`crate::vma::events`], rule 6).
+    /// [`crate::events::apply`], rule 6).
     pub fn fence(&self, at: VirtAddr) {
         // A signal handler of the program's might never come back, and its thread's place would be
         // gone for good.
@@ -455,20 +457,27 @@ impl HandlerRequests {
         restore_signals(mask);
     }
 
-    /// Lets those continue who wait at a fence, after `known` has seen where each one's mapping
+    /// Lets those go on who wait at a fence, after `known` has seen where each one's mapping
     /// begins.
     ///
-    /// A thread that waits came there after its change was read: the kernel holds a thread until
-    /// then. So the caller, who has applied all that it has read, has applied that change.
-    pub fn answer_fences(&self, mut known: impl FnMut(VirtAddr)) {
+    /// Whoever waits came there after its change was read: the kernel holds a thread until then. So
+    /// the caller, who has applied all that it has read, has applied that change.
+    ///
+    /// # Errors
+    /// What `known` answers: that thread and those after it still wait.
+    pub(crate) fn answer_fences<E>(
+        &self,
+        mut known: impl FnMut(VirtAddr) -> Result<(), E>,
+    ) -> Result<(), E> {
         for fence in self.fences.iter().filter(|f| f.state.load(Acquire) == WAITING) {
-            known(VirtAddr(fence.at.load(Relaxed)));
+            known(VirtAddr(fence.at.load(Relaxed)))?;
             fence.state.store(ANSWERED, Release);
             futex::wake(&fence.state, 1, futex::Scope::Private);
         }
+        Ok(())
     }
 
-    /// Requests are no longer served: waiting threads continue.
+    /// Nobody will hear any more: whoever waits goes on.
     pub(crate) fn close(&self) {
         self.closed.store(true, Release);
         futex::wake(&self.answered, u32::MAX >> 1, futex::Scope::Private);

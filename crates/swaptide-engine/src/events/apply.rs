@@ -14,7 +14,7 @@
 //!    interrupted before it says so, the other moves a mapping there. So a `Remap` to where the
 //!    table still knows something is *late*: it waits until the event that takes that away was
 //!    read. The kernel refuses moves and copies meanwhile, for that event is on its way; the
-//!    handler reads on before it does anything else ([`crate::event_loop::Handler::read_late`]).
+//!    handler reads on before it does anything else ([`crate::events::reader::UffdReader::read_late`]).
 //! 5. A thread that moves a mapping says so first, and then that it has left the old place: the
 //!    latter is *owed*. Another thread may have moved something there in between, and the `Unmap`
 //!    that is read after that does not mean it. So a `Remap` to a place that is owed is late until
@@ -34,11 +34,11 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::uffd::Event;
 
 use crate::engine::{Engine, Mm};
-use crate::fork::NONE;
-use crate::fork::layout::VmaChange;
+use crate::mm::dontfork;
 use crate::mm::page_table::PageState;
 use crate::mm::types::{MANAGED_END, PageNo, pages_of};
-use crate::vma::dontfork;
+use crate::mm::vma_change::{VmaChange, overlap};
+use crate::requests::fork_control::NO_FORK;
 use swaptide_core::Slot as TableSlot;
 
 /// Changes that are remembered for the child of a fork that is read later. More are applied only
@@ -72,10 +72,6 @@ fn remap_target(event: &Event) -> Option<VirtRange> {
         Event::Remap { to, len, .. } => Some(VirtRange { start: *to, end: to.offset(*len) }),
         _ => None,
     }
-}
-
-fn overlap(a: VirtRange, b: VirtRange) -> bool {
-    a.start < b.end && b.start < a.end
 }
 
 fn hull(a: VirtRange, b: VirtRange) -> VirtRange {
@@ -150,127 +146,123 @@ fn pending_unmap_of(mm: &Mm, event: &Event) -> Option<usize> {
     }
 }
 
-impl Engine {
-    /// Applies a change of mappings, or keeps it until what happened before it was read (rule 4).
-    pub fn apply(&self, mm: &mut Mm, event: Event) {
-        if must_wait(mm, &event, &mm.late) {
-            mm.late.push(event);
-            return;
-        }
-        self.apply_now(mm, event);
-        let mut at = 0;
-        while at < mm.late.len() {
-            if must_wait(mm, &mm.late[at], &mm.late[..at]) {
-                at += 1;
-            } else {
-                let event = mm.late.remove(at);
-                self.apply_now(mm, event);
-                at = 0;
-            }
+/// Applies a change of mappings, or keeps it until what happened before it was read (rule 4).
+pub(crate) fn apply(engine: &Engine, mm: &mut Mm, event: Event) {
+    if must_wait(mm, &event, &mm.late) {
+        mm.late.push(event);
+        return;
+    }
+    apply_now(engine, mm, event);
+    let mut at = 0;
+    while at < mm.late.len() {
+        if must_wait(mm, &mm.late[at], &mm.late[..at]) {
+            at += 1;
+        } else {
+            let event = mm.late.remove(at);
+            apply_now(engine, mm, event);
+            at = 0;
         }
     }
+}
 
-    /// Applies what is late: the kernel has said that no event is on its way.
-    pub fn apply_late(&self, mm: &mut Mm) {
-        mm.owed.clear();
-        while !mm.late.is_empty() {
-            let event = mm.late.remove(0);
-            self.apply_now(mm, event);
+/// Applies what is late: the kernel has said that no event is on its way.
+pub(crate) fn apply_late(engine: &Engine, mm: &mut Mm) {
+    mm.owed.clear();
+    while !mm.late.is_empty() {
+        let event = mm.late.remove(0);
+        apply_now(engine, mm, event);
+    }
+}
+
+/// Applies a change of mappings that is known to be the next.
+pub(crate) fn apply_now(engine: &Engine, mm: &mut Mm, event: Event) {
+    match VmaChange::of(&event) {
+        Some(change @ VmaChange::Moved { .. }) => remember(mm, change),
+        Some(change) if pending_unmap_of(mm, &event).is_some() => remember(mm, change),
+        // Of what the table knew of it: a child of a fork is looked at there.
+        Some(VmaChange::Gone(range)) => {
+            let known = [mm.regions.extent(range), mm.armed.extent(range)]
+                .into_iter()
+                .flatten()
+                .reduce(hull);
+            if let Some(known) = known {
+                remember(mm, VmaChange::Gone(known));
+            }
+        }
+        _ => {}
+    }
+    while let Some(at) = pending_unmap_of(mm, &event) {
+        mm.owed.swap_remove(at);
+    }
+    match event {
+        Event::Remove(range) => drop_pages(mm, engine, range),
+        Event::Unmap(range) => {
+            drop_pages(mm, engine, range);
+            mm.regions.remove(range);
+            mm.armed.remove(range);
+        }
+        Event::Remap { from, to, len } => remapped(engine, mm, from, to, len),
+        Event::Fault { .. } | Event::Fork { .. } => {}
+        Event::Unknown(kind) => {
+            crate::fatal(&format!("the userfaultfd sent a message of the unknown kind {kind}"))
         }
     }
+}
 
-    /// Applies a change of mappings that is known to be the next.
-    pub(crate) fn apply_now(&self, mm: &mut Mm, event: Event) {
-        match VmaChange::of(&event) {
-            Some(change @ VmaChange::Moved { .. }) => remember(mm, change),
-            Some(change) if pending_unmap_of(mm, &event).is_some() => remember(mm, change),
-            // Of what the table knew of it: a child of a fork is looked at there.
-            Some(VmaChange::Gone(range)) => {
-                let known = [mm.regions.extent(range), mm.armed.extent(range)]
-                    .into_iter()
-                    .flatten()
-                    .reduce(hull);
-                if let Some(known) = known {
-                    remember(mm, VmaChange::Gone(known));
-                }
-            }
-            _ => {}
-        }
-        while let Some(at) = pending_unmap_of(mm, &event) {
-            mm.owed.swap_remove(at);
-        }
-        match event {
-            Event::Remove(range) => drop_pages(mm, self, range),
-            Event::Unmap(range) => {
-                drop_pages(mm, self, range);
-                mm.regions.remove(range);
-                mm.armed.remove(range);
-            }
-            Event::Remap { from, to, len } => self.remapped(mm, from, to, len),
-            Event::Fault { .. } | Event::Fork { .. } => {}
-            Event::Unknown(kind) => {
-                crate::fatal(&format!("the userfaultfd sent a message of the unknown kind {kind}"))
-            }
-        }
+/// `Remap`: the pages of `len` bytes at `from` are now at `to`.
+fn remapped(engine: &Engine, mm: &mut Mm, from: VirtAddr, to: VirtAddr, len: usize) {
+    let source = VirtRange { start: from, end: from.offset(len) };
+    let target = VirtRange { start: to, end: to.offset(len) };
+    let managed = mm.regions.find(from).is_some();
+    if target.end > MANAGED_END {
+        crate::fatal("managed memory was moved to addresses above 2^47, where nothing is managed");
     }
-
-    /// `Remap`: the pages of `len` bytes at `from` are now at `to`.
-    fn remapped(&self, mm: &mut Mm, from: VirtAddr, to: VirtAddr, len: usize) {
-        let source = VirtRange { start: from, end: from.offset(len) };
-        let target = VirtRange { start: to, end: to.offset(len) };
-        let managed = mm.regions.find(from).is_some();
-        if target.end > MANAGED_END {
-            crate::fatal(
-                "managed memory was moved to addresses above 2^47, where nothing is managed",
-            );
+    drop_pages(mm, engine, target);
+    mm.armed.remove(target);
+    let pages = pages_of(source);
+    let end = PageNo(pages.end);
+    let mut at = PageNo(pages.start);
+    while let Some(page) = mm.table.next_used(at, end) {
+        if page >= end {
+            break;
         }
-        drop_pages(mm, self, target);
-        mm.armed.remove(target);
-        let pages = pages_of(source);
-        let end = PageNo(pages.end);
-        let mut at = PageNo(pages.start);
-        while let Some(page) = mm.table.next_used(at, end) {
-            if page >= end {
-                break;
-            }
-            let moved = PageNo(page.0 - pages.start + PageNo::of(to).0);
-            match mm.table.set(page, PageState::Empty) {
-                PageState::Present => mm.mark_present(moved),
-                PageState::Swapped(entry) => {
-                    mm.table.set(moved, PageState::Swapped(entry));
-                    match self.devices.slots(entry.ty()).lookup(entry.offset()) {
-                        TableSlot::Folio(folio) => {
-                            let frame = mm.frame_of(entry, folio);
-                            mm.owner[frame.0 as usize] = moved;
-                        }
-                        _ => mm.queues.pooled(&mut mm.table, moved.chunk()),
+        let moved = PageNo(page.0 - pages.start + PageNo::of(to).0);
+        match mm.table.set(page, PageState::Empty) {
+            PageState::Present => mm.mark_present(moved),
+            PageState::Swapped(entry) => {
+                mm.table.set(moved, PageState::Swapped(entry));
+                match engine.devices.slots(entry.ty()).lookup(entry.offset()) {
+                    TableSlot::Folio(folio) => {
+                        let frame = mm.frame_of(entry, folio);
+                        mm.owner[frame.0 as usize] = moved;
                     }
-                }
-                PageState::PresentClean(entry) => {
-                    mm.mark_clean(moved, entry);
-                }
-                state => {
-                    mm.table.set(moved, state);
+                    _ => mm.queues.pooled(&mut mm.table, moved.chunk()),
                 }
             }
-            at = page.plus(1);
-        }
-        mm.regions.remove(source);
-        if mm.armed.overlaps(source) {
-            mm.armed.remove(source);
-            mm.armed.insert(target);
-        }
-        if mm.owed.len() == MAX_PENDING_UNMAPS {
-            mm.owed.remove(0);
-        }
-        mm.owed.push(source);
-        if managed {
-            mm.armed.remove(target);
-            mm.regions.insert(target);
-            if self.followed && self.fork.phase.load(Relaxed) == NONE {
-                // It may have been open while it moved.
-                let _ = dontfork::deny(target);
+            PageState::PresentClean(entry) => {
+                mm.mark_clean(moved, entry);
             }
+            state => {
+                mm.table.set(moved, state);
+            }
+        }
+        at = page.plus(1);
+    }
+    mm.regions.remove(source);
+    if mm.armed.overlaps(source) {
+        mm.armed.remove(source);
+        mm.armed.insert(target);
+    }
+    if mm.owed.len() == MAX_PENDING_UNMAPS {
+        mm.owed.remove(0);
+    }
+    mm.owed.push(source);
+    if managed {
+        mm.armed.remove(target);
+        mm.regions.insert(target);
+        if engine.followed && engine.fork.phase.load(Relaxed) == NO_FORK {
+            // It may have been open while it moved.
+            let _ = dontfork::deny(target);
         }
     }
 }

@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use swaptide_sys::page::{PAGE_SIZE, VirtRange};
 
 use crate::memcg::charge::Charge;
-use crate::vma::adopt::MIN_BYTES;
+use crate::mm::types::MIN_BYTES;
 
 /// New mappings from this size on are always reported by the thread that makes them.
 const LARGE: usize = 1 << 20;

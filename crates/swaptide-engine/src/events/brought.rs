@@ -16,12 +16,15 @@
 use swaptide_store::Page;
 use swaptide_sys::Errno;
 use swaptide_sys::mem::Mapping;
-use swaptide_sys::page::PAGE_SIZE;
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr};
 
-use crate::fork::layout::VmaChange;
-use crate::fork::{MAX_HELPED_PAGES, MAX_PAGES_PER_FAULT};
 use crate::mm::types::{PageNo, range_of};
+use crate::mm::vma_change::VmaChange;
 
+/// Most pages that come in for other threads during a fork that is followed.
+pub(crate) const MAX_HELPED_PAGES: usize = 1024;
+/// More pages than come in with one fault.
+pub(crate) const MAX_PAGES_PER_FAULT: usize = 512;
 /// Pages of all other threads, and of a fault of the forking thread, which are forgotten at once.
 const CAPACITY: usize = MAX_HELPED_PAGES + MAX_PAGES_PER_FAULT;
 
@@ -59,6 +62,28 @@ impl BroughtPages {
     /// Pages on record.
     pub(crate) fn len(&self) -> usize {
         self.pages.len()
+    }
+
+    /// Fills up to `n` pages from `first` on with what lies at `from`, by `fill`, which gives how
+    /// many were filled; those are in the `record` then, if there is one (invariant 1).
+    ///
+    /// # Safety
+    /// `n` whole pages lie at `from`, and nobody writes to them meanwhile.
+    pub(crate) unsafe fn filling<E>(
+        record: Option<&mut BroughtPages>,
+        first: PageNo,
+        from: VirtAddr,
+        n: usize,
+        fill: impl FnOnce() -> Result<usize, E>,
+    ) -> Result<usize, E> {
+        let Some(record) = record else { return fill() };
+        let recorded = record.len();
+        // SAFETY: the caller's.
+        let contents = unsafe { std::slice::from_raw_parts(from.as_ptr::<Page>(), n) };
+        record.record(first, contents);
+        let filled = fill();
+        record.truncate(recorded + filled.as_ref().map_or(0, |filled| *filled));
+        filled
     }
 
     /// Records that `first` and the pages behind it are about to be filled with `contents`.

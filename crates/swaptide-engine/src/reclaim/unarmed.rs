@@ -23,8 +23,8 @@ use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::uffd::Coverage;
 
 use crate::engine::{Engine, Mm};
+use crate::events::apply::drop_pages;
 use crate::mm::types::PAGES_PER_LEAF;
-use crate::vma::events::drop_pages;
 
 const LEAF_BYTES: usize = PAGES_PER_LEAF * PAGE_SIZE;
 

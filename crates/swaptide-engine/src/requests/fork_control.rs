@@ -24,7 +24,7 @@ use swaptide_sys::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use crate::sched::deadline::{Deadline, WAIT_SLICE, Waited};
 
 /// No fork is under way.
-pub const NONE: u32 = 0;
+pub const NO_FORK: u32 = 0;
 /// The handler stands still for the forking thread.
 pub const PREPARED: u32 = 1;
 /// The forking thread shall bring the handler its end.
@@ -32,20 +32,20 @@ const END_SOCKET: u32 = 2;
 /// It has brought it.
 const END_SENT: u32 = 3;
 /// The handler cannot hear of a fork.
-pub(super) const REFUSED: u32 = 4;
+pub(crate) const REFUSED: u32 = 4;
 /// No descriptor.
 const NONE_FD: i32 = -1;
 
 /// See the module's description.
 pub struct ForkControl {
-    /// [`NONE`], [`PREPARED`], or a step between them; a futex word.
+    /// [`NO_FORK`], [`PREPARED`], or a step between them; a futex word.
     pub phase: AtomicU32,
     /// The forking thread.
     pub forker: AtomicU32,
-    /// It has seen that the handler stands still, and continues: where it waits for a lock from now
+    /// It has seen that the handler stands still, and goes on: where it waits for a lock from now
     /// on, that is not this one's.
     goes_on: AtomicBool,
-    pub(super) token: AtomicU64,
+    pub(crate) token: AtomicU64,
     /// The name of the listener to which the handler's end is brought.
     name: [AtomicU64; 2],
     /// There is no way to the child.
@@ -67,7 +67,7 @@ impl ForkControl {
     /// No fork is under way.
     pub const fn new() -> ForkControl {
         ForkControl {
-            phase: AtomicU32::new(NONE),
+            phase: AtomicU32::new(NO_FORK),
             forker: AtomicU32::new(0),
             goes_on: AtomicBool::new(false),
             token: AtomicU64::new(0),
@@ -120,7 +120,7 @@ impl ForkControl {
 
     /// In the handler, which has a table of its own: the handler's end, if the kernel lets it take
     /// that out of the forking thread's table.
-    pub(super) fn take_end(&self) -> Option<Conn> {
+    pub(crate) fn take_end(&self) -> Option<Conn> {
         let number = Some(self.ends[0].load(Acquire)).filter(|number| *number != NONE_FD)?;
         // The thread's own table where the kernel can name a thread; else the first thread's, which
         // is the same one but in odd programs.
@@ -135,7 +135,7 @@ impl ForkControl {
     /// The way is a listener whose name is made of 128 random bits and lives until the end is here.
     /// The kernel tells the process that connects. Only this one is listened to, nothing is ever
     /// sent, and who else connects is hung up on.
-    pub(super) fn fetch_end(&self) -> Option<Conn> {
+    pub(crate) fn fetch_end(&self) -> Option<Conn> {
         if self.ends[0].load(Acquire) == NONE_FD {
             return None;
         }
@@ -148,7 +148,7 @@ impl ForkControl {
         self.set(END_SOCKET);
         let mut patience = Deadline::new(END_TIMEOUT);
         let mut end = None;
-        while end.is_none() && self.phase.load(Acquire) != NONE && !patience.is_over(|| false) {
+        while end.is_none() && self.phase.load(Acquire) != NO_FORK && !patience.is_over(|| false) {
             let _ = poll_readable(&[listener.as_fd()], Some(Duration::from_millis(10)));
             end = listener
                 .accept()
@@ -170,12 +170,11 @@ impl ForkControl {
             // is over.
             let end = unsafe { BorrowedFd::borrow_raw(number) };
             let conn = Conn::try_connect_abstract(&name[..len]).ok()?;
-            // The name is the handler's as long as it listens, and perhaps another process's after
-            // that.
+            // The name is the handler's as long as it listens, and a stranger's perhaps after that.
             let is_own = conn.peer().is_ok_and(|peer| peer.pid == getpid().0);
             (is_own && conn.send(&[END], &[end]).is_ok()).then_some(())
         };
-        let failed = if brought().is_some() { END_SENT } else { NONE };
+        let failed = if brought().is_some() { END_SENT } else { NO_FORK };
         // Not if the handler has gone on meanwhile.
         let _ = self.phase.compare_exchange(END_SOCKET, failed, AcqRel, Acquire);
     }
@@ -206,7 +205,7 @@ impl ForkControl {
                     return true;
                 }
                 REFUSED => {
-                    self.set(NONE);
+                    self.set(NO_FORK);
                     return false;
                 }
                 END_SOCKET => self.bring_end(),
@@ -219,7 +218,7 @@ impl ForkControl {
     }
 
     /// In the handler: the child was killed, and somebody is to say so.
-    pub(super) fn tell_of_kill(&self) {
+    pub(crate) fn tell_of_kill(&self) {
         self.killed.store(true, Release);
     }
 
@@ -235,16 +234,16 @@ impl ForkControl {
         self.shut.load(Acquire)
     }
 
-    pub(super) fn shut(&self, shut: bool) {
+    pub(crate) fn shut(&self, shut: bool) {
         self.shut.store(shut, Release);
     }
 
-    /// In the handler: whether the forking thread continues.
-    pub(super) fn goes_on(&self) -> bool {
+    /// In the handler: whether the forking thread goes on.
+    pub(crate) fn goes_on(&self) -> bool {
         self.goes_on.load(Acquire)
     }
 
-    pub(super) fn set(&self, phase: u32) {
+    pub(crate) fn set(&self, phase: u32) {
         self.goes_on.store(false, Release);
         self.phase.store(phase, Release);
         futex::wake(&self.phase, u32::MAX >> 1, futex::Scope::Private);

@@ -1,0 +1,356 @@
+//! Orders for pages that a server alone has, between the handler and the threads that read them.
+//!
+//! | thread | does |
+//! |---|---|
+//! | handler ([`crate::fault::remote`]) | sends orders, and is told when some are back |
+//! | reader ([`RemoteReads::serve`]) | takes what was sent meanwhile and lies on one server, reads it at once, signals the event |
+//!
+//! Not all readers wait for one server, and none goes to one that keeps another waiting.
+//!
+//! Owns: the orders that were sent and not taken back, and the memory pages are read into.
+//!
+//! Invariants
+//! 1. A buffer's memory is the reader's from when its order is sent until it is back, and the
+//!    handler's else.
+//! 2. Before a fork all has landed, readers allocate nothing, and until its end nothing is sent
+//!    for: the forking thread may wait for a lock whose holder waits for a page.
+//!
+//! A reader that ends takes the process with it, as the handler does
+//! ([`crate::Engine::look_after_threads`]): the threads that wait for its pages would wait for ever.
+//!
+//! Locks: the queue's, for a look, with no other one taken under it. A reader waits for a server
+//! with an inbox of the device locked, and no other lock.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{
+    AtomicBool, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
+    Ordering::Release,
+};
+use std::time::Duration;
+
+use swaptide_store::file::{FileDevice, ReadError, ReadErrorKind, ServerId};
+use swaptide_store::{Page, Slot};
+use swaptide_sys::Errno;
+use swaptide_sys::affinity::{CpuSet, clear_own_affinity, own_affinity};
+use swaptide_sys::eventfd::EventFd;
+use swaptide_sys::lock::{Lock, futex};
+use swaptide_sys::mem::Mapping;
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr};
+use swaptide_sys::thread::{Nanos, Tid, gettid, lives, now, sleep};
+
+use crate::fault_injection::end_remote_reader;
+use crate::mm::types::PAGES_PER_CHUNK;
+
+/// What lies between the attempts to read a page before it is given up, but for the first two,
+/// which follow each other.
+pub(crate) const READ_RETRY_DELAYS: [Duration; 3] =
+    [Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(100)];
+/// Orders that can be under way.
+pub(crate) const MAX_REMOTE_READS: usize = 64;
+const READ_BUFFER_BYTES: usize = PAGES_PER_CHUNK * PAGE_SIZE;
+/// Readers at most. Each takes all that waits for its server, so that a deep queue does not need
+/// many; one less may read from one server.
+pub(crate) const MAX_READERS: usize = 5;
+/// Orders that a reader takes at a time.
+const MAX_READS_PER_TURN: usize = 8;
+/// A server that a reader has waited for so long gets no other one.
+const SLOW_SERVER: Duration = Duration::from_secs(1);
+
+/// Some pages of a chunk, to be read and as they were read. A bit for each page.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RemoteRead {
+    pub(crate) buffer: usize,
+    pub(crate) server: ServerId,
+    pub(crate) slots: [Slot; PAGES_PER_CHUNK],
+    pub(crate) wanted: u16,
+    pub(crate) read: u16,
+    pub(crate) lost: u16,
+    /// No fault has led to it: those that one has go first.
+    pub(crate) unasked: bool,
+}
+
+#[derive(Default)]
+pub(crate) struct Queue {
+    pub(crate) sent: VecDeque<RemoteRead>,
+    pub(crate) back: VecDeque<RemoteRead>,
+    /// What each reader waits for, and since when.
+    pub(crate) calls: [Option<(ServerId, Nanos)>; MAX_READERS],
+}
+
+impl Queue {
+    /// Takes orders in, before those that no fault has led to.
+    pub(crate) fn send(&mut self, orders: impl Iterator<Item = RemoteRead>) {
+        for order in orders {
+            let at = if order.unasked {
+                None
+            } else {
+                self.sent.iter().position(|before| before.unasked)
+            };
+            self.sent.insert(at.unwrap_or(self.sent.len()), order);
+        }
+    }
+
+    /// A reader comes for orders: those of the first server that it may go to.
+    fn take(&mut self, reader: usize, orders: &mut Vec<RemoteRead>) {
+        let now = now();
+        self.calls[reader] = None;
+        let may_go = |server: ServerId| {
+            let (mut there, mut late) = (0, false);
+            for (_, since) in self.calls.iter().flatten().filter(|(to, _)| *to == server) {
+                there += 1;
+                late |= now.since(*since) > SLOW_SERVER;
+            }
+            !late && there < MAX_READERS - 1
+        };
+        let Some(server) =
+            self.sent.iter().map(|order| order.server).find(|server| may_go(*server))
+        else {
+            return;
+        };
+        let mut at = 0;
+        while at < self.sent.len() && orders.len() < MAX_READS_PER_TURN {
+            if self.sent[at].server == server {
+                orders.extend(self.sent.remove(at));
+            } else {
+                at += 1;
+            }
+        }
+        self.calls[reader] = Some((server, now));
+    }
+}
+
+/// What the handler and the readers share.
+pub struct RemoteReads {
+    pub(crate) queue: Lock<Queue>,
+    /// Futex word of idle readers: raised when something was sent for, and when they shall end.
+    pub(crate) calls: AtomicU32,
+    /// What the handler waits for, besides messages. A bell would be an event, and the kernel fills
+    /// no page before an event's thread has gone on.
+    pub(crate) event: Lock<Option<Arc<EventFd>>>,
+    /// It was signalled, and the handler has not looked yet.
+    pub(crate) signalled: AtomicBool,
+    pub(crate) readers: AtomicU32,
+    /// Those of them that have allocated what they need: a fork waits for that
+    /// ([`RemoteReads::is_settled`], which acquires what they release).
+    pub(crate) settled: AtomicU32,
+    /// Their numbers, 0 where there is none.
+    pub(crate) tids: [AtomicU32; MAX_READERS],
+    pub(crate) idle: AtomicU32,
+    /// Where readers may run: the handler, who starts them, is bound to one CPU.
+    pub(crate) cpus: Lock<Option<CpuSet>>,
+    /// No reader could be started.
+    pub(crate) refused: AtomicBool,
+    pub(crate) buffers: Mapping,
+}
+
+impl RemoteReads {
+    /// Nothing was sent for.
+    ///
+    /// # Errors
+    /// When address space is refused.
+    pub(crate) fn new() -> Result<RemoteReads, Errno> {
+        let queue = Queue {
+            sent: VecDeque::with_capacity(MAX_REMOTE_READS),
+            back: VecDeque::with_capacity(MAX_REMOTE_READS),
+            ..Queue::default()
+        };
+        Ok(RemoteReads {
+            queue: Lock::new(queue),
+            calls: AtomicU32::new(0),
+            event: Lock::new(None),
+            signalled: AtomicBool::new(false),
+            readers: AtomicU32::new(0),
+            settled: AtomicU32::new(0),
+            tids: [const { AtomicU32::new(0) }; MAX_READERS],
+            idle: AtomicU32::new(0),
+            cpus: Lock::new(None),
+            refused: AtomicBool::new(false),
+            buffers: Mapping::reserve(MAX_REMOTE_READS * READ_BUFFER_BYTES)?,
+        })
+    }
+
+    /// What is signalled when something is back, for a new handler.
+    pub(crate) fn open_event(&self) -> Result<Arc<EventFd>, Errno> {
+        let event = Arc::new(EventFd::new()?);
+        // A parent's is not closed: its number means something else here.
+        std::mem::forget(self.event.lock().replace(Arc::clone(&event)));
+        *self.cpus.lock() = own_affinity().ok();
+        Ok(event)
+    }
+
+    /// In a forked child: it has no readers, and nothing was under way (invariant 6).
+    ///
+    /// # Safety
+    /// No other thread exists in this process.
+    pub(crate) unsafe fn forked(&self) {
+        // SAFETY: the caller's promise. A reader changes nothing under the lock when there is
+        // nothing to take.
+        unsafe {
+            self.queue.force_unlock();
+            self.event.force_unlock();
+            self.cpus.force_unlock();
+        }
+        self.signalled.store(false, Relaxed);
+        self.readers.store(0, Relaxed);
+        self.settled.store(0, Relaxed);
+        self.tids.iter().for_each(|tid| tid.store(0, Relaxed));
+        self.queue.lock().calls = Default::default();
+        self.idle.store(0, Relaxed);
+        self.refused.store(false, Relaxed);
+    }
+
+    /// False when one of the readers is gone.
+    pub(crate) fn are_all_there(&self) -> bool {
+        let tids = self.tids.iter().map(|tid| tid.load(Relaxed));
+        tids.filter(|tid| *tid != 0).all(|tid| lives(Tid(tid)))
+    }
+
+    /// True when no reader is about to allocate anything but for an order.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.settled.load(Acquire) == self.readers.load(Relaxed)
+    }
+
+    /// Idle readers look again.
+    pub(crate) fn call(&self) {
+        self.calls.fetch_add(1, Release);
+        futex::wake(&self.calls, u32::MAX >> 1, futex::Scope::Private);
+    }
+
+    pub(crate) fn buffer_addr(&self, buffer: usize) -> VirtAddr {
+        VirtAddr(self.buffers.as_ptr() as usize + buffer * READ_BUFFER_BYTES)
+    }
+
+    /// The pages that an order's wanted bits name, and where they are read to.
+    fn pages(&self, order: &RemoteRead) -> impl Iterator<Item = (u16, Slot, &mut Page)> {
+        let base = self.buffer_addr(order.buffer);
+        let (slots, wanted) = (order.slots, order.wanted);
+        (0..PAGES_PER_CHUNK).filter(move |k| wanted >> k & 1 != 0).map(move |k| {
+            // SAFETY: the page lies in the order's buffer, which nobody else uses while the reader
+            // has the order (invariant 5), and each is given once.
+            let page = unsafe { &mut *base.offset(k * PAGE_SIZE).as_ptr::<Page>() };
+            (1 << k, slots[k], page)
+        })
+    }
+
+    /// Reads what was ordered of one server, at once. What fails is tried again, as often and for
+    /// as long as any other page ([`READ_RETRY_DELAYS`]), and then lost; when the server does not
+    /// answer, all that is left is lost.
+    fn read(&self, device: &FileDevice, orders: &mut [RemoteRead], log: fn(&str)) {
+        // What is still to be had of each order.
+        let mut left: [u16; MAX_READS_PER_TURN] =
+            core::array::from_fn(|n| orders.get(n).map_or(0, |order| order.wanted));
+        let mut pauses = [Duration::ZERO].into_iter().chain(READ_RETRY_DELAYS);
+        loop {
+            let answered = self.try_to_read(device, orders, &mut left, log);
+            if !answered || left == [0; MAX_READS_PER_TURN] {
+                break;
+            }
+            let Some(pause) = pauses.next() else { break };
+            sleep(pause);
+        }
+        for (order, left) in orders.iter_mut().zip(left) {
+            order.lost = left;
+        }
+    }
+
+    /// Tries once to read what is left; what has failed is left then. A page that fails is put
+    /// aside, for the others' sake. False when the server does not answer.
+    fn try_to_read(
+        &self,
+        device: &FileDevice,
+        orders: &mut [RemoteRead],
+        left: &mut [u16; MAX_READS_PER_TURN],
+        log: fn(&str),
+    ) -> bool {
+        let mut failed = [0u16; MAX_READS_PER_TURN];
+        let mut answered = true;
+        loop {
+            let mut requests: Vec<(Slot, &mut Page)> =
+                Vec::with_capacity(orders.len() * PAGES_PER_CHUNK);
+            for (order, left) in orders.iter().zip(&*left) {
+                requests.extend(
+                    self.pages(order)
+                        .filter(|(bit, ..)| left & bit != 0)
+                        .map(|(_, slot, page)| (slot, page)),
+                );
+            }
+            let Err(ReadError { slot, kind }) = device.read(&mut requests) else { break };
+            drop(requests);
+            let found = orders.iter().zip(&mut *left).zip(&mut failed).find_map(
+                |((order, left), failed)| {
+                    let bits = (0..PAGES_PER_CHUNK).map(|k| (1u16 << k, order.slots[k]));
+                    let (bit, _) =
+                        bits.into_iter().find(|(bit, of)| *left & bit != 0 && *of == slot)?;
+                    Some((left, failed, bit))
+                },
+            );
+            let Some((of_it, failed_of_it, bit)) = found else {
+                crate::fatal("a slot failed that was not asked for")
+            };
+            *of_it &= !bit;
+            // What was freed meanwhile is nobody's loss.
+            if kind == ReadErrorKind::NoSuchSlot {
+                continue;
+            }
+            *failed_of_it |= bit;
+            log(&format!("read from a server failed: {}", ReadError { slot, kind }));
+            if kind == ReadErrorKind::Io(Errno::TIMEDOUT) {
+                for (left, failed) in left.iter_mut().zip(&mut failed) {
+                    *failed |= core::mem::take(left);
+                }
+                answered = false;
+                break;
+            }
+        }
+        for (order, left) in orders.iter_mut().zip(&*left) {
+            order.read |= left;
+        }
+        *left = failed;
+        answered
+    }
+
+    /// What a reader does, until the program is let go (`has_ended`).
+    pub(crate) fn serve(
+        &self,
+        device: &FileDevice,
+        has_ended: impl Fn() -> bool,
+        test: &AtomicU32,
+        log: fn(&str),
+    ) {
+        if let Some(cpus) = &*self.cpus.lock() {
+            let _ = clear_own_affinity(cpus);
+        }
+        let event = self.event.lock().clone();
+        let mut orders = Vec::with_capacity(MAX_READS_PER_TURN);
+        let number = self.settled.fetch_add(1, Release) as usize;
+        let (Some(event), Some(tid)) = (event, self.tids.get(number)) else { return };
+        tid.store(gettid().0, Relaxed);
+        loop {
+            // Before the look at `retired`: who ends the readers sets that first, and calls them
+            // then.
+            let calls = self.calls.load(Acquire);
+            if has_ended() {
+                break;
+            }
+            self.queue.lock().take(number, &mut orders);
+            if orders.is_empty() {
+                self.idle.fetch_add(1, AcqRel);
+                futex::wait(&self.calls, calls, None, futex::Scope::Private);
+                self.idle.fetch_sub(1, AcqRel);
+                continue;
+            }
+            end_remote_reader(test);
+            self.read(device, &mut orders, log);
+            self.queue.lock().back.extend(orders.drain(..));
+            // The handler acquires it, and looks into the queue after that.
+            if !self.signalled.swap(true, AcqRel) {
+                event.signal();
+            }
+        }
+        tid.store(0, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests;

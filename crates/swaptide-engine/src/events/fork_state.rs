@@ -1,0 +1,111 @@
+//! How far a fork has come, and what was read of others meanwhile.
+//!
+//! Owns: what is noted while nothing may be applied: changes of mappings, pages that came in, and
+//! the userfaultfds of children.
+//!
+//! Invariants
+//! 1. From [`ForkPhase::Prepared`] to the fork event nothing is allocated: the forking thread copies
+//!    the allocator's memory too. What is noted then has its memory from the beginning.
+//! 2. What is noted is applied in its order, before a worker goes on and before a fault is answered.
+//!
+//! Locks: none; it is the handler's.
+
+use swaptide_sys::Errno;
+use swaptide_sys::uffd::{Event, Uffd};
+
+use crate::events::brought::BroughtPages;
+use crate::mm::vma_change::VmaChange;
+
+/// Most events of other threads that are noted during a fork.
+const MAX_NOTED_EVENTS: usize = 16 << 10;
+
+/// How far the fork of a thread that came through libc has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) enum ForkPhase {
+    /// No fork is under way.
+    #[default]
+    None,
+    /// The workers are being parked. Events are applied as they come.
+    Quiescing,
+    /// The thread may be in fork(2): events are noted and not applied, faults of others are held.
+    Prepared,
+    /// The kernel has made its copy; the child does not serve itself yet. As before, but memory may
+    /// be allocated again.
+    Forked,
+}
+
+impl ForkPhase {
+    /// True from the moment at which the forking thread has asked.
+    pub(crate) fn is_under_way(self) -> bool {
+        self != ForkPhase::None
+    }
+
+    /// True while events are noted and not applied.
+    pub(crate) fn is_deferring(self) -> bool {
+        matches!(self, ForkPhase::Prepared | ForkPhase::Forked)
+    }
+}
+
+/// See the module's description.
+pub(crate) struct ForkState {
+    pub(crate) phase: ForkPhase,
+    /// The forking thread has returned from fork(2).
+    pub(crate) is_done: bool,
+    /// The forked child's userfaultfd.
+    pub(crate) child: Option<Uffd>,
+    /// Children of forks that came through no hook, and were not given anything yet.
+    pub(crate) untracked: Vec<Uffd>,
+    /// Such children are given their pages: events are noted and not applied.
+    pub(crate) populating: bool,
+    /// Changes of mappings that were read and not applied.
+    pub(crate) noted: Vec<VmaChange>,
+    /// Pages that came in during a fork that is followed: its child may lack them.
+    pub(crate) brought: BroughtPages,
+    /// The forking thread was seen waiting after the engine's memory was changed for another
+    /// thread.
+    pub(crate) seen_waiting: bool,
+}
+
+impl ForkState {
+    /// No fork is under way. `followed`: the kernel does not tell of forks.
+    ///
+    /// # Errors
+    /// When memory is refused.
+    pub(crate) fn new(followed: bool) -> Result<ForkState, Errno> {
+        Ok(ForkState {
+            phase: ForkPhase::None,
+            is_done: false,
+            child: None,
+            untracked: Vec::with_capacity(4),
+            populating: false,
+            noted: Vec::with_capacity(MAX_NOTED_EVENTS),
+            brought: BroughtPages::new(followed)?,
+            seen_waiting: false,
+        })
+    }
+
+    /// True while events are noted and not applied: of what surrounds a page nothing is known for
+    /// sure, only the page asked for is what the table says.
+    pub(crate) fn notes_events(&self) -> bool {
+        self.phase.is_deferring() || self.populating
+    }
+
+    /// True while a fork of any kind is attended to.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.phase.is_under_way() || self.populating
+    }
+
+    /// Notes an event for when the fork is over.
+    pub(crate) fn note(&mut self, event: &Event) {
+        let Some(change) = VmaChange::of(event) else {
+            crate::fatal(&format!("the userfaultfd sent {event:?} during a fork"));
+        };
+        if self.phase == ForkPhase::Prepared && self.noted.len() == self.noted.capacity() {
+            crate::fatal("more than 16384 changes of mappings during one fork");
+        }
+        if self.child.is_none() {
+            self.brought.note_change(change);
+        }
+        self.noted.push(change);
+    }
+}

@@ -1,0 +1,6 @@
+//! What the userfaultfd reports: reading it, and applying what the program did to its mappings.
+
+pub mod apply;
+pub(crate) mod brought;
+pub(crate) mod fork_state;
+pub mod reader;

@@ -1,0 +1,356 @@
+//! Reading the program's userfaultfd: changes of mappings are applied, faults and requests queued.
+//!
+//! Owns: the queues of what was read and is to be answered, and the state of a fork as far as it
+//! decides what is done with an event ([`ForkState`]).
+//!
+//! Invariants
+//! 1. A message that was read is acted upon before the next read, or stands in `pending`, in
+//!    `requests` or in the fork's state. Nothing is answered here.
+//! 2. While an event is unread the kernel refuses fills with EAGAIN. So every part that fills pages
+//!    reads on ([`UffdReader::drain`]) and tries again.
+//! 3. When a fork through no hook was read, nothing is applied to the table any more before its
+//!    child has its pages, and nothing is taken out. Whoever reads below the event loop learns it as
+//!    [`Interrupted`], leaves its work as it is, and is called again when that is done.
+//!
+//! Locks: the memory lock, while messages are read and applied.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use std::time::Duration;
+
+use swaptide_sys::eventfd::EventFd;
+use swaptide_sys::page::VirtAddr;
+use swaptide_sys::process::waits_outside_fork;
+use swaptide_sys::sock::poll_readable;
+use swaptide_sys::thread::now;
+use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
+use swaptide_sys::{AsFd, Errno};
+
+use crate::EngineError;
+use crate::engine::{Engine, Mm};
+use crate::events::apply::{apply, apply_late};
+use crate::events::brought::BroughtPages;
+use crate::events::fork_state::{ForkPhase, ForkState};
+use crate::mm::vma_change::VmaChange;
+use crate::requests::HandlerRequest;
+use crate::sched::handler_cpu::HandlerCpu;
+
+/// A fault that waits for its answer.
+#[derive(Clone, Copy, Debug)]
+pub struct Fault {
+    /// Where.
+    pub addr: VirtAddr,
+    /// The waiting thread.
+    pub tid: u32,
+    /// Times it was tried in vain.
+    pub tries: u32,
+}
+
+/// A fork through no hook was read: its child must have its pages before anything else is done.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Interrupted;
+
+/// How long an event is waited for that another one shows to be on its way: its thread only has to
+/// be scheduled.
+pub(crate) const LATE_EVENT_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long the next message is waited for awake.
+const BUSY_WAIT: Duration = Duration::from_micros(50);
+/// How long an event is waited for that a refused fill shows to be there or about to come.
+const DRAIN_WAIT: Duration = Duration::from_micros(200);
+/// Messages of one read.
+const MESSAGES_PER_READ: usize = 16;
+/// A thread waits for one fault at a time, and nothing may be allocated during a fork.
+const MAX_PENDING_FAULTS: usize = 4096;
+
+/// See the module's description.
+pub(crate) struct UffdReader {
+    pub(crate) engine: &'static Engine,
+    pub(crate) uffd: &'static Uffd,
+    /// Where the handler runs.
+    pub(crate) cpu: HandlerCpu,
+    /// Faults that wait for their answer.
+    pub(crate) pending: VecDeque<Fault>,
+    /// Requests that were read and not served yet, each once.
+    pub(crate) requests: Vec<HandlerRequest>,
+    pub(crate) fork: ForkState,
+    /// Signalled when remote pages are back.
+    pub(crate) remote_event: Arc<EventFd>,
+    /// The next wait is one for remote pages, too: a wait for an event that is due is not ended by
+    /// them.
+    pub(crate) awaits_remote: bool,
+}
+
+impl UffdReader {
+    /// Nothing was read yet.
+    ///
+    /// # Errors
+    /// When memory or a descriptor is refused.
+    pub(crate) fn new(engine: &'static Engine) -> Result<UffdReader, EngineError> {
+        Ok(UffdReader {
+            engine,
+            uffd: engine.uffd(),
+            cpu: HandlerCpu::new(),
+            pending: VecDeque::with_capacity(MAX_PENDING_FAULTS),
+            requests: Vec::with_capacity(64),
+            fork: ForkState::new(engine.followed)
+                .map_err(|e| EngineError::Memory("pages that come in during forks", e))?,
+            remote_event: engine
+                .far
+                .open_event()
+                .map_err(|e| EngineError::Memory("an eventfd for remote pages", e))?,
+            awaits_remote: false,
+        })
+    }
+
+    /// Reads what there is or comes within `timeout`: events are applied, faults and requests
+    /// queued.
+    ///
+    /// Reading is what lets the changing thread go on and the kernel move pages again. So it
+    /// happens with the memory lock held, and the events are applied before it is given back: a
+    /// worker that holds the lock and whose move the kernel does not refuse works with a table that
+    /// knows of every change so far.
+    ///
+    /// # Errors
+    /// [`Interrupted`] when a fork through no hook was read.
+    pub(crate) fn read_within(&mut self, timeout: Option<Duration>) -> Result<(), Interrupted> {
+        // A handler in the idle class comes to its turn when the thread it woke has stopped again:
+        // then there is something to read.
+        let expected = timeout.is_none() && self.cpu.is_idle();
+        if !expected && !self.wait(timeout) {
+            return self.check_untracked();
+        }
+        let mut messages = Message::buffer::<MESSAGES_PER_READ>();
+        let engine = self.engine;
+        // It comes to its turn, though it did not wait.
+        engine.turns.fetch_add(2, Relaxed);
+        let mut mm = engine.mm.lock();
+        match self.uffd.read(&mut messages) {
+            Ok(n) => {
+                for message in &mut messages[..n] {
+                    let event = message.decode();
+                    self.take(&mut mm, event);
+                }
+            }
+            Err(Errno::AGAIN) if expected => {
+                drop(mm);
+                if !self.may_busy_wait() {
+                    self.cpu.elsewhere();
+                    self.wait(None);
+                }
+                return self.check_untracked();
+            }
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            Err(errno) => crate::fatal(&format!(
+                "read from the userfaultfd failed: {}",
+                swaptide_sys::ErrnoName(errno)
+            )),
+        }
+        // When nothing is under way, no fork is that could be older than what was applied, but one
+        // that was read just now: its thread may have gone on.
+        let met = self.fork.populating || !self.fork.untracked.is_empty();
+        if !mm.recent.is_empty()
+            && !self.fork.phase.is_deferring()
+            && !met
+            && self.uffd.coverage(engine.bells.range()) != Coverage::Changing
+        {
+            mm.recent.clear();
+        }
+        engine.publish_usage(&mm);
+        let is_late = !mm.late.is_empty();
+        drop(mm);
+        if is_late && !met {
+            self.read_late();
+        }
+        self.check_untracked()
+    }
+
+    /// Applies the events that are there now, and waits a moment for one to come.
+    ///
+    /// # Errors
+    /// As for [`UffdReader::read_within`].
+    pub(crate) fn drain(&mut self) -> Result<(), Interrupted> {
+        self.read_within(Some(DRAIN_WAIT))
+    }
+
+    /// Whether a fork through no hook stands in the way.
+    ///
+    /// # Errors
+    /// [`Interrupted`] when one does.
+    fn check_untracked(&self) -> Result<(), Interrupted> {
+        let interrupts = !self.fork.populating && !self.fork.untracked.is_empty();
+        if interrupts { Err(Interrupted) } else { Ok(()) }
+    }
+
+    /// The thread that was woken is not on this CPU. Where a worker is awake the kernel may have
+    /// drawn it there, and will again: to follow it (which sends the worker away) would only have
+    /// the two CPUs change places. Until the worker sleeps the next message is waited for awake.
+    /// True when there is one.
+    fn may_busy_wait(&mut self) -> bool {
+        let engine = self.engine;
+        if !engine.single_faulter() {
+            return false;
+        }
+        let began = now();
+        while engine.awake.load(Relaxed) != 0 && now().since(began) < BUSY_WAIT {
+            if matches!(poll_readable(&[self.uffd.as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0)
+            {
+                self.cpu.later();
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Waits for a message, and if `awaits_remote` for a remote page to be back. False if no message
+    /// came. Others can see that the handler waits, and does not starve.
+    fn wait(&mut self, timeout: Option<Duration>) -> bool {
+        self.engine.turns.fetch_add(1, Relaxed);
+        let fds = [self.uffd.as_fd(), self.remote_event.as_fd()];
+        let awaited = if std::mem::take(&mut self.awaits_remote) { &fds } else { &fds[..1] };
+        let ready = matches!(poll_readable(awaited, timeout), Ok(ready) if ready & 1 != 0);
+        self.engine.turns.fetch_add(1, Relaxed);
+        ready
+    }
+
+    /// Reads on until no change of mappings is late: what happened before it is on its way, and the
+    /// kernel refuses everything until it was read (see [`crate::events::apply`]). Ends early when
+    /// a fork through no hook was read.
+    pub(crate) fn read_late(&mut self) {
+        let engine = self.engine;
+        let began = now();
+        loop {
+            self.wait(Some(Duration::from_millis(1)));
+            let mut messages = Message::buffer::<1>();
+            let mut mm = engine.mm.lock();
+            if let Ok(n) = self.uffd.read(&mut messages) {
+                for message in &mut messages[..n] {
+                    let event = message.decode();
+                    self.take(&mut mm, event);
+                }
+            } else if self.uffd.coverage(engine.bells.range()) != Coverage::Changing
+                || now().since(began) > LATE_EVENT_TIMEOUT
+            {
+                // None is on its way. Where threads change mappings without pause that is not to be
+                // seen, but after so long it had been read.
+                apply_late(engine, &mut mm);
+            }
+            engine.publish_usage(&mm);
+            if mm.late.is_empty() || self.check_untracked().is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Reads what there is, while everything that was not a fault is noted.
+    pub(crate) fn read_noting(&mut self) {
+        let engine = self.engine;
+        let mut messages = Message::buffer::<MESSAGES_PER_READ>();
+        let mut mm = engine.mm.lock();
+        if let Ok(n) = self.uffd.read(&mut messages) {
+            for message in &mut messages[..n] {
+                let event = message.decode();
+                self.take(&mut mm, event);
+            }
+        }
+    }
+
+    /// Takes an event in: what changes the table is applied at once, what asks for work is queued.
+    fn take(&mut self, mm: &mut Mm, event: Event) {
+        let engine = self.engine;
+        let request = match &event {
+            Event::Remove(range) => engine.bells.decode_in(range.start),
+            _ => None,
+        };
+        match (event, request) {
+            (Event::Fault { addr, .. }, _) if engine.bells.request_pages().contains(addr) => {
+                self.note_request(HandlerRequest::Door)
+            }
+            (Event::Fault { addr, tid, .. }, _) => {
+                self.pending.push_back(Fault { addr, tid, tries: 0 })
+            }
+            (_, Some(HandlerRequest::ForkDone)) => self.fork.is_done = true,
+            (_, Some(request)) => self.note_request(request),
+            (Event::Fork { uffd }, _)
+                if self.fork.phase.is_deferring() && self.fork.child.is_none() =>
+            {
+                self.fork.phase = ForkPhase::Forked;
+                self.fork.child = Some(uffd);
+            }
+            (Event::Fork { uffd }, _) => self.fork.untracked.push(uffd),
+            // What follows a fork event may be earlier than the fork: the child must be looked at
+            // first.
+            (event, None) if self.fork.notes_events() || !self.fork.untracked.is_empty() => {
+                mm.behind = true;
+                self.fork.note(&event);
+            }
+            (event, None) => apply(engine, mm, event),
+        }
+    }
+
+    /// A thread has asked for something, or the handler itself owes it. Each kind is noted once:
+    /// serving it serves all threads that have asked, and there is room without allocating.
+    pub(crate) fn note_request(&mut self, request: HandlerRequest) {
+        if !self.requests.contains(&request) {
+            self.requests.push(request);
+        }
+    }
+
+    /// The next request that is to be served: that of a thread that is about to fork comes after all
+    /// others, whose threads may hold locks that it waits for.
+    pub(crate) fn next_request(&mut self) -> Option<HandlerRequest> {
+        let is_other = |request: &HandlerRequest| *request != HandlerRequest::ForkPrepare;
+        let at = self.requests.iter().position(is_other).unwrap_or(0);
+        (!self.requests.is_empty()).then(|| self.requests.remove(at))
+    }
+
+    /// Takes a request out of the queue. False when it was not there.
+    pub(crate) fn take_request(&mut self, request: HandlerRequest) -> bool {
+        let at = self.requests.iter().position(|of| *of == request);
+        at.map(|at| self.requests.remove(at)).is_some()
+    }
+
+    /// Applies what was noted. Those events have been read, so that the kernel no longer holds moves
+    /// back for them: this must come before a worker goes on, and before a fault is answered. The
+    /// forking thread must not be inside fork(2), or back from it.
+    pub(crate) fn apply_noted(&mut self) {
+        if self.fork.noted.is_empty() {
+            return;
+        }
+        let engine = self.engine;
+        let mut mm = engine.mm.lock();
+        for event in self.fork.noted.drain(..).filter_map(VmaChange::event) {
+            apply(engine, &mut mm, event);
+        }
+        mm.behind = false;
+        engine.publish_usage(&mm);
+        let is_late = !mm.late.is_empty();
+        drop(mm);
+        if is_late {
+            let phase = self.fork.phase;
+            if phase.is_deferring() {
+                self.fork.phase = ForkPhase::Quiescing;
+            }
+            self.read_late();
+            self.fork.phase = phase;
+        }
+    }
+
+    /// The record of pages that come in, while a fork is followed.
+    pub(crate) fn record(&mut self) -> Option<&mut BroughtPages> {
+        (self.fork.phase.is_deferring() && self.engine.followed).then_some(&mut self.fork.brought)
+    }
+
+    /// True for a fault of a worker, which faults pages for writing.
+    pub(crate) fn is_of_worker(&self, fault: Fault) -> bool {
+        self.engine.worker_tids.iter().any(|tid| tid.load(Relaxed) == fault.tid)
+    }
+
+    /// A fault is answered, and its thread about to be woken. Nothing that a fork copies is changed
+    /// after this, and the forking thread may wait for just that thread: so it is looked at now.
+    pub(crate) fn is_about_to_wake(&mut self) {
+        if self.fork.phase.is_deferring() {
+            self.fork.seen_waiting = waits_outside_fork(self.engine.fork.forker.load(Acquire));
+        }
+    }
+}

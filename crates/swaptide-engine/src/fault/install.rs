@@ -1,0 +1,318 @@
+//! Putting pages in their place: moved in from frames, copied in from buffers, or poisoned.
+//!
+//! Runs of four pages and more are moved in from staging frames, recycled from swap-out; fewer are
+//! copied in, which needs no flush of other CPUs.
+//!
+//! Guard pages of the program (`MADV_GUARD_INSTALL`, Linux 6.13): a touch is a SIGSEGV, and the
+//! contents are gone. The kernel sends no event for them. Where the program asks through libc, the
+//! agent installs the guard, gives the range up with `MADV_DONTNEED` (which sends the event that
+//! empties the words), and installs it again, since a page may have come in between. A bare
+//! instruction is not seen: the words then keep what they were, and the guard is found when
+//! something is put there.
+//!
+//! Owns: the pages of zeros and the fresh pages for growth. [`crate::engine::Engine::guarded`] says
+//! that the program has had a guard.
+//!
+//! Invariants
+//! 1. A fill never replaces a guard. `UFFDIO_MOVE` and `UFFDIO_POISON` answer `EEXIST` on one;
+//!    `UFFDIO_COPY` fills over it, so what it fills is looked at first. The page of a waiting
+//!    thread needs no look before the program's first guard: a touch of a guard is no userfaultfd
+//!    fault.
+//! 2. A slot whose page is a guard is released, and its word becomes `Empty`: the guard discarded
+//!    the contents. Any other page that the program has where the word says swapped ends the
+//!    process.
+//! 3. Fills never wake.
+//!
+//! Locks: none of its own. A look and the fill behind it happen under the memory lock, and the
+//! event of the agent's `MADV_DONTNEED` is applied under it: a fill that was looked at before the
+//! guard was installed is undone by that.
+
+use std::sync::atomic::Ordering::Relaxed;
+
+use swaptide_core::SwapEntry;
+use swaptide_ipc::Counter;
+use swaptide_sys::Errno;
+use swaptide_sys::maps::MapsFile;
+use swaptide_sys::mem::Mapping;
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::pagemap::Pagemap;
+use swaptide_sys::uffd::{MoveFlags, Progress, Uffd};
+
+use crate::EngineError;
+use crate::engine::{Engine, Mm};
+use crate::events::brought::BroughtPages;
+use crate::fault_injection::HandlerFaults;
+use crate::mm::page_table::PageState;
+use crate::mm::staging::FrameRun;
+use crate::mm::types::{PAGES_PER_LEAF, PageNo, range_of};
+
+/// Fewer pages than this are copied in.
+pub(crate) const MOVE_FROM: usize = 4;
+const ZEROS_BYTES: usize = 64 << 10;
+const FRESH_BYTES: usize = PAGES_PER_LEAF * PAGE_SIZE;
+
+/// Why a fill stopped.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Stop {
+    /// Events are unread, or a fork through no hook goes first.
+    Again,
+    /// The mapping is gone or not armed.
+    Gone,
+    /// The program has a page there.
+    Exists,
+    /// The range was another one at the second look: nothing was put in place.
+    Stale,
+    /// No more can be sent for at the moment.
+    Crowded,
+}
+
+/// Pages that lie ready to be put in place.
+#[derive(Clone, Copy)]
+pub(crate) struct LoadedPages {
+    /// Where they lie: memory of the engine that nobody writes to meanwhile.
+    pub(crate) from: VirtAddr,
+    /// The staging frames that this is, if it is.
+    pub(crate) run: Option<FrameRun>,
+}
+
+/// See the module's description.
+pub(crate) struct Installer {
+    engine: &'static Engine,
+    uffd: &'static Uffd,
+    /// The page whose thread waits for the answer under way.
+    pub(crate) asked: Option<PageNo>,
+    /// Fresh pages for growth come from here when no staging frame is free.
+    fresh_pages: Mapping,
+    zeros: Mapping,
+    pub(crate) pagemap: Pagemap,
+    pub(crate) maps: MapsFile,
+}
+
+impl Installer {
+    /// With its pages, none of which has memory yet.
+    ///
+    /// # Errors
+    /// When memory or a file of /proc is refused.
+    pub(crate) fn new(engine: &'static Engine) -> Result<Installer, EngineError> {
+        let memory = |what| move |e| EngineError::Memory(what, e);
+        let zeros = Mapping::reserve(ZEROS_BYTES).map_err(memory("the zero pages"))?;
+        let fresh_pages =
+            Mapping::reserve_aligned(FRESH_BYTES, FRESH_BYTES).map_err(memory("fresh pages"))?;
+        fresh_pages.unlock();
+        Ok(Installer {
+            engine,
+            uffd: engine.uffd(),
+            asked: None,
+            fresh_pages,
+            zeros,
+            pagemap: Pagemap::open_self().map_err(memory("/proc/self/pagemap"))?,
+            maps: MapsFile::open_self().map_err(memory("/proc/self/maps"))?,
+        })
+    }
+
+    /// A page of zeros.
+    pub(crate) fn zero_page(&self) -> VirtAddr {
+        VirtAddr(self.zeros.as_ptr() as usize)
+    }
+
+    /// Gives the memory of fresh pages back.
+    pub(crate) fn discard_fresh(&self) {
+        let _ = self.fresh_pages.discard(0, self.fresh_pages.len());
+    }
+
+    /// Copies a page of zeros to where a thread waits for one.
+    pub(crate) fn copy_zeros(&self, page: PageNo) -> Result<usize, Stop> {
+        self.copy_in(page, self.zero_page(), 1)
+    }
+
+    /// Moves `n` zeroed frames in: recycled ones if there are, else fresh ones.
+    pub(crate) fn move_zeros(&self, mm: &mut Mm, page: PageNo, n: usize) -> Result<usize, Stop> {
+        if let Some(run) = mm.staging.take_run(n) {
+            let addr = mm.staging.run_addr(run);
+            // SAFETY: the frames of the run are full, free and taken by nobody else.
+            unsafe { std::ptr::write_bytes(addr.as_ptr::<u8>(), 0, run.len * PAGE_SIZE) };
+            let progress = self.move_in(mm, page, addr, run.len);
+            // Frames that were moved in are gone, the rest is given back.
+            mm.staging.run_used(run, progress.done / PAGE_SIZE);
+            return finish_fill(progress);
+        }
+        let bytes = n * PAGE_SIZE;
+        if self.fresh_pages.populate_write(0, bytes).is_err() {
+            return self.copy_zeros(page);
+        }
+        let progress = self.move_in(mm, page, VirtAddr(self.fresh_pages.as_ptr() as usize), n);
+        let filled = finish_fill(progress);
+        if !matches!(filled, Ok(k) if k == n) {
+            let _ = self.fresh_pages.discard(0, bytes);
+        }
+        filled
+    }
+
+    fn move_in(&self, mm: &Mm, page: PageNo, from: VirtAddr, n: usize) -> Progress {
+        let flags = MoveFlags { dont_wake: true, allow_src_holes: false };
+        // SAFETY: the source are the engine's own pages, read by nobody any more; the destination
+        // is a missing page of the program, or the kernel refuses with EEXIST.
+        let mut progress = unsafe { self.uffd.move_pages(page.addr(), from, n * PAGE_SIZE, flags) };
+        progress.done = mm.staging.moved(
+            progress,
+            VirtRange { start: from, end: from.offset(n * PAGE_SIZE) },
+            false,
+        ) * PAGE_SIZE;
+        progress
+    }
+
+    /// Copies `n` pages in from the engine's memory at `from`, which nobody writes to meanwhile, as
+    /// far as no guard is in the way. [`Stop::Exists`] when the first page is a guard or is there.
+    fn copy_in(&self, page: PageNo, from: VirtAddr, n: usize) -> Result<usize, Stop> {
+        let is_asked = n == 1 && self.asked == Some(page);
+        let n = if is_asked && !self.engine.guarded.load(Relaxed) {
+            n
+        } else {
+            self.before_guard(page, n)
+        };
+        if n == 0 {
+            return Err(Stop::Exists);
+        }
+        // SAFETY: the caller's pages are the engine's own, in frames or buffers that nobody changes
+        // meanwhile.
+        finish_fill(unsafe {
+            self.uffd.copy_pages(page.addr(), from.as_ptr(), n * PAGE_SIZE, true, false)
+        })
+    }
+
+    /// Copies one page in, on the record if there is one. `from` as for
+    /// [`LoadedPages::from`].
+    pub(crate) fn copy_page(
+        &self,
+        record: Option<&mut BroughtPages>,
+        page: PageNo,
+        from: VirtAddr,
+    ) -> Result<usize, Stop> {
+        // SAFETY: nobody writes to the page meanwhile.
+        unsafe { BroughtPages::filling(record, page, from, 1, || self.copy_in(page, from, 1)) }
+    }
+
+    /// Puts `len` loaded pages in their place, on the record if there is one: moves them there when
+    /// they lie in staging frames, else copies them. Gives how many, at least 1.
+    pub(crate) fn install(
+        &mut self,
+        record: Option<&mut BroughtPages>,
+        tests: &mut HandlerFaults,
+        mm: &mut Mm,
+        page: PageNo,
+        loaded: LoadedPages,
+        len: usize,
+    ) -> Result<usize, Stop> {
+        let fill = || self.fill(mm, page, loaded, tests.part_of(len));
+        // SAFETY: nobody writes to the pages meanwhile.
+        unsafe { BroughtPages::filling(record, page, loaded.from, len, fill) }
+    }
+
+    fn fill(
+        &mut self,
+        mm: &mut Mm,
+        page: PageNo,
+        LoadedPages { from, run }: LoadedPages,
+        mut len: usize,
+    ) -> Result<usize, Stop> {
+        if let Some(run) = run {
+            let progress = self.move_in(mm, page, from, len);
+            if progress.done > 0 || !matches!(progress.error, Some(Errno::INVAL | Errno::NOENT)) {
+                mm.staging.run_used(run, progress.done / PAGE_SIZE);
+                return finish_fill(progress);
+            }
+        }
+        // A read-only mapping takes copies, not moves, and a fill must not reach into another
+        // mapping.
+        let filled = loop {
+            // The pages are the handler's own, in frames or in its buffer.
+            match self.copy_in(page, from, len) {
+                Err(Stop::Gone) if len > 1 => len = self.in_mapping(page, len),
+                filled => break filled,
+            }
+        };
+        if let Some(run) = run {
+            mm.staging.run_used(run, 0);
+        }
+        filled
+    }
+
+    /// How many of `len` pages from `page` on (more than 1) lie in its mapping; fewer than `len`.
+    pub(crate) fn in_mapping(&mut self, page: PageNo, len: usize) -> usize {
+        match self.maps.vma_at(page.addr()) {
+            Ok(Some(info)) => {
+                ((info.vma().range.end.0 - page.addr().0) / PAGE_SIZE).clamp(1, len - 1)
+            }
+            _ => 1,
+        }
+    }
+
+    /// How many of `n` pages lie before the first guard.
+    fn before_guard(&self, page: PageNo, n: usize) -> usize {
+        self.pagemap
+            .first_guard(range_of(page, n))
+            .map_or(n, |at| (at.0 - page.addr().0) / PAGE_SIZE)
+    }
+
+    /// The program has something where a word says swapped. A guard discarded the contents, and the
+    /// slot is released. Anything else: one of the two is wrong, and nothing tells which.
+    pub(crate) fn resolve_mapped_twice(
+        &self,
+        mm: &mut Mm,
+        page: PageNo,
+        entry: SwapEntry,
+    ) -> Result<usize, Stop> {
+        if self.before_guard(page, 1) != 0 {
+            crate::fatal(&format!(
+                "page {:?} is swapped to {entry:?} and also mapped",
+                page.addr()
+            ));
+        }
+        self.engine.guarded.store(true, Relaxed);
+        mm.table.set(page, PageState::Empty);
+        self.engine.release(mm, entry);
+        Ok(1)
+    }
+
+    /// A page's data is lost: a touch of it is a bus error from now on, never wrong data.
+    pub(crate) fn poison(
+        &self,
+        mm: &mut Mm,
+        page: PageNo,
+        entry: SwapEntry,
+    ) -> Result<usize, Stop> {
+        let engine = self.engine;
+        // Before: its reader is woken by it, and may end the process, and with it this thread, at
+        // once.
+        engine.count(Counter::PagesPoisoned, 1);
+        let poisoned = self.uffd.poison(range_of(page, 1)).error;
+        if let Some(errno @ (Errno::AGAIN | Errno::NOENT)) = poisoned {
+            engine.slot().uncount(Counter::PagesPoisoned, 1);
+            return Err(if errno == Errno::AGAIN { Stop::Again } else { Stop::Gone });
+        }
+        if poisoned == Some(Errno::EXIST) {
+            // The program has something there, and not what the slot held.
+            engine.slot().uncount(Counter::PagesPoisoned, 1);
+            return self.resolve_mapped_twice(mm, page, entry);
+        }
+        mm.table.set(page, PageState::Poisoned);
+        engine.release(mm, entry);
+        (engine.start.log)(&format!("page {:?} cannot be swapped in and is poisoned", page.addr()));
+        Ok(1)
+    }
+}
+
+/// Pages filled, or why none was.
+fn finish_fill(progress: Progress) -> Result<usize, Stop> {
+    if progress.done > 0 {
+        return Ok(progress.done / PAGE_SIZE);
+    }
+    match progress.error {
+        None => Ok(0),
+        Some(Errno::EXIST) => Err(Stop::Exists),
+        Some(Errno::AGAIN | Errno::NOMEM | Errno::BUSY) => Err(Stop::Again),
+        // The mapping is gone or no longer armed: the thread faults again, on whatever is there
+        // now.
+        Some(_) => Err(Stop::Gone),
+    }
+}

@@ -1,0 +1,542 @@
+//! Bringing swapped pages in: the page asked for, an aligned range around it, or a window from it
+//! on.
+//!
+//! [`crate::readahead::locality`] foretells, [`crate::backing::snapshot`] says where the pages are,
+//! [`crate::readahead::policy`] decides; [`crate::fault::load`] gets the data and
+//! [`crate::fault::install`] puts it in place. A folio still in the swap cache is copied back from
+//! its frame.
+//!
+//! Rules
+//! 1. A slot is released only after its page is in the program. A page whose data is damaged is
+//!    poisoned.
+//! 2. Of a window the first chunk is brought in, its thread is woken, and the rest is read then:
+//!    readahead is not waited for, and ends where there is no room.
+//! 3. Of a window a page may be left out, to see whether it is wanted
+//!    ([`crate::readahead::sampling`]).
+//! 4. Several pages are loaded without the memory lock, by a snapshot. A range that is another one
+//!    at the second look is dropped whole, counted (`swpin_stale`, `swpin_fallback`), and the page
+//!    asked for comes alone.
+//!
+//! Locks: the memory lock, for a look or a fill.
+
+use swaptide_core::{Slot as TableSlot, SwapEntry};
+use swaptide_ipc::{Counter, OfOrder};
+use swaptide_store::Page;
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+
+use crate::backing::devices::POOL;
+use crate::backing::snapshot::{self, PageLocation, Snapshot};
+use crate::engine::Mm;
+use crate::fault::direct_reclaim::has_room;
+use crate::fault::install::{LoadedPages, MOVE_FROM, Stop};
+use crate::fault::load::readahead_limits;
+use crate::fault::path::{COPY_BYTES, FaultPath};
+use crate::mm::page_table::PageState;
+use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PageNo, pages_of, range_of};
+use crate::readahead::locality::Reading;
+use crate::readahead::policy::{Costs, SwapInPlan, SwapInRequest, SwappedIn, admit};
+
+/// Pages that are brought in at a time: moves of this size cost little for each page.
+pub(crate) const COPY_GROUP_PAGES: usize = 64;
+const _: () = assert!(
+    COPY_GROUP_PAGES * PAGE_SIZE <= COPY_BYTES && COPY_GROUP_PAGES <= snapshot::MAX_SNAPSHOT_PAGES
+);
+/// Out-of-date snapshots of a single page in a row before other messages get their turn.
+const MAX_STALE_SNAPSHOTS: u32 = 8;
+/// What a fault costs besides bringing pages in, and what a page from compressed memory costs with
+/// the one that goes out for it, in nanoseconds.
+const FAULT_NS: u64 = 8_000;
+const POOL_NS: u64 = 6_000;
+
+impl FaultPath {
+    /// Brings back what a fault asks for and what it foretells.
+    pub(super) fn swap_in(
+        &mut self,
+        page: PageNo,
+        entry: SwapEntry,
+        region: VirtRange,
+    ) -> Result<(), Stop> {
+        let engine = self.engine;
+        if self.reader.fork.notes_events() {
+            self.make_room(1)?;
+            return self.swap_in_page(page, 1);
+        }
+        let window = match self.remote.is_usual()
+            || entry.ty() != POOL && engine.devices.file.is_remote(entry)
+        {
+            true => engine.charge.far_window_pages(),
+            false => engine.charge.window_pages(),
+        };
+        let most = readahead_limits(engine).most(window, engine.devices.is_backed());
+        self.loader.held_came = 0;
+        let evidence = self.locality.swap_in(
+            PageNo::of(region.start),
+            page,
+            self.hints.reading(page.addr()),
+            most,
+        );
+        engine.count(Counter::SwapRaHit, self.locality.take_hits());
+        let ask = SwapInRequest {
+            page,
+            region: &pages_of(region),
+            evidence,
+            wanted_16: self.locality.density_x16().into(),
+            most,
+            costs: Costs { fault: FAULT_NS, pool: POOL_NS, file: self.loader.read_ns },
+        };
+        let admitted = admit(
+            &ask,
+            |chunk| self.snapshot(chunk.first(), PAGES_PER_CHUNK),
+            |order| self.refused(order),
+        );
+        let mut came = SwappedIn::new(page);
+        match admitted {
+            SwapInPlan::Page => {
+                self.make_room(1)?;
+                self.swap_in_page(page, most)?;
+                self.follow_history(page, most);
+                return Ok(());
+            }
+            SwapInPlan::Around { first, order } => {
+                self.make_room(1 << order)?;
+                if !has_room(engine, 1 << order) {
+                    self.refused(order);
+                    return self.swap_in_range(page, 1);
+                }
+                self.swap_in_span(first, 1 << order, page, &mut came)?;
+            }
+            SwapInPlan::Onward(pages) => {
+                let first = pages.min(PAGES_PER_CHUNK);
+                self.make_room(first)?;
+                if !has_room(engine, first) {
+                    self.refused(first.ilog2() as u8);
+                    return self.swap_in_range(page, 1);
+                }
+                self.leaves_out = self.locality.leave_out(page, pages);
+                let brought = self.swap_in_span(page, first, page, &mut came);
+                if brought.is_err() {
+                    self.leaves_out = None;
+                }
+                brought?;
+                // The thread goes on while its window is filled; a fault it meets there waits for
+                // the rest.
+                if pages > first && !self.remote.has(page) {
+                    let _ = self.reader.uffd.wake(range_of(page, 1));
+                }
+                let mut at = first;
+                while at < pages {
+                    let n = (pages - at).min(COPY_GROUP_PAGES);
+                    if self.make_room(n).is_err() || !has_room(engine, n) {
+                        self.refused(n.ilog2() as u8);
+                        break;
+                    }
+                    if self.swap_in_span(page.plus(at), n, page, &mut came).is_err() {
+                        break;
+                    }
+                    at += n;
+                }
+                self.leaves_out = None;
+            }
+        }
+        came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
+        // What was sent for comes too, a little later.
+        self.locality.record_swapped_in(came.pages() + self.remote.asks(Some(page)));
+        if self.remote.has(page) {
+            self.count_ahead(came.pages());
+            return Ok(());
+        }
+        self.count_ahead(came.pages().saturating_sub(1));
+        engine.mm.lock().split.fault(came.pages());
+        engine.charge.brought(came.pages());
+        Ok(())
+    }
+
+    /// Counts pages that came unasked since the last call, but for those that a rotational disk had
+    /// brought before: they were counted then.
+    pub(crate) fn count_ahead(&mut self, pages: usize) {
+        let held = std::mem::take(&mut self.loader.held_came);
+        self.engine.count(Counter::SwapRa, pages.saturating_sub(held));
+    }
+
+    /// A range of that order was asked for and is not brought in whole.
+    fn refused(&self, order: u8) {
+        self.engine.count_order(OfOrder::SwpinFallback, order, 1);
+    }
+
+    /// What backs `n` pages (at most [`COPY_GROUP_PAGES`]) from `first` on.
+    fn snapshot(&self, first: PageNo, n: usize) -> Snapshot {
+        let mut snapshot =
+            Snapshot::note(&self.engine.mm.lock().table, first, n.min(COPY_GROUP_PAGES));
+        snapshot.look(&self.engine.devices);
+        snapshot
+    }
+
+    /// Brings in one page: what [`FaultPath::swap_in_range`] does, in the fewest steps for a page in
+    /// compressed memory. One from the file may bring its neighbours there, `most` pages together.
+    pub(crate) fn swap_in_page(&mut self, page: PageNo, most: usize) -> Result<(), Stop> {
+        let engine = self.engine;
+        let state = engine.mm.lock().table.get(page);
+        let entry = match state {
+            PageState::Swapped(entry) if entry.ty() == POOL => entry,
+            PageState::Swapped(_)
+                if most > 1
+                    && self.hints.reading(page.addr()) != Reading::Random
+                    && self.locality.reads_around() =>
+            {
+                let (start, n) = self.around_in_file(page, most);
+                self.make_room(n)?;
+                if n == 1 || !has_room(engine, n) {
+                    return self.swap_in_range(page, 1);
+                }
+                // What keeps a neighbour away is no reason for the page not to come.
+                match self.swap_in_range(start, n) {
+                    Err(Stop::Stale) => return self.swap_in_range(page, 1),
+                    Err(stop) if start == page => return Err(stop),
+                    Err(_) => return self.swap_in_range(page, 1),
+                    Ok(()) => {}
+                }
+                self.count_ahead(n - 1);
+                let mut came = SwappedIn::new(start);
+                came.add(start, n);
+                came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
+                return Ok(());
+            }
+            _ => return self.swap_in_range(page, 1),
+        };
+        let (loaded, zero) = match engine.devices.pool_slots.lookup(entry.offset()) {
+            TableSlot::Shadow { zero: true, .. } => (true, true),
+            TableSlot::Shadow { .. } => {
+                // SAFETY: the buffer is the handler's own.
+                let out = unsafe { &mut *self.copy.as_ptr().cast::<Page>() };
+                (self.loader.load_pool(&[entry], std::slice::from_mut(out)) == 1, false)
+            }
+            _ => (false, false),
+        };
+        let mut guard = engine.mm.lock();
+        let mm = &mut *guard;
+        if !loaded || mm.table.get(page) != PageState::Swapped(entry) {
+            drop(guard);
+            return self.swap_in_range(page, 1);
+        }
+        let from =
+            if zero { self.installer.zero_page() } else { VirtAddr(self.copy.as_ptr() as usize) };
+        match self.installer.copy_page(self.reader.record(), page, from) {
+            Err(Stop::Exists) => {
+                return self.installer.resolve_mapped_twice(mm, page, entry).map(drop);
+            }
+            Err(stop) => return Err(stop),
+            Ok(_) => {}
+        }
+        self.finish_swap_in(mm, page, entry);
+        self.loader.report_load_cost(mm);
+        mm.split.fault(1);
+        engine.charge.brought(1);
+        engine.publish_usage(mm);
+        drop(guard);
+        engine.count(if zero { Counter::SwpinZero } else { Counter::Zswpin }, 1);
+        Ok(())
+    }
+
+    /// The neighbours of a page that lie in the file as it does, in the aligned `most` pages around
+    /// it or its chunk: the first, and how many.
+    fn around_in_file(&self, page: PageNo, most: usize) -> (PageNo, usize) {
+        let mm = self.engine.mm.lock();
+        let there = |page: usize| matches!(mm.table.get(PageNo(page)), PageState::Swapped(entry) if entry.ty() != POOL);
+        let block = 1 << most.min(PAGES_PER_CHUNK).ilog2();
+        let first = page.0 / block * block;
+        let start = (first..page.0).rev().take_while(|p| there(*p)).last().unwrap_or(page.0);
+        let end =
+            (page.0 + 1..first + block).take_while(|p| there(*p)).last().unwrap_or(page.0) + 1;
+        (PageNo(start), end - start)
+    }
+
+    /// Brings in what is swapped of `n` pages (at most [`COPY_GROUP_PAGES`]) from `start` on;
+    /// `page`, if it lies there, must be among it. What came is noted in `came`.
+    pub(crate) fn swap_in_span(
+        &mut self,
+        start: PageNo,
+        n: usize,
+        page: PageNo,
+        came: &mut SwappedIn,
+    ) -> Result<(), Stop> {
+        let mut mask = 0u64;
+        {
+            let mm = self.engine.mm.lock();
+            for chunk in start.chunk().0..=start.plus(n - 1).chunk().0 {
+                let swapped = u64::from(mm.table.chunk(ChunkNo(chunk)).swapped);
+                let first = chunk * PAGES_PER_CHUNK;
+                mask |= if first >= start.0 {
+                    swapped << (first - start.0)
+                } else {
+                    swapped >> (start.0 - first)
+                };
+            }
+        }
+        if n < 64 {
+            mask &= (1 << n) - 1;
+        }
+        if let Some(out) = self.leaves_out.filter(|out| (start.0..start.0 + n).contains(&out.0)) {
+            let bit = 1 << (out.0 - start.0);
+            if mask & bit != 0 {
+                mask &= !bit;
+                self.locality.left_out(out);
+            }
+        }
+        while mask != 0 {
+            let first = mask.trailing_zeros() as usize;
+            let len = (mask >> first).trailing_ones() as usize;
+            mask &= if first + len == 64 { 0 } else { u64::MAX << (first + len) };
+            let run = start.plus(first);
+            let asked = run <= page && page < run.plus(len);
+            match self.swap_in_range(run, len) {
+                Ok(()) if self.remote.is_empty() => came.add(run, len),
+                Ok(()) => (0..len)
+                    .map(|k| run.plus(k))
+                    .filter(|page| !self.remote.has(*page))
+                    .for_each(|page| came.add(page, 1)),
+                Err(Stop::Stale) if asked => {
+                    // The range changed under the load: what was loaded is dropped, and the page
+                    // comes alone.
+                    self.swap_in_range(page, 1)?;
+                    came.add(page, 1);
+                }
+                Err(stop) if asked => return Err(stop),
+                Err(_) => {}
+            }
+        }
+        self.remote.submit(self.engine);
+        Ok(())
+    }
+
+    /// Brings in `n` neighbouring swapped pages. [`Stop::Stale`] only where there are several: one
+    /// is tried again.
+    pub(crate) fn swap_in_range(&mut self, page: PageNo, n: usize) -> Result<(), Stop> {
+        let engine = self.engine;
+        let mut at = 0;
+        let mut stale = 0;
+        let mut waits = false;
+        while at < n {
+            let mut snapshot = self.snapshot(page.plus(at), n - at);
+            if waits || self.reader.fork.is_busy() || !self.remote.may_send(engine) {
+                snapshot.wait_for_remote();
+            }
+            match snapshot.place(0) {
+                PageLocation::Absent => at += 1,
+                PageLocation::Far => match self.remote.send_for(
+                    engine,
+                    &self.reader.cpu,
+                    &snapshot,
+                    snapshot.any_remote(),
+                ) {
+                    // It changed, or nobody reads.
+                    Err(Stop::Stale) => waits = true,
+                    sent => at += sent?,
+                },
+                PageLocation::Cached => at += self.swap_in_cached(page.plus(at))?,
+                PageLocation::Pool | PageLocation::File | PageLocation::Zero => {
+                    let filled = self.swap_in_stored(&snapshot);
+                    engine.publish_usage(&engine.mm.lock());
+                    match filled {
+                        Err(Stop::Stale) if n == 1 && stale < MAX_STALE_SNAPSHOTS => stale += 1,
+                        Err(Stop::Stale) if n == 1 => return Err(Stop::Again),
+                        filled => at += filled?,
+                    }
+                }
+                // Its slot was freed between the two looks: write-back has just moved it.
+                PageLocation::Changed if stale < MAX_STALE_SNAPSHOTS => stale += 1,
+                PageLocation::Changed => {
+                    let mm = engine.mm.lock();
+                    let PageState::Swapped(entry) = mm.table.get(page.plus(at)) else { continue };
+                    if let slot @ (TableSlot::Free | TableSlot::Bad) =
+                        engine.devices.slots(entry.ty()).lookup(entry.offset())
+                    {
+                        crate::fatal(&format!(
+                            "page {:?} is swapped to {entry:?} and that slot is {slot:?}",
+                            page.plus(at).addr()
+                        ))
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies a page back that is in the swap cache, if it still is. Gives how many were.
+    fn swap_in_cached(&mut self, page: PageNo) -> Result<usize, Stop> {
+        let engine = self.engine;
+        let mut guard = engine.mm.lock();
+        let mm = &mut *guard;
+        let PageState::Swapped(entry) = mm.table.get(page) else { return Ok(0) };
+        let TableSlot::Folio(folio) = engine.devices.slots(entry.ty()).lookup(entry.offset())
+        else {
+            return Ok(0);
+        };
+        let frame = mm.frame_of(entry, folio);
+        let from = mm.staging.addr(frame);
+        // The frame is full and stays so while the memory lock is held.
+        let filled = self.installer.copy_page(self.reader.record(), page, from);
+        let filled = match filled {
+            Err(Stop::Exists) => {
+                let dropped = self.installer.resolve_mapped_twice(mm, page, entry);
+                engine.publish_usage(mm);
+                return dropped;
+            }
+            Err(stop) => return Err(stop),
+            Ok(filled) => filled,
+        };
+        engine.count(Counter::SwapCacheHit, 1);
+        self.finish_swap_in(mm, page, entry);
+        engine.publish_usage(mm);
+        Ok(filled)
+    }
+
+    /// A swapped page is in the program: its heat is set, its slot released.
+    pub(crate) fn finish_swap_in(&mut self, mm: &mut Mm, page: PageNo, entry: SwapEntry) {
+        let engine = self.engine;
+        let distance = mm.refault_distance(&engine.devices, entry);
+        // Where there is room, what comes back soon was sent out by the program itself.
+        if self.thrash.came_back(distance) && engine.charge.room() < engine.charge.goal() {
+            engine.charge.grant_grace();
+        }
+        let Some(distance) = distance else {
+            // Wanted again before it was even stored: it gets a second chance.
+            mm.table.update(page.chunk(), |c| c.hot = 1);
+            mm.mark_present(page);
+            engine.release(mm, entry);
+            return;
+        };
+        engine.count(Counter::WorkingsetRefault, 1);
+        mm.split.refault(distance, entry.ty() != POOL);
+        if (distance as usize) < mm.table.present() / 2 {
+            mm.table.update(page.chunk(), |c| c.hot = 1);
+            engine.count(Counter::WorkingsetActivate, 1);
+        }
+        let kept = mm.table.clean_copies();
+        let keeps = match entry.ty() {
+            POOL => engine.charge.keeps_copies(kept, mm.table.swapped() + kept),
+            // What compressed memory refuses goes to the file however soon it comes back.
+            _ => {
+                let late = mm.split.belongs_to_file(distance) && !engine.charge.may_compact_old();
+                (late || engine.charge.pool_refuses()) && engine.devices.file_is_roomy()
+            }
+        };
+        if keeps {
+            mm.mark_clean(page, entry);
+        } else {
+            mm.mark_present(page);
+            engine.release(mm, entry);
+        }
+    }
+
+    /// Brings in the pages at the front of a snapshot that are on the devices: what is in
+    /// compressed memory is loaded, what is in the file is read in one go. Gives how many, at least
+    /// 1.
+    ///
+    /// The memory lock is not held while they are loaded: the words of swapped pages are the
+    /// handler's alone but for write-back, which gives them entries of the file. So a word that is
+    /// found again stands for what was loaded.
+    fn swap_in_stored(&mut self, snapshot: &Snapshot) -> Result<usize, Stop> {
+        let engine = self.engine;
+        let page = snapshot.first();
+        let mut len = snapshot.stored();
+        let run = if len >= MOVE_FROM {
+            let mut mm = engine.mm.lock();
+            if mm.staging.ready_frames() >= len { mm.staging.take_run(len) } else { None }
+        } else {
+            None
+        };
+        let from = match run {
+            Some(run) => {
+                len = len.min(run.len);
+                engine.mm.lock().staging.run_addr(run)
+            }
+            None => VirtAddr(self.copy.as_ptr() as usize),
+        };
+        // SAFETY: the frames of the run are full, free and taken by nobody else; the copy buffer is
+        // the handler's own and as long.
+        let buffer = unsafe { std::slice::from_raw_parts_mut(from.as_ptr::<Page>(), len) };
+        let loaded = self.loader.load(&self.reader.cpu, snapshot, buffer);
+        let injected = len > 1 && self.tests.is_stale();
+        let mut guard = engine.mm.lock();
+        let mm = &mut *guard;
+        let same = if injected { 0 } else { snapshot.still_valid(&mm.table, len) };
+        if same < len || loaded == 0 {
+            if let Some(run) = run {
+                mm.staging.run_used(run, 0);
+            }
+            if same < len {
+                // Write-back moved a page to the file, or an event took it.
+                engine.count(Counter::SwpinStale, 1);
+                self.refused(len.ilog2() as u8);
+                return Err(Stop::Stale);
+            }
+            return self.installer.poison(mm, page, snapshot.entries()[0]);
+        }
+        let filled = self.installer.install(
+            self.reader.record(),
+            &mut self.tests,
+            mm,
+            page,
+            LoadedPages { from, run },
+            loaded,
+        );
+        let filled = match filled {
+            Err(Stop::Exists) => {
+                return self.installer.resolve_mapped_twice(mm, page, snapshot.entries()[0]);
+            }
+            filled => filled?,
+        };
+        self.loader.report_load_cost(mm);
+        // Those that were held have been counted when they were read.
+        let held = std::mem::take(&mut self.loader.held_hits);
+        let (mut pool, mut file) = (0, 0);
+        for k in 0..filled {
+            match snapshot.place(k) {
+                PageLocation::Pool => pool += 1,
+                PageLocation::File => file += 1,
+                _ => {}
+            }
+            self.finish_swap_in(mm, page.plus(k), snapshot.entries()[k]);
+        }
+        self.loader.held_came += held.min(file);
+        engine.count(Counter::Zswpin, pool);
+        engine.count(Counter::Pswpin, file - held.min(file));
+        engine.count(Counter::SwpinZero, filled - pool - file);
+        Ok(filled)
+    }
+
+    /// Brings in what came after a page that came without a stream the last time it was asked for,
+    /// if the program goes the same way again.
+    fn follow_history(&mut self, page: PageNo, most: usize) {
+        let engine = self.engine;
+        if most < 2
+            || self.remote.is_usual()
+            || self.remote.has(page)
+            || self.hints.reading(page.addr()) == Reading::Random
+        {
+            return;
+        }
+        let is_out =
+            |page: PageNo| matches!(engine.mm.lock().table.get(page), PageState::Swapped(_));
+        self.prefetcher.learn(page, engine.charge.limit(), most, is_out);
+        engine.count(Counter::SwapRaHit, self.prefetcher.take_replayed());
+        self.loader.held_came = 0;
+        let mut came = 0;
+        while let Some(next) = self.prefetcher.ahead() {
+            if !is_out(next) {
+                continue;
+            }
+            // The page asked for is in: what cannot come now is no reason against it.
+            if self.make_room(1).is_err() || !has_room(engine, 1) {
+                break;
+            }
+            let held = self.loader.held_came;
+            if self.swap_in_page(next, 1).is_err() {
+                break;
+            }
+            self.prefetcher.brought(self.loader.held_came == held);
+            came += 1;
+        }
+        self.count_ahead(came);
+    }
+}

@@ -1,0 +1,89 @@
+//! Managed mappings are opened for a fork that is followed, and closed after it
+//! ([`crate::mm::dontfork`]).
+//!
+//! Locks: the memory lock, for one look.
+
+use swaptide_sys::Errno;
+use swaptide_sys::maps::MapsFile;
+use swaptide_sys::mem::Advice;
+use swaptide_sys::page::{VirtAddr, VirtRange};
+use swaptide_sys::uffd::Coverage;
+
+use crate::engine::Engine;
+use crate::fault::path::FaultPath;
+use crate::mm::dontfork::{advise_fork, allow, deny};
+use crate::pager::Pager;
+use crate::vma::adopt::arm;
+
+/// Lists what mappings have grown by. Growing sends no event, and what came so has the advice of
+/// the rest: it would be missing in the child.
+///
+/// What is armed behind a region may be the program's own as well, which has a userfaultfd of its
+/// own there: the kernel refuses to arm that for another.
+pub(super) fn list_grown(pager: &mut Pager) {
+    let engine = pager.path.engine;
+    let Pager { path, adopter } = pager;
+    each_region(engine, |region| {
+        let Ok(Some(info)) = path.installer.maps.vma_at(region.end) else { return };
+        let vma = info.vma();
+        if !vma.is_private_anon() || engine.mm.lock().regions.find(region.end).is_some() {
+            return;
+        }
+        let tail = VirtRange { start: region.end, end: vma.range.end };
+        // In this order: arming what is ours already changes nothing, and what is nobody's is not
+        // to be armed.
+        if path.reader.uffd.coverage(tail) == Coverage::Whole && arm(engine, tail) {
+            let _ = adopter.adopt_at(path, region.end);
+        }
+    });
+}
+
+/// Opens all that is managed.
+pub(super) fn allow_fork_of_regions(path: &mut FaultPath) {
+    let maps = &mut path.installer.maps;
+    each_region(path.engine, |region| {
+        if allow(region).is_err() {
+            allow_what_is_left(maps, region);
+        }
+    });
+}
+
+/// Something of a region was unmapped a moment ago: what is left is opened piece by piece.
+fn allow_what_is_left(maps: &mut MapsFile, region: VirtRange) {
+    let mut at = region.start;
+    while let Ok(Some(info)) = maps.vma_at_or_next(at) {
+        let vma = info.vma().range;
+        if vma.start >= region.end {
+            return;
+        }
+        let _ =
+            allow(VirtRange { start: vma.start.max(region.start), end: vma.end.min(region.end) });
+        at = vma.end;
+    }
+}
+
+/// Closes all that is managed: after a fork, in the parent and in the child.
+pub(super) fn deny_fork(engine: &Engine) {
+    each_region(engine, |region| {
+        let _ = advise_fork(region, Advice::Normal);
+        match deny(region) {
+            // The hole in it is told of by an event that is still to be read.
+            Ok(()) | Err(Errno::NOMEM) => {}
+            Err(errno) => (engine.start.log)(&format!(
+                "memory at {:x} would be zeros in a child past libc's fork ({})",
+                region.start.0,
+                swaptide_sys::ErrnoName(errno)
+            )),
+        }
+    });
+}
+
+fn each_region(engine: &Engine, mut f: impl FnMut(VirtRange)) {
+    let mut at = VirtAddr(0);
+    loop {
+        let next = engine.mm.lock().regions.at_or_after(at);
+        let Some(region) = next else { return };
+        f(region);
+        at = region.end;
+    }
+}

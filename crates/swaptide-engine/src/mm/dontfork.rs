@@ -1,0 +1,61 @@
+//! Without fork events: managed memory is not copied by a fork that nobody follows.
+//!
+//! What is swapped would be zeros in a child whose memory has no userfaultfd. With fork events the
+//! kernel gives every child one, whatever made it. Without, a child past libc's fork would run on
+//! zeros. So managed mappings do not come along at a fork (`MADV_DONTFORK`): such a child finds
+//! nothing there, and is ended by the kernel when it touches it. For a fork that is followed they
+//! are opened, and closed again after it.
+//!
+//! While they are open they bear a mark that a child's mappings have too (`MADV_RANDOM`): where
+//! other threads have changed mappings at the moment of the fork, it tells the child what it has
+//! from before from what is new ([`crate::fork::child_uffd`]).
+//!
+//! Invariants
+//! 1. Nothing is listed as managed that would come along at a fork, but while one is followed. What
+//!    moves takes its shield along; what moved while it was open is closed when its event is read.
+//! 2. What is open is marked; what cannot be marked stays closed.
+//! 3. A mapping that grows takes its shield along, and nobody tells: what is armed behind a region
+//!    is listed before a fork, and so opened with it.
+//!
+//! Locks: none of its own. Advice that sends no event may be given with the memory lock held.
+
+use swaptide_sys::Errno;
+use swaptide_sys::mem::{Advice, advise};
+use swaptide_sys::page::VirtRange;
+
+use crate::mm::vma_set::VmaSet;
+
+pub(crate) fn advise_fork(range: VirtRange, advice: Advice) -> Result<(), Errno> {
+    // SAFETY: none of these changes what is in memory.
+    unsafe { advise(range, advice) }
+}
+
+/// Keeps a range out of forks.
+///
+/// # Errors
+/// When a mapping would have to be split and there are too many.
+pub(crate) fn deny(range: VirtRange) -> Result<(), Errno> {
+    advise_fork(range, Advice::DontFork)
+}
+
+/// Opens a range for a fork that is followed, and marks it.
+///
+/// # Errors
+/// As for [`deny`].
+pub(crate) fn allow(range: VirtRange) -> Result<(), Errno> {
+    advise_fork(range, Advice::Random)?;
+    advise_fork(range, Advice::DoFork)
+}
+
+/// What of a range is managed, and is about to be managed no more, comes along at forks as it would
+/// without.
+pub(crate) fn restore(regions: &VmaSet, range: VirtRange) {
+    for region in
+        regions.iter().filter(|region| region.start < range.end && range.start < region.end)
+    {
+        let part =
+            VirtRange { start: region.start.max(range.start), end: region.end.min(range.end) };
+        // Where something was unmapped a moment ago the rest is done all the same.
+        let _ = advise_fork(part, Advice::DoFork);
+    }
+}
