@@ -51,7 +51,10 @@ impl Pager {
         let page = PageNo::of(fault.addr);
         path.installer.asked = Some(page);
         path.stall.answers_since(Some(started));
-        path.reader.cpu.follow(fault.tid, started, &engine.worker_tids);
+        if !path.reader.fork.is_busy() {
+            // In the idle class it could keep a fork waiting.
+            path.reader.cpu.follow(fault.tid, started, &engine.worker_tids);
+        }
         engine.handler_cpu.store(path.reader.cpu.own_cpu(), Relaxed);
         let served = path.serve(page, fault, started);
         path.stall.answers_since(None);

@@ -8,8 +8,12 @@
 //! Invariants
 //! 1. A page is recorded before the kernel is asked to fill it.
 //! 2. While a fork is under way nothing goes out, so a page comes in once.
-//! 3. A page whose mapping changed after it came in, and perhaps before the kernel copied it, is
-//!    [`Brought::Changed`]: what the child should find there is unknown.
+//! 3. A page that was given up or unmapped after it came in, and perhaps before the kernel copied
+//!    it, is [`Brought::Changed`]: what the child should find there is unknown. One that was moved
+//!    is not: a child that lacks it has it where it was.
+//! 4. The record is by what the table says: while it is kept, no change is applied to the table.
+//! 5. Where more comes in than there is room for, the record says so
+//!    ([`BroughtPages::has_overflowed`]): a page that the child lacks may be one of those.
 //!
 //! Locks: none; it is the handler's.
 
@@ -21,10 +25,10 @@ use swaptide_sys::page::{PAGE_SIZE, VirtAddr};
 use crate::mm::types::{PageNo, range_of};
 use crate::mm::vma_change::VmaChange;
 
-/// Most pages that come in for other threads during a fork that is followed.
-pub(crate) const MAX_HELPED_PAGES: usize = 1024;
+/// Pages for which there is room that come in for other threads during a fork that is followed.
+const MAX_HELPED_PAGES: usize = 1024;
 /// More pages than come in with one fault.
-pub(crate) const MAX_PAGES_PER_FAULT: usize = 512;
+const MAX_PAGES_PER_FAULT: usize = 512;
 /// Pages of all other threads, and of a fault of the forking thread, which are forgotten at once.
 const CAPACITY: usize = MAX_HELPED_PAGES + MAX_PAGES_PER_FAULT;
 
@@ -39,12 +43,22 @@ pub(crate) enum Brought<'a> {
 
 /// The record; empty but during such a fork.
 pub(crate) struct BroughtPages {
-    /// Each with whether its mapping has changed since.
-    pages: Vec<(PageNo, bool)>,
+    pages: Vec<BroughtPage>,
     /// A page for each of [`BroughtPages::pages`]. None where forks are told of.
     copies: Option<Mapping>,
     /// Pages of the copies that were written since they were given back.
     most: usize,
+    has_overflowed: bool,
+}
+
+/// A page on record.
+struct BroughtPage {
+    /// Where the table has it.
+    page: PageNo,
+    /// Where it is after the changes that were noted since.
+    now: PageNo,
+    /// It was given up since, or unmapped.
+    is_changed: bool,
 }
 
 impl BroughtPages {
@@ -52,16 +66,31 @@ impl BroughtPages {
     /// later.
     pub(crate) fn new(followed: bool) -> Result<BroughtPages, Errno> {
         if !followed {
-            return Ok(BroughtPages { pages: Vec::new(), copies: None, most: 0 });
+            return Ok(BroughtPages {
+                pages: Vec::new(),
+                copies: None,
+                most: 0,
+                has_overflowed: false,
+            });
         }
         let copies = Mapping::reserve(CAPACITY * PAGE_SIZE)?;
         copies.unlock();
-        Ok(BroughtPages { pages: Vec::with_capacity(CAPACITY), copies: Some(copies), most: 0 })
+        Ok(BroughtPages {
+            pages: Vec::with_capacity(CAPACITY),
+            copies: Some(copies),
+            most: 0,
+            has_overflowed: false,
+        })
     }
 
     /// Pages on record.
     pub(crate) fn len(&self) -> usize {
         self.pages.len()
+    }
+
+    /// True when pages came in that are not on record.
+    pub(crate) fn has_overflowed(&self) -> bool {
+        self.has_overflowed
     }
 
     /// Fills up to `n` pages from `first` on with what lies at `from`, by `fill`, which gives how
@@ -94,25 +123,27 @@ impl BroughtPages {
         };
         for (k, content) in contents.iter().enumerate() {
             if self.pages.len() == CAPACITY {
-                crate::fatal("more pages came in during a fork than can be recorded");
+                self.has_overflowed = true;
+                break;
             }
             // SAFETY: the mapping is this record's own, and the reference ends with the statement.
             unsafe { copies.slice_mut(self.pages.len() * PAGE_SIZE, PAGE_SIZE) }
                 .copy_from_slice(content);
-            self.pages.push((first.plus(k), false));
+            let page = first.plus(k);
+            self.pages.push(BroughtPage { page, now: page, is_changed: false });
         }
         self.most = self.most.max(self.pages.len());
     }
 
     /// The page of the record `at`.
     pub(crate) fn page(&self, at: usize) -> PageNo {
-        self.pages[at].0
+        self.pages[at].page
     }
 
     /// What is known of `page`, if it is on record.
     pub(crate) fn find(&self, page: PageNo) -> Option<Brought<'_>> {
-        let at = self.pages.iter().position(|(brought, _)| *brought == page)?;
-        if self.pages[at].1 {
+        let at = self.pages.iter().position(|brought| brought.page == page)?;
+        if self.pages[at].is_changed {
             return Some(Brought::Changed);
         }
         // SAFETY: only `record` writes to the mapping, and it borrows this exclusively.
@@ -120,10 +151,16 @@ impl BroughtPages {
         Some(Brought::Held((&*copy).try_into().expect("a page's bytes")))
     }
 
-    /// Mappings have changed before the kernel copied them, or may have.
+    /// A change of mappings was noted: the kernel made its copy before it or after it.
     pub(crate) fn note_change(&mut self, change: VmaChange) {
-        for (page, is_changed) in &mut self.pages {
-            *is_changed |= change.concerns(range_of(*page, 1));
+        for brought in &mut self.pages {
+            let at = range_of(brought.now, 1);
+            match change {
+                VmaChange::Moved { from, to, .. } if change.takes(at) => {
+                    brought.now = PageNo(brought.now.0 - PageNo::of(from).0 + PageNo::of(to).0);
+                }
+                _ => brought.is_changed |= change.concerns(at),
+            }
         }
     }
 
@@ -138,6 +175,7 @@ impl BroughtPages {
             let _ = copies.discard(0, self.most * PAGE_SIZE);
         }
         self.most = 0;
+        self.has_overflowed = false;
         self.pages.clear();
     }
 }
@@ -168,6 +206,33 @@ mod tests {
         brought.note_change(VmaChange::Dropped(range_of(PageNo(8), 4)));
         assert_eq!(brought.find(PageNo(7)), Some(Brought::Held(&[1; PAGE_SIZE])));
         assert_eq!(brought.find(PageNo(8)), Some(Brought::Changed));
+    }
+
+    #[test]
+    fn a_page_that_was_moved_is_given_as_it_was_until_it_is_given_up_there() {
+        let mut brought = BroughtPages::new(true).expect("memory");
+        brought.record(PageNo(7), &[[1; PAGE_SIZE], [2; PAGE_SIZE]]);
+        brought.record(PageNo(40), &[[3; PAGE_SIZE]]);
+        let (from, to) = (PageNo(7).addr(), PageNo(40).addr());
+        brought.note_change(VmaChange::Moved { from, to, len: 2 * PAGE_SIZE });
+        assert_eq!(brought.find(PageNo(7)), Some(Brought::Held(&[1; PAGE_SIZE])));
+        assert_eq!(brought.find(PageNo(40)), Some(Brought::Changed), "something else lies there");
+        brought.note_change(VmaChange::Dropped(range_of(PageNo(41), 1)));
+        assert_eq!(brought.find(PageNo(7)), Some(Brought::Held(&[1; PAGE_SIZE])));
+        assert_eq!(brought.find(PageNo(8)), Some(Brought::Changed));
+    }
+
+    #[test]
+    fn what_there_is_no_room_for_is_known_to_be_missing() {
+        let mut brought = BroughtPages::new(true).expect("memory");
+        for page in 0..CAPACITY {
+            brought.record(PageNo(page), &[[1; PAGE_SIZE]]);
+        }
+        assert!(!brought.has_overflowed());
+        brought.record(PageNo(CAPACITY), &[[1; PAGE_SIZE]]);
+        assert!(brought.has_overflowed() && brought.find(PageNo(CAPACITY)).is_none());
+        brought.clear();
+        assert!(!brought.has_overflowed());
     }
 
     #[test]

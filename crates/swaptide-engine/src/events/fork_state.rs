@@ -5,7 +5,8 @@
 //!
 //! Invariants
 //! 1. From [`ForkPhase::Prepared`] to the fork event nothing is allocated: the forking thread copies
-//!    the allocator's memory too. What is noted then has its memory from the beginning.
+//!    the allocator's memory too. What is noted then has its memory from the beginning; where that
+//!    is too small, the copy counts as torn, and the child does not use it.
 //! 2. What is noted is applied in its order, before a worker goes on and before a fault is answered.
 //!
 //! Locks: none; it is the handler's.
@@ -16,8 +17,8 @@ use swaptide_sys::uffd::{Event, Uffd};
 use crate::events::brought::BroughtPages;
 use crate::mm::vma_change::VmaChange;
 
-/// Most events of other threads that are noted during a fork.
-const MAX_NOTED_EVENTS: usize = 16 << 10;
+/// Events of other threads for which there is room during a fork without allocating.
+const NOTED_EVENTS_CAPACITY: usize = 16 << 10;
 
 /// How far the fork of a thread that came through libc has come.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -64,6 +65,9 @@ pub(crate) struct ForkState {
     /// The forking thread was seen waiting after the engine's memory was changed for another
     /// thread.
     pub(crate) seen_waiting: bool,
+    /// The engine's memory may have changed while it was copied: more was noted than there was room
+    /// for, or another thread's child was attended to.
+    pub(crate) is_torn: bool,
 }
 
 impl ForkState {
@@ -78,9 +82,10 @@ impl ForkState {
             child: None,
             untracked: Vec::with_capacity(4),
             populating: false,
-            noted: Vec::with_capacity(MAX_NOTED_EVENTS),
+            noted: Vec::with_capacity(NOTED_EVENTS_CAPACITY),
             brought: BroughtPages::new(followed)?,
             seen_waiting: false,
+            is_torn: false,
         })
     }
 
@@ -95,13 +100,19 @@ impl ForkState {
         self.phase.is_under_way() || self.populating
     }
 
+    /// True when what is noted should be applied soon, before there is no more room for it.
+    pub(crate) fn is_noted_half_full(&self) -> bool {
+        self.noted.len() >= NOTED_EVENTS_CAPACITY / 2
+    }
+
     /// Notes an event for when the fork is over.
     pub(crate) fn note(&mut self, event: &Event) {
         let Some(change) = VmaChange::of(event) else {
             crate::fatal(&format!("the userfaultfd sent {event:?} during a fork"));
         };
         if self.phase == ForkPhase::Prepared && self.noted.len() == self.noted.capacity() {
-            crate::fatal("more than 16384 changes of mappings during one fork");
+            // The child must not use its copy of the allocator.
+            self.is_torn = true;
         }
         if self.child.is_none() {
             self.brought.note_change(change);

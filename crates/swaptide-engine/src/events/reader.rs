@@ -277,7 +277,10 @@ impl UffdReader {
                 self.fork.phase = ForkPhase::Forked;
                 self.fork.child = Some(uffd);
             }
-            (Event::Fork { uffd }, _) => self.fork.untracked.push(uffd),
+            (Event::Fork { uffd }, _) => {
+                self.fork.is_torn |= self.fork.phase.is_deferring();
+                self.fork.untracked.push(uffd);
+            }
             // What follows a fork event may be earlier than the fork: the child must be looked at
             // first.
             (event, None) if self.fork.notes_events() || !self.fork.untracked.is_empty() => {

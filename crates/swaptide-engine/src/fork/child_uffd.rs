@@ -264,7 +264,12 @@ fn register_marked(
         for doubt in doubts.clone().filter(|_| marked) {
             let part = VirtRange { start: vma.start.max(doubt.start), end: vma.end.min(doubt.end) };
             if part.start < part.end && armed.is_ok() {
-                armed = uffd.register_missing(part);
+                armed = match uffd.register_missing(part) {
+                    // A file's mapping, which the program has given this advice for: nothing that
+                    // was managed is refused so.
+                    Err(Errno::INVAL) => Ok(()),
+                    answer => answer,
+                };
             }
         }
         armed.is_ok()

@@ -3,8 +3,8 @@
 //! Owns: the child's userfaultfd until it is handed over, and what the child was given meanwhile.
 //!
 //! Invariants
-//! 1. The engine's memory is not changed but for faults of the forking thread, whose pages the
-//!    child gets first.
+//! 1. The engine's memory is not changed but for faults of the forking thread, and of others where
+//!    the hand-over stalls; the children get those pages first.
 //! 2. A child that was sent its userfaultfd has everything or says that it has not; only then the
 //!    parent goes on.
 //! 3. Until then every fault of the child is answered, whatever the child has changed of its
@@ -21,13 +21,16 @@ use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed};
 use std::time::Duration;
 
 use swaptide_ipc::{Counter, ExtentId, MAX_PROCS, SlotIndex};
-use swaptide_sys::process::{pidfd_open, pidfd_send_signal, proc_info, processes};
+use swaptide_sys::process::{
+    pidfd_open, pidfd_send_signal, proc_info, processes, waits_outside_fork,
+};
 use swaptide_sys::sock::{Conn, poll_readable};
-use swaptide_sys::thread::{getpid, sleep};
+use swaptide_sys::thread::{getpid, now, sleep};
 use swaptide_sys::uffd::{Message, Uffd};
 use swaptide_sys::{AsFd, BorrowedFd, Errno};
 
 use crate::engine::Engine;
+use crate::events::reader::Fault;
 use crate::fault::path::FaultPath;
 use crate::fault_injection::{Standstill, shortens_timeouts, stand_still};
 use crate::fork::help::attend_hints;
@@ -44,7 +47,9 @@ use crate::sched::deadline::Deadline;
 const HELLO_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long it may take to take over when it has everything.
 const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(30);
-/// The same where a test wants to see what happens then.
+/// How long other threads' faults wait for a child that says nothing, before one is answered.
+const STALLED: Duration = Duration::from_millis(200);
+/// The timeouts where a test wants to see what happens then.
 const IN_TESTS: Duration = Duration::from_secs(2);
 const SIGKILL: i32 = 9;
 
@@ -84,6 +89,7 @@ impl ForkServer {
         let engine = pager.path.engine;
         let mut children = vec![recipient(&mut pager.path, child, !self.torn)];
         let mut served: Vec<u64> = Vec::new();
+        let began = now();
         let mut patience = Deadline::new(bound(engine, HELLO_TIMEOUT));
         stand_still(&engine.start.segment.header, Standstill::HandingOver);
         if door.is_none() {
@@ -97,11 +103,23 @@ impl ForkServer {
             wait_for_child(&pager.path, &children, door.as_ref());
             self.drain(pager);
             attend_hints(pager);
-            serve_forker(pager, &mut children, &mut served);
             self.settle(pager);
+            // Before a page leaves the table, all know of it.
             if let Some(another) = pager.path.reader.fork.child.take() {
                 children.push(recipient(&mut pager.path, another, false));
                 self.torn = true;
+            }
+            let forker = engine.fork.forker.load(Acquire);
+            serve_fault(pager, &mut children, &mut served, |fault| fault.tid == forker);
+            self.settle(pager);
+            // The child may be another thread's, and the forking thread not in fork(2) yet: it may
+            // wait for a lock whose holder waits for a page.
+            if now().since(began) > STALLED
+                && !pager.path.reader.fork.is_done
+                && waits_outside_fork(forker)
+            {
+                self.torn |= serve_fault(pager, &mut children, &mut served, |_| true);
+                self.settle(pager);
             }
             for child in &mut children {
                 self.read_child(pager, child, &mut served);
@@ -115,6 +133,10 @@ impl ForkServer {
                         swaptide_sys::ErrnoName(errno)
                     )),
                 }
+                // Nobody else comes to this door: whatever is left is another thread's child.
+                self.torn = true;
+                children.retain(|child| !child.is_gone());
+                return self.abandon(pager, &mut children, None);
             }
             children.retain(|child| !child.is_gone());
             if children.is_empty() {
@@ -278,22 +300,26 @@ fn wait_for_child(path: &FaultPath, children: &[UnmanagedChild], door: Option<&C
     let _ = poll_readable(&fds, Some(Duration::from_millis(2)));
 }
 
-/// Answers a fault of the forking thread: it may be back from fork(2), or, if another thread
-/// forked past the hook and this is that one's child, not yet in it, and then it must go on.
-/// The children get the page first.
-fn serve_forker(pager: &mut Pager, children: &mut [UnmanagedChild], served: &mut Vec<u64>) {
+/// Answers a fault of a thread that `serves` names, if the table knows what its page is. Of the
+/// forking thread: it may be back from fork(2), or, if another thread forked past the hook and this
+/// is that one's child, not yet in it, and then it must go on. The children get the page first.
+/// False when there is none.
+fn serve_fault(
+    pager: &mut Pager,
+    children: &mut [UnmanagedChild],
+    served: &mut Vec<u64>,
+    serves: impl Fn(&Fault) -> bool,
+) -> bool {
     let path = &mut pager.path;
-    let forker = path.engine.fork.forker.load(Acquire);
-    let Some(at) = path.reader.pending.iter().position(|fault| fault.tid == forker) else { return };
-    let page = PageNo::of(path.reader.pending[at].addr);
-    if !can_answer(path, page) {
-        return;
-    }
-    let Some(fault) = path.reader.pending.remove(at) else { return };
+    let is_due = |fault: &Fault| serves(fault) && can_answer(path, PageNo::of(fault.addr));
+    let at = path.reader.pending.iter().position(is_due);
+    let Some(fault) = at.and_then(|at| path.reader.pending.remove(at)) else { return false };
     for child in children {
-        served.extend(copy_page(path, child, page).map(|place| place.0 as u64));
+        let copied = copy_page(path, child, PageNo::of(fault.addr));
+        served.extend(copied.map(|place| place.0 as u64));
     }
     pager.answer(fault);
+    true
 }
 
 /// The child's next message, if it lives to send one. `ETIMEDOUT` when it does not for too

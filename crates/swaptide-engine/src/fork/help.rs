@@ -18,8 +18,11 @@
 //!    has every page that the table says is present.
 //! 4. Where forks are followed nothing tells when the copy is made: a page that came in meanwhile
 //!    may be missing in the child. Each is recorded with what it held
-//!    ([`brought`](crate::events::brought)), and the child gets that. No range is released: the table
-//!    must know all that the child may lack.
+//!    ([`brought`](crate::events::brought)), and the child gets that. The record begins again
+//!    whenever the forking thread is seen outside of fork(2).
+//! 5. Where forks are followed, no change of mappings is applied and no range released unless the
+//!    forking thread is seen waiting outside of fork(2): the table must know all that the child may
+//!    lack, where the child has it.
 //!
 //! Locks: the memory lock, never while it waits.
 
@@ -30,8 +33,9 @@ use swaptide_sys::process::waits_outside_fork;
 use swaptide_sys::thread::{Nanos, Tid, cpu_time_of};
 use swaptide_sys::uffd::Coverage;
 
-use crate::events::brought::{MAX_HELPED_PAGES, MAX_PAGES_PER_FAULT};
 use crate::fork::allow_fork::allow_fork_of_regions;
+use crate::fork::populate::can_answer;
+use crate::mm::types::PageNo;
 use crate::pager::Pager;
 use crate::requests::{HandlerRequest, Hint};
 use crate::vma::madvise::hint;
@@ -70,13 +74,8 @@ impl Forker {
             .requests
             .iter()
             .any(|request| matches!(request, HandlerRequest::Fence | HandlerRequest::Hint));
-        if reader.fork.child.is_some()
-            || !engine.fork.goes_on()
-            || reader.pending.is_empty() && !asks
-        {
-            return false;
-        }
-        if engine.followed && reader.fork.brought.len() >= MAX_HELPED_PAGES - MAX_PAGES_PER_FAULT {
+        let is_due = asks || !reader.pending.is_empty() || reader.fork.is_noted_half_full();
+        if reader.fork.child.is_some() || !engine.fork.goes_on() || !is_due {
             return false;
         }
         let waits = self.waits();
@@ -86,9 +85,21 @@ impl Forker {
             return false;
         }
         reader.fork.seen_waiting = false;
-        let recorded = reader.fork.brought.len();
-        reader.apply_noted();
-        if let Some(fault) = reader.pending.pop_front() {
+        let mut fault = None;
+        if waits || !engine.followed {
+            // No copy was made yet: the child will have what is here now.
+            reader.fork.brought.clear();
+            reader.apply_noted();
+            fault = reader.pending.pop_front();
+        } else {
+            // It may be in fork(2), or behind it: the table stays what the child may have.
+            let path = &pager.path;
+            let at = path.reader.pending.iter().position(|f| can_answer(path, PageNo::of(f.addr)));
+            let Some(at) = at else { return false };
+            fault = fault.or(pager.path.reader.pending.remove(at));
+        }
+        let reader = &mut pager.path.reader;
+        if let Some(fault) = fault {
             pager.answer(fault);
         } else if reader.take_request(HandlerRequest::Fence) {
             pager.answer_fences();
@@ -96,7 +107,7 @@ impl Forker {
                 // What was listed just now is kept out of forks.
                 allow_fork_of_regions(&mut pager.path);
             }
-        } else {
+        } else if reader.requests.contains(&HandlerRequest::Hint) {
             answer_hint(pager);
         }
         let fork = &mut pager.path.reader.fork;
@@ -104,7 +115,7 @@ impl Forker {
             *torn = true;
         } else {
             // The forking thread was not in fork(2): its child will have the pages.
-            fork.brought.truncate(recorded);
+            fork.brought.clear();
         }
         true
     }

@@ -254,6 +254,19 @@ impl Populator {
         let regions: Vec<VirtRange> = pager.path.engine.mm.lock().regions.iter().collect();
         let mut copied = 0;
         let mut ahead = ReadBatch::new();
+        let has_overflowed = pager.path.reader.fork.brought.has_overflowed();
+        if has_overflowed {
+            (pager.path.engine.start.log)(
+                "more pages came in during a fork than there is room to record: the child gets a \
+                bus error where it lacks one",
+            );
+        }
+        // What is in memory here is there in the child, too, but for what came in meanwhile.
+        let is_due = |state: PageState| match state {
+            PageState::Swapped(_) | PageState::Poisoned => true,
+            PageState::Present | PageState::PresentClean(_) => has_overflowed,
+            PageState::Empty => false,
+        };
         for region in regions {
             let pages = pages_of(region);
             let end = PageNo(pages.end);
@@ -268,7 +281,7 @@ impl Populator {
                 {
                     read_ahead(&pager.path, &mut ahead, page, end);
                 }
-                if matches!(state, PageState::Swapped(_) | PageState::Poisoned) {
+                if is_due(state) {
                     copy_read(&mut pager.path, child, page, &ahead);
                     copied += 1;
                     if pager.path.reader.fork.populating && copied % ATTEND_EVERY == 0 {
@@ -535,6 +548,13 @@ fn copy_read(
                 }
             }
             (None, PageState::Poisoned) => child.uffd.poison(range),
+            (None, PageState::Present | PageState::PresentClean(_))
+                if path.reader.fork.brought.has_overflowed() =>
+            {
+                let poisoned = child.uffd.poison(range);
+                engine.count(Counter::PagesPoisoned, usize::from(poisoned.error.is_none()));
+                poisoned
+            }
             (None, PageState::Empty | PageState::Present | PageState::PresentClean(_)) => {
                 child.uffd.zero_pages(range, true)
             }

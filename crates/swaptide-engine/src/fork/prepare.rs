@@ -109,6 +109,7 @@ impl ForkServer {
         engine.fork.set(PREPARED);
         stand_still(header, Standstill::Prepared);
         self.await_child(pager, forker, conn.as_ref());
+        self.torn |= pager.path.reader.fork.is_torn;
         if let Some(child) = pager.path.reader.fork.child.take() {
             if self.torn {
                 (engine.start.log)(
@@ -132,19 +133,21 @@ impl ForkServer {
         loop {
             self.settle(pager);
             let reader = &mut pager.path.reader;
-            if let Some(at) = reader.pending.iter().position(|fault| fault.tid == forker) {
-                let Some(fault) = reader.pending.remove(at) else { continue };
-                reader.apply_noted();
-                let brought = reader.fork.brought.len();
-                pager.answer(fault);
-                if pager.path.reader.fork.phase == ForkPhase::Prepared {
-                    // The forking thread was not in fork(2): its child will have the page.
-                    pager.path.reader.fork.brought.truncate(brought);
-                }
-                continue;
-            }
+            // First: a page that is answered after a fork event goes to the child before.
             if reader.fork.child.is_some() || reader.fork.is_done {
                 return;
+            }
+            if let Some(at) = reader.pending.iter().position(|fault| fault.tid == forker) {
+                let Some(fault) = reader.pending.remove(at) else { continue };
+                // The forking thread is not in fork(2) yet: its child will have what is here now.
+                reader.fork.brought.clear();
+                reader.apply_noted();
+                pager.answer(fault);
+                let reader = &mut pager.path.reader;
+                if reader.fork.phase == ForkPhase::Prepared && reader.fork.child.is_none() {
+                    reader.fork.brought.clear();
+                }
+                continue;
             }
             let timeout = if helped { Duration::ZERO } else { Duration::from_millis(1) };
             let read = match conn {
@@ -215,6 +218,7 @@ impl ForkServer {
         let reader = &mut pager.path.reader;
         reader.fork.phase = ForkPhase::None;
         reader.fork.is_done = false;
+        reader.fork.is_torn = false;
         self.torn = false;
         reader.fork.brought.clear();
         reader.apply_noted();

@@ -97,8 +97,8 @@ pub fn leave_sched_idle() {
     }
 }
 
-/// Lets the handler come to its turn for what the caller is about to ask of it. It goes back to the
-/// idle class with the next fault.
+/// Lets the handler come to its turn for what the caller is about to ask of it. It may go back to
+/// the idle class a little later, unless others want the CPU.
 pub fn boost_once() {
     let tid = IN_IDLE_CLASS.load(Relaxed);
     if tid != 0 {
@@ -346,7 +346,8 @@ impl HandlerCpu {
         } else if self.row == 0 || TAKEN_OUT_OF_IDLE.swap(false, Relaxed) {
             self.leave(now);
         } else if BOOSTED.swap(false, Relaxed) {
-            idle_class(true);
+            // In a crowd it would starve in that class with the request unread.
+            self.leave_until(Nanos(now.0.saturating_add(CROWD_RETRY_NS)));
         }
     }
 
@@ -429,9 +430,6 @@ impl HandlerCpu {
         if !self.idle {
             return;
         }
-        idle_class(false);
-        self.idle = false;
-        self.row = 0;
         let away = if self.served >= MIN_STAY_FAULTS {
             self.stay_out_ns = MIN_STAY_OUT_NS;
             CROWD_RETRY_NS
@@ -439,7 +437,15 @@ impl HandlerCpu {
             self.stay_out_ns = (2 * self.stay_out_ns).min(MAX_STAY_OUT_NS);
             self.stay_out_ns
         };
-        self.retry_at = Nanos(now.0.saturating_add(away));
+        self.leave_until(Nanos(now.0.saturating_add(away)));
+    }
+
+    /// Back to the normal class, at least until then.
+    fn leave_until(&mut self, until: Nanos) {
+        idle_class(false);
+        self.idle = false;
+        self.row = 0;
+        self.retry_at = until;
     }
 
     fn follow_cpu(&mut self, tid: u32, workers: &[AtomicU32]) {

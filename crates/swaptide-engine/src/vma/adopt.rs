@@ -427,6 +427,7 @@ fn let_changes_pass(path: &mut FaultPath, range: VirtRange) -> Result<(), Interr
                 return Ok(());
             }
             if path.reader.fork.untracked.is_empty()
+                && !path.reader.fork.phase.is_deferring()
                 && path.reader.uffd.coverage(engine.bells.range()) != Coverage::Changing
             {
                 mm.recent.clear();
