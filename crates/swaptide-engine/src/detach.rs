@@ -1,5 +1,5 @@
-//! Letting the program go: everything is brought back, and the process goes on as if there had been
-//! no engine.
+//! Letting the program go: everything is brought back, and the process continues as if there had
+//! been no engine.
 //!
 //! The supervisor asks for it by a word in the process's slot, and has lifted its limit by then, so
 //! that nothing goes out any more. While nobody faults, and after every so many answers to those
@@ -60,8 +60,8 @@ impl Detach {
         self.at.is_some()
     }
 
-    /// Brings in some of what is swapped. True when nothing is out any more; the workers stand still
-    /// then.
+    /// Brings in some of what is swapped. True when nothing is out any more; the workers stand
+    /// still then.
     pub(crate) fn step(&mut self, pager: &mut Pager, forks: &mut ForkServer) -> bool {
         let engine = pager.path.engine;
         for _ in 0..GROUPS {

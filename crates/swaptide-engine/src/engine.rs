@@ -69,7 +69,7 @@ pub struct Start {
     pub pinned: fn(ChunkNo) -> u16,
     /// Starts a thread that runs [`Engine::read_far`]. False if there can be none.
     pub spawn_reader: fn() -> bool,
-    /// Has whoever else holds the userfaultfd close it; false if that is not so within a moment.
+    /// Has other holders of the userfaultfd close it; false if that is not so within a moment.
     pub release_hold: fn() -> bool,
     /// Whether pages may have readers outside; the hooks say so.
     pub references: &'static References,
@@ -96,7 +96,7 @@ pub struct Mm {
     /// For each staging frame in use: the entry whose slot may hold the same data from before, if
     /// any.
     pub kept: Vec<Option<SwapEntry>>,
-    /// A range that is being let go: nothing of it is taken out.
+    /// A range that is being detached: nothing of it is taken out.
     pub held: VirtRange,
     /// Changes of mappings were read and are noted by the handler, not applied: the kernel does not
     /// refuse moves for them any more, and where a word says that a page is, another may be.
@@ -137,11 +137,11 @@ pub struct Engine {
     pub charge: Charge,
     /// Whether small mappings are managed.
     pub small: Small,
-    /// The bells.
+    /// Requests to the handler.
     pub bells: HandlerRequests,
     /// Forks.
     pub fork: ForkControl,
-    /// The kernel tells nobody of forks: they are followed ([`crate::mm::dontfork`]).
+    /// The kernel does not report forks: they are followed ([`crate::mm::dontfork`]).
     pub followed: bool,
     /// Pages that were sent for.
     pub(crate) far: RemoteReads,
@@ -163,13 +163,14 @@ pub struct Engine {
     pub fails: AtomicBool,
     /// The handler's thread.
     pub handler_tid: AtomicU32,
-    /// The program was let go: workers end where they stand still.
+    /// The program was detached: workers end where they stand still.
     pub retired: AtomicBool,
     /// The program has had guard pages (see [`crate::fault::install`]).
     pub guarded: AtomicBool,
     /// The CPU that workers keep away from (see [`crate::sched::handler_cpu`]).
     pub handler_cpu: AtomicU32,
-    /// Raised when the handler begins to wait for messages and when it goes on: odd while it waits.
+    /// Raised when the handler begins to wait for messages and when it continues: odd while it
+    /// waits.
     pub turns: AtomicU32,
     /// A bit for each staging frame in use whose page is no longer swapped: it was copied back, or
     /// given up. Changed under the memory lock; who stores a batch may look without it, to spare
@@ -518,8 +519,8 @@ impl Engine {
         self.cancelled[frame.0 as usize / 64].fetch_and(!(1 << (frame.0 % 64)), Relaxed);
     }
 
-    /// A page's swap entry is not needed any more: its data is dropped, now or by whoever is
-    /// storing it.
+    /// A page's swap entry is not needed any more: its data is dropped, now or by the thread that
+    /// is storing it.
     #[track_caller]
     pub fn release(&self, mm: &Mm, entry: SwapEntry) {
         match self.devices.slots(entry.ty()).lookup(entry.offset()) {
@@ -593,8 +594,8 @@ impl Mm {
     }
 
     /// Looks again which pages of a chunk are shared with other processes. Gives those that were
-    /// known as such and no longer are: they can go once they were faulted for writing, which then
-    /// copies nothing; the kernel does not move them before.
+    /// known as such and no longer are: they can continuece they were faulted for writing, which
+    /// then copies nothing; the kernel does not move them before.
     pub fn review(&mut self, chunk: ChunkNo) -> u16 {
         let were = self.table.unshare(chunk);
         if were == 0 {
@@ -737,7 +738,7 @@ pub const NO_RANGE: VirtRange = VirtRange { start: VirtAddr(0), end: VirtAddr(0)
 
 /// Chunks put back at a time.
 const MAX_CHUNKS_PUT_BACK: usize = 8;
-/// Workers that the handler places; there is one for each CPU, and beside many CPUs one more
+/// Workers that the handler places; there is one for each CPU, and with many CPUs one more
 /// wake-up hurts less.
 const PLACED_WORKERS: usize = 16;
 /// Bits of a shadow's clock.

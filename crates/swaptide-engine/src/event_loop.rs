@@ -1,8 +1,8 @@
 //! The handler: the one thread that reads the program's userfaultfd.
 //!
-//! It reads messages ([`crate::events::reader`]), answers faults ([`crate::pager`]), attends to forks
-//! ([`crate::fork`]) and serves requests of the program's threads ([`crate::requests`]). Nothing
-//! below this module serves a request: parts that must read on queue what they read.
+//! It reads messages ([`crate::events::reader`]), answers faults ([`crate::pager`]), attends to
+//! forks ([`crate::fork`]) and serves requests of the program's threads ([`crate::requests`]).
+//! Nothing below this module serves a request: parts that must read on queue what they read.
 //!
 //! Owns: those parts, and how long answered request pages are looked after.
 //!

@@ -106,8 +106,8 @@ impl HandlerFaults {
         self.stale_every != 0 && self.large_loads.is_multiple_of(self.stale_every)
     }
 
-    /// How many of `len` pages (more than 1) are filled: half of them, as if an event were unread by
-    /// then, or all.
+    /// How many of `len` pages (more than 1) are filled: half of them, as if an event were unread
+    /// by then, or all.
     pub(crate) fn part_of(&mut self, len: usize) -> usize {
         if len < 2 || self.part_every == 0 {
             return len;

@@ -5,7 +5,7 @@
 //! of the program's own memory, which they might find swapped out:
 //! - the **handler** ([`event_loop`]) reads the program's userfaultfd: faults
 //!   ([`fault`]), changes of mappings ([`events`](crate::events::apply)), forks ([`fork`]) and the
-//!   bells by which other threads ask it for something ([`requests`]). It alone
+//!   requests of other threads ([`requests`]). It alone
 //!   fills pages and adopts memory ([`adopt`](crate::vma::adopt)).
 //! - one or more **workers** ([`reclaim`]) move cold chunks to staging frames, compress them and
 //!   hand out the frames; worker 0 also looks after the accounts and moves the oldest compressed

@@ -24,8 +24,8 @@ use crate::vma::adopt::Adopter;
 const MAX_TRIES: u32 = 64;
 /// The same for an address that is not managed.
 const MAX_ADOPT_TRIES: u32 = 8;
-/// A thread that changes mappings without pause leaves moments only between the reading of its event
-/// and its next one: one try in so many is made without reading first.
+/// A thread that changes mappings without pause leaves moments only between the reading of its
+/// event and its next one: one try in so many is made without reading first.
 const TRY_WITHOUT_READING: u32 = 8;
 
 /// See the module's description.
@@ -116,7 +116,8 @@ impl Pager {
         }
     }
 
-    /// Lets the threads go on that wait at a fence; what an interruption leaves undone is due again.
+    /// Lets the threads go on that wait at a fence; what an interruption leaves undone is due
+    /// again.
     pub(crate) fn answer_fences(&mut self) {
         if let Err(Interrupted) = self.adopter.answer_fences(&mut self.path) {
             self.path.reader.note_request(HandlerRequest::Fence);

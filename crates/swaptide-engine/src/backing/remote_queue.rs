@@ -16,7 +16,8 @@
 //!    for: the forking thread may wait for a lock whose holder waits for a page.
 //!
 //! A reader that ends takes the process with it, as the handler does
-//! ([`crate::Engine::look_after_threads`]): the threads that wait for its pages would wait for ever.
+//! ([`crate::Engine::look_after_threads`]): the threads that wait for its pages would wait for
+//! ever.
 //!
 //! Locks: the queue's, for a look, with no other one taken under it. A reader waits for a server
 //! with an inbox of the device locked, and no other lock.
@@ -125,8 +126,8 @@ pub struct RemoteReads {
     pub(crate) queue: Lock<Queue>,
     /// Futex word of idle readers: raised when something was sent for, and when they shall end.
     pub(crate) calls: AtomicU32,
-    /// What the handler waits for, besides messages. A bell would be an event, and the kernel fills
-    /// no page before an event's thread has gone on.
+    /// What the handler waits for, besides messages. A request would be an event, and the kernel
+    /// fills no page before an event's thread has gone on.
     pub(crate) event: Lock<Option<Arc<EventFd>>>,
     /// It was signalled, and the handler has not looked yet.
     pub(crate) signalled: AtomicBool,

@@ -14,7 +14,8 @@
 //!    interrupted before it says so, the other moves a mapping there. So a `Remap` to where the
 //!    table still knows something is *late*: it waits until the event that takes that away was
 //!    read. The kernel refuses moves and copies meanwhile, for that event is on its way; the
-//!    handler reads on before it does anything else ([`crate::events::reader::UffdReader::read_late`]).
+//!    handler reads on before it does anything else
+//!    ([`crate::events::reader::UffdReader::read_late`]).
 //! 5. A thread that moves a mapping says so first, and then that it has left the old place: the
 //!    latter is *owed*. Another thread may have moved something there in between, and the `Unmap`
 //!    that is read after that does not mean it. So a `Remap` to a place that is owed is late until

@@ -9,8 +9,8 @@
 //! 2. While an event is unread the kernel refuses fills with EAGAIN. So every part that fills pages
 //!    reads on ([`UffdReader::drain`]) and tries again.
 //! 3. When a fork through no hook was read, nothing is applied to the table any more before its
-//!    child has its pages, and nothing is taken out. Whoever reads below the event loop learns it as
-//!    [`Interrupted`], leaves its work as it is, and is called again when that is done.
+//!    child has its pages, and nothing is taken out. A part below the event loop that reads learns
+//!    it as [`Interrupted`], leaves its work as it is, and is called again when that is done.
 //!
 //! Locks: the memory lock, while messages are read and applied.
 
@@ -193,8 +193,8 @@ impl UffdReader {
         }
         let began = now();
         while engine.awake.load(Relaxed) != 0 && now().since(began) < BUSY_WAIT {
-            if matches!(poll_readable(&[self.uffd.as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0)
-            {
+            let polled = poll_readable(&[self.uffd.as_fd()], Some(Duration::ZERO));
+            if polled.is_ok_and(|ready| ready != 0) {
                 self.cpu.later();
                 return true;
             }
@@ -202,8 +202,8 @@ impl UffdReader {
         false
     }
 
-    /// Waits for a message, and if `awaits_remote` for a remote page to be back. False if no message
-    /// came. Others can see that the handler waits, and does not starve.
+    /// Waits for a message, and if `awaits_remote` for a remote page to be back. False if no
+    /// message came. Others can see that the handler waits, and does not starve.
     fn wait(&mut self, timeout: Option<Duration>) -> bool {
         self.engine.turns.fetch_add(1, Relaxed);
         let fds = [self.uffd.as_fd(), self.remote_event.as_fd()];
@@ -299,8 +299,8 @@ impl UffdReader {
         }
     }
 
-    /// The next request that is to be served: that of a thread that is about to fork comes after all
-    /// others, whose threads may hold locks that it waits for.
+    /// The next request that is to be served: that of a thread that is about to fork comes after
+    /// all others, whose threads may hold locks that it waits for.
     pub(crate) fn next_request(&mut self) -> Option<HandlerRequest> {
         let is_other = |request: &HandlerRequest| *request != HandlerRequest::ForkPrepare;
         let at = self.requests.iter().position(is_other).unwrap_or(0);
@@ -313,9 +313,9 @@ impl UffdReader {
         at.map(|at| self.requests.remove(at)).is_some()
     }
 
-    /// Applies what was noted. Those events have been read, so that the kernel no longer holds moves
-    /// back for them: this must come before a worker goes on, and before a fault is answered. The
-    /// forking thread must not be inside fork(2), or back from it.
+    /// Applies what was noted. Those events have been read, so that the kernel no longer holds
+    /// moves back for them: this must come before a worker goes on, and before a fault is answered.
+    /// The forking thread must not be inside fork(2), or back from it.
     pub(crate) fn apply_noted(&mut self) {
         if self.fork.noted.is_empty() {
             return;

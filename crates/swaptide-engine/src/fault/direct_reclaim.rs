@@ -2,8 +2,8 @@
 //!
 //! The workers keep some ([`crate::reclaim::worker`]); where they have not kept up, the handler
 //! makes it, and the thread that waits for the page pays. Where there are areas of a server the
-//! handler leaves it to the workers, as long as they have anything to do: a write there may wait for
-//! seconds, and every other fault with it.
+//! handler leaves it to the workers, as long as they have anything to do: a write there may wait
+//! for seconds, and every other fault with it.
 //!
 //! Owns nothing. Locks: the memory lock, for a look or a batch.
 

@@ -2,13 +2,13 @@
 //!
 //! Owns: what loading costs, as it is told to the division of the limit; and, of swap areas on
 //! rotational disks, what was read ahead ([`swaptide_store::file::ReadAhead`]). Nothing here
-//! touches the program or its words: whoever put pages into a buffer looks again whether they are
-//! still meant.
+//! touches the program or its words: a caller that put pages into a buffer looks again whether they
+//! are still meant.
 //!
 //! Rules
 //! 1. Zeros are not loaded, compressed pages are decompressed one by one, all that is in the file
 //!    is read in one go.
-//! 2. A page that is read alone from a rotational disk brings along what was written beside it:
+//! 2. A page that is read alone from a rotational disk brings along what was written next to it:
 //!    `2^page-cluster` pages at most (8 where nothing is said), and 1/128 of the limit, as many as
 //!    the last ones proved worth it. None where the program is past its limit: then what is held is
 //!    given up. (docs/linux-swap.md, "Readahead". The windows of streams are

@@ -1,5 +1,5 @@
-//! Remote pages: a server alone has them, and the time it takes has no bound. They are sent for, and
-//! the handler goes on.
+//! Remote pages: a server alone has them, and the time it takes has no bound. They are sent for,
+//! and the handler goes on.
 //!
 //! | thread | does |
 //! |---|---|
@@ -17,8 +17,8 @@
 //! 1. No page is sent for twice at a time.
 //! 2. A page lands only where its word and its slot's stamp are what they were when it was sent
 //!    for. What else was read is dropped.
-//! 3. A thread that waits for a page that was sent for is woken when it landed, whatever came of it.
-//!    If the page is not there, the thread faults again.
+//! 3. A thread that waits for a page that was sent for is woken when it landed, whatever came of
+//!    it. If the page is not there, the thread faults again.
 //! 4. Only a page that a thread had asked for by the time it was sent for is poisoned when it
 //!    cannot be read: a thread that asked later has not waited long enough.
 //!
@@ -214,8 +214,8 @@ impl InFlight {
         self.asking.is_some() && !engine.far.refused.load(Relaxed)
     }
 
-    /// Sends for the first `n` pages of a snapshot, which are far, as far as there are buffers. Gives
-    /// how many pages that are; at least 1.
+    /// Sends for the first `n` pages of a snapshot, which are far, as far as there are buffers.
+    /// Gives how many pages that are; at least 1.
     pub(crate) fn send_for(
         &mut self,
         engine: &Engine,

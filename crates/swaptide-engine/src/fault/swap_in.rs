@@ -171,8 +171,9 @@ impl FaultPath {
         snapshot
     }
 
-    /// Brings in one page: what [`FaultPath::swap_in_range`] does, in the fewest steps for a page in
-    /// compressed memory. One from the file may bring its neighbours there, `most` pages together.
+    /// Brings in one page: what [`FaultPath::swap_in_range`] does, in the fewest steps for a page
+    /// in compressed memory. One from the file may bring its neighbours there, `most` pages
+    /// together.
     pub(crate) fn swap_in_page(&mut self, page: PageNo, most: usize) -> Result<(), Stop> {
         let engine = self.engine;
         let state = engine.mm.lock().table.get(page);
@@ -241,7 +242,10 @@ impl FaultPath {
     /// it or its chunk: the first, and how many.
     fn around_in_file(&self, page: PageNo, most: usize) -> (PageNo, usize) {
         let mm = self.engine.mm.lock();
-        let there = |page: usize| matches!(mm.table.get(PageNo(page)), PageState::Swapped(entry) if entry.ty() != POOL);
+        let there = |page: usize| match mm.table.get(PageNo(page)) {
+            PageState::Swapped(entry) => entry.ty() != POOL,
+            _ => false,
+        };
         let block = 1 << most.min(PAGES_PER_CHUNK).ilog2();
         let first = page.0 / block * block;
         let start = (first..page.0).rev().take_while(|p| there(*p)).last().unwrap_or(page.0);
@@ -506,7 +510,7 @@ impl FaultPath {
     }
 
     /// Brings in what came after a page that came without a stream the last time it was asked for,
-    /// if the program goes the same way again.
+    /// if the program repeats its accesses.
     fn follow_history(&mut self, page: PageNo, most: usize) {
         let engine = self.engine;
         if most < 2

@@ -6,10 +6,10 @@
 //! 1. The engine's memory is not changed but for faults of the forking thread, and of others where
 //!    the hand-over stalls; the children get those pages first.
 //! 2. A child that was sent its userfaultfd has everything or says that it has not; only then the
-//!    parent goes on.
+//!    parent continues.
 //! 3. Until then every fault of the child is answered, whatever the child has changed of its
 //!    mappings.
-//! 4. A child that says nothing for [`HELLO_TIMEOUT`] is given all its memory and goes on without
+//! 4. A child that says nothing for [`HELLO_TIMEOUT`] is given all its memory and continues without
 //!    an engine. One that was sent its userfaultfd and says nothing for [`TAKEOVER_TIMEOUT`] is
 //!    killed before what it shares is given up.
 //! 5. What a child says is looked at before it is used: a process slot is one that the child has
@@ -124,7 +124,10 @@ impl ForkServer {
             for child in &mut children {
                 self.read_child(pager, child, &mut served);
             }
-            let knocks = |conn: &Conn| matches!(poll_readable(&[conn.as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0);
+            let knocks = |conn: &Conn| {
+                let polled = poll_readable(&[conn.as_fd()], Some(Duration::ZERO));
+                polled.is_ok_and(|ready| ready != 0)
+            };
             if let Some(conn) = door.take_if(|conn| knocks(conn)) {
                 match self.send(pager, &conn, &mut children, &served) {
                     Ok(()) => return,
@@ -291,7 +294,7 @@ fn bound(engine: &Engine, usual: Duration) -> Duration {
     if shortens_timeouts(&engine.start.segment.header) { IN_TESTS } else { usual }
 }
 
-/// Waits a moment for whoever may have something to say.
+/// Waits a moment for a message of this process or a child.
 fn wait_for_child(path: &FaultPath, children: &[UnmanagedChild], door: Option<&Conn>) {
     let mut fds = vec![path.reader.uffd.as_fd()];
     fds.extend(door.map(|conn| conn.as_fd()));

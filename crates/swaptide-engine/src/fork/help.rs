@@ -2,9 +2,9 @@
 //!
 //! Between *prepared* and fork(2) the forking thread runs other libraries' fork handlers, which
 //! take locks. A thread that holds such a lock may be waiting for the handler: at a page, in a hook
-//! of `mmap`, `madvise`, `mremap` or `realloc`. It must go on, or all three wait for ever.
+//! of `mmap`, `madvise`, `mremap` or `realloc`. It must continue, or all three wait for ever.
 //!
-//! Owns: how much CPU time the forking thread has used since it goes on.
+//! Owns: how much CPU time the forking thread has used since it continues.
 //!
 //! Invariants
 //! 1. Hints that may be dropped are answered at once and are not done. What was mapped is found at
@@ -46,7 +46,7 @@ const SPIN_CPU_TIME: Duration = Duration::from_millis(20);
 /// What is known of the forking thread.
 pub(super) struct Forker {
     tid: u32,
-    /// Its CPU time when it was first seen to go on.
+    /// Its CPU time when it was first seen to continue.
     began: Option<Nanos>,
 }
 

@@ -10,18 +10,18 @@
 //! | runs fork(2); its own faults are served | holds the faults and notes the events of all other threads | |
 //! | | reads the fork event: **handing over**; holds every fault of the parent | may fault in libc's own code: the parent's handler copies the page in |
 //! | rings `ForkDone`, waits | waits | starts its handler, which says its process slot through the other socket |
-//! | | makes the slot a holder of every extent, sends userfaultfd and swap file, the pages copied, the events noted | takes over, says so, goes on |
-//! | goes on | applies the events, answers the faults: **none** | |
+//! | | makes the slot a holder of every extent, sends userfaultfd and swap file, the pages copied, the events noted | takes over, says so, continues |
+//! | continues | applies the events, answers the faults: **none** | |
 //!
 //! A child that cannot take over (no slot is free, it has no thread, its process-id namespace is
 //! another, ...) says that instead, before or after it was sent what it needs. Then the parent's
-//! handler copies every swapped page to it, and it goes on without an engine.
+//! handler copies every swapped page to it, and it continues without an engine.
 //!
 //! No process waits for another one without a bound: a child that says nothing for a while gets its
 //! pages in the same way ([`handoff`]), and where neither can be had the
 //! child is ended.
 //!
-//! Where the kernel tells nobody of forks (that takes `CAP_SYS_PTRACE`), the supervisor follows the
+//! Where the kernel does not report forks (that takes `CAP_SYS_PTRACE`), the supervisor follows the
 //! forking thread instead (ptrace), and the child's first steps are the engine's: it makes its own
 //! userfaultfd and sends it to the parent's handler, which goes on as if the kernel had. Until that
 //! is done the forking thread stands still in its fork. What this takes is the matter of
@@ -34,7 +34,7 @@
 //! | [`dontfork`](crate::mm::dontfork) | without fork events: no fork but one that is followed copies managed memory |
 //! | [`child_uffd`] | without fork events: how the parent's handler comes by the child's userfaultfd |
 //! | [`fork_control`](crate::requests::fork_control) | what the forking thread, the handler and the child share: phase and sockets |
-//! | [`prepare`] | the parent's handler from the bell to the fork event, and from the hand-over on |
+//! | [`prepare`] | the parent's handler from the request to the fork event, and from the hand-over on |
 //! | [`help`] | what other threads get from it meanwhile |
 //! | [`handoff`] | the parent's handler while the child does not serve itself |
 //! | [`brought`](crate::events::brought) | pages that came in meanwhile, where forks are followed |

@@ -37,12 +37,12 @@ use crate::pager::Pager;
 /// How long a moment is waited for in which no thread changes mappings, before it is enough that
 /// the child has everything where it is expected.
 const QUIET_TIMEOUT: Duration = Duration::from_millis(20);
-/// So many pages of a stranger's come between two looks at this process's own faults, of which so
-/// many are answered at a time.
+/// Number of pages of an untracked child's that come between two looks at this process's own
+/// faults, of which so many are answered at a time.
 const ATTEND_EVERY: usize = 256;
 const ATTENDED: usize = 16;
-/// Strangers that are taken in before what was noted is applied, and those can go on whom that
-/// concerns.
+/// Untracked children that are taken in before what was noted is applied, and those can continue
+/// whom that concerns.
 const MAX_NEW_CHILDREN: usize = 4;
 /// Between two looks.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
@@ -143,7 +143,10 @@ impl UnmanagedChild {
             _ => {}
         }
         let Some(change) = VmaChange::of(&event) else { return };
-        let ends_a_move = |c: &VmaChange| matches!((c, change), (VmaChange::Moved { from, .. }, VmaChange::Gone(range)) if *from == range.start);
+        let ends_a_move = |c: &VmaChange| match (c, change) {
+            (VmaChange::Moved { from, .. }, VmaChange::Gone(range)) => *from == range.start,
+            _ => false,
+        };
         if !self.own.iter().any(ends_a_move) {
             self.own.push(change);
             self.since.changed(change);

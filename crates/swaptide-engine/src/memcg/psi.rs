@@ -75,8 +75,8 @@ impl Stall {
         self.begin(&slot.stalled_since, at);
     }
 
-    /// The thread that was answered stalls no more, nor does anybody else unless something `is_awaited`:
-    /// a page that was sent for, or the end of a delay.
+    /// The thread that was answered stalls no more, nor does anybody else unless something
+    /// `is_awaited`: a page that was sent for, or the end of a delay.
     pub(crate) fn stalls_until(&mut self, slot: &ProcSlot, at: Nanos, is_awaited: bool) {
         if self.on && !is_awaited {
             let micros = self.end(&slot.stalled_since, at);

@@ -1,4 +1,4 @@
-//! What was asked for after what: a program that goes the same way again finds its pages there.
+//! Temporal prefetcher: replays the miss history when a fault sequence repeats.
 //!
 //! Streams ([`crate::readahead::locality`]) are known by their addresses. Much of what programs do
 //! over and over has an order all the same: a walk along lists, trees or a hash table, a step of
@@ -8,17 +8,17 @@
 //! at first one, then twice as many each time the next fault comes where they end.
 //!
 //! Owns: the book of this process, or, in a fork, the one that its parent's children write one
-//! after the other: who saves its parent's memory finds the way that the last one went.
+//! after another: a child that saves its parent's memory finds the sequence of the last one.
 //!
 //! Rules
 //! 1. A trail is only a guess of what to bring in. A page in it that is not swapped is passed over.
-//! 2. What a fault asks for, and what of the trail it passed, is written down anew: so the book
+//! 2. What a fault asks for, and what of the trail it passed, is written down again: so the book
 //!    holds the way as it was gone last, also where it changes a little. What was not brought and
 //!    not asked for either is left out, and less is brought next time.
 //! 3. The pages brought for a fault end with one that is not: the next fault comes there, or the
 //!    program went another way. So a trail that is left costs what was brought for one fault, and
 //!    less each time; after [`MAX_MISSES`] faults elsewhere it is lost.
-//! 4. A book that was of no use from end to end is given back, and begun anew after some time,
+//! 4. A book that was of no use from end to end is given back, and started again after some time,
 //!    which doubles.
 //! 5. The book takes 12 bytes an entry, [`HISTORY_DIVISOR`] of the limit at most; what of a child's
 //!    lies in shared memory is charged to its parent.
@@ -263,7 +263,7 @@ impl TemporalPrefetcher {
         }
     }
 
-    /// In a fork: goes on with the parent's book for its children, if no other child writes it.
+    /// In a fork: continues with the parent's book for its children, if no other child writes it.
     pub(crate) fn inherit(&mut self, book: SharedMissHistory) {
         let own = getpid().0;
         let writer = &book.0.head().writer;
@@ -313,7 +313,7 @@ impl TemporalPrefetcher {
         }
     }
 
-    /// Finds a page on the trail, or a trail that goes on from there.
+    /// Finds a page on the trail, or a trail that continues from there.
     fn find(
         &mut self,
         book: &MissHistory,
@@ -333,7 +333,7 @@ impl TemporalPrefetcher {
             for k in 0..at.wrapping_sub(next) {
                 let Some(passed) = book.page_at(next.wrapping_add(k)) else { break };
                 if k >= brought && is_out(passed) {
-                    // The program went on without it.
+                    // The program continued without it.
                     is_straight = false;
                 } else {
                     book.write(passed);

@@ -4,7 +4,7 @@
 //! storing it one of compression. Where pages lie scattered, a move costs an interruption of every
 //! CPU that runs the process: so the *handler* takes those batches, on the CPU of the thread whose
 //! faults it answers, while the worker sleeps, and the worker stores them. Dense batches need few
-//! moves; the worker takes them itself. When room runs short whoever notices does both.
+//! moves; the worker takes them itself. When room runs short, the thread that notices does both.
 //!
 //! | who | takes | stores |
 //! |---|---|---|
@@ -335,7 +335,7 @@ impl Worker {
         step
     }
 
-    /// The life of a background worker, until the program is let go. Worker 0 looks after the
+    /// The life of a background worker, until the program is detached. Worker 0 looks after the
     /// accounts.
     pub fn run(&mut self, engine: &Engine, index: usize) {
         let mut keeper = (index == 0).then(Housekeeping::new);
@@ -490,7 +490,7 @@ fn look_again(engine: &Engine, looks: usize) -> bool {
 /// Makes pages of some chunks this process's own, so that they can be moved, and these chunks the
 /// next to go. No lock is held: a page that is gone meanwhile is a fault, which the handler
 /// answers. What the kernel does not do, and what a fork since the look (there had been so many
-/// `forks`) has shared anew, is not known to be its own.
+/// `forks`) has shared again, is not known to be its own.
 fn fault_for_writing(engine: &Engine, chunks: &[(ChunkNo, u16)], forks: u32) {
     for (chunk, pages) in chunks {
         let mut own = 0;
@@ -542,7 +542,10 @@ impl Housekeeping {
     /// lock: the handler may hold it.
     fn watch(&mut self, engine: &Engine) {
         let turns = engine.turns.load(Relaxed);
-        let is_unread = || matches!(poll_readable(&[engine.uffd().as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0);
+        let is_unread = || {
+            let polled = poll_readable(&[engine.uffd().as_fd()], Some(Duration::ZERO));
+            polled.is_ok_and(|ready| ready != 0)
+        };
         if !handler_cpu::may_starve() || !turns.is_multiple_of(2) && !is_unread() {
             self.still = None;
             return;

@@ -42,7 +42,7 @@ pub struct ForkControl {
     pub phase: AtomicU32,
     /// The forking thread.
     pub forker: AtomicU32,
-    /// It has seen that the handler stands still, and goes on: where it waits for a lock from now
+    /// It has seen that the handler stands still, and continues: where it waits for a lock from now
     /// on, that is not this one's.
     goes_on: AtomicBool,
     pub(crate) token: AtomicU64,
@@ -170,7 +170,8 @@ impl ForkControl {
             // is over.
             let end = unsafe { BorrowedFd::borrow_raw(number) };
             let conn = Conn::try_connect_abstract(&name[..len]).ok()?;
-            // The name is the handler's as long as it listens, and a stranger's perhaps after that.
+            // The name is the handler's as long as it listens, and perhaps another process's after
+            // that.
             let is_own = conn.peer().is_ok_and(|peer| peer.pid == getpid().0);
             (is_own && conn.send(&[END], &[end]).is_ok()).then_some(())
         };

@@ -1,4 +1,4 @@
-//! Bells: how any thread of the process gets the handler's ear.
+//! Requests from threads of the process to the handler.
 //!
 //! The handler sleeps in a read of the program's userfaultfd. Giving up a page of a registered area
 //! (`MADV_DONTNEED`) is an event there, and the caller waits until it is read: so an area of a few
@@ -11,14 +11,14 @@
 //! 1. The mailbox belongs to the thread whose id is in `busy`; one that is dead has lost it.
 //! 2. Its owner takes no signal meanwhile: a handler of the program's could ask for something
 //!    itself, or never come back.
-//! 3. When the program was let go nobody hears any more, and nobody waits.
+//! 3. When the program was detached nobody hears any more, and nobody waits.
 //! 4. A request has a number, and is done when that number was answered: what a dead thread has
 //!    left there cannot be taken for it.
 //!
-//! A thread under a filter of system calls may not be allowed to ring. It knocks at a *door*: a
-//! page of a second registered area, which it touches. The fault tells the handler, which fills the
-//! page when it has done what was asked, and empties it again before the door is used again.
-//! Nothing of that is a system call of the thread's.
+//! A thread under a filter of system calls may not be allowed to make one. It makes a *fault
+//! request* (door): a page of a second registered area, which it touches. The fault tells the
+//! handler, which fills the page when it has done what was asked, and empties it again before the
+//! door is used again. Nothing of that is a system call of the thread's.
 //!
 //! 5. A door is `FREE` only while its page is missing. The handler alone makes it so.
 //!
@@ -49,9 +49,9 @@ pub enum HandlerRequest {
     ForkPrepare = 1,
     /// The mailbox holds a hint.
     Hint = 2,
-    /// The fork is over for its parent: the thread goes on when the child serves itself.
+    /// The fork is over for its parent: the thread continues when the child serves itself.
     ForkDone = 3,
-    /// A mapping was moved or has grown: the thread goes on when the table knows.
+    /// A mapping was moved or has grown: the thread continues when the table knows.
     Fence = 4,
     /// Bring in what is swapped, while nobody faults.
     Preload = 5,
@@ -61,7 +61,7 @@ pub enum HandlerRequest {
     Door = 7,
 }
 
-/// What a thread wants that knocks.
+/// A request that is made by a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum FaultRequest {
@@ -69,7 +69,7 @@ pub enum FaultRequest {
     Fence = 0,
     /// As [`Hint::Release`].
     Release = 1,
-    /// As [`HandlerRequest::Detach`], answered when the program was let go.
+    /// As [`HandlerRequest::Detach`], answered when the program was detached.
     Detach = 2,
 }
 
@@ -164,7 +164,7 @@ pub struct HandlerRequests {
     fences: [Fence; FENCES],
     porch: Mapping,
     doors: [RequestPage; REQUEST_PAGES],
-    /// The program was let go.
+    /// The program was detached.
     closed: AtomicBool,
 }
 
@@ -175,9 +175,9 @@ impl HandlerRequests {
     /// When memory is refused.
     pub fn new() -> Result<HandlerRequests, EngineError> {
         let area = Mapping::reserve(MAX_REQUESTS * PAGE_SIZE)
-            .map_err(|e| EngineError::Memory("the bells' pages", e))?;
+            .map_err(|e| EngineError::Memory("the request pages", e))?;
         let porch = Mapping::reserve(REQUEST_PAGES * PAGE_SIZE)
-            .map_err(|e| EngineError::Memory("the doors' pages", e))?;
+            .map_err(|e| EngineError::Memory("the fault request pages", e))?;
         let door = || RequestPage {
             state: AtomicU32::new(FREE),
             knock: AtomicU32::new(0),
@@ -296,7 +296,7 @@ impl HandlerRequests {
                     });
                     if let Err(errno) = emptied.and_then(|()| uffd.register_missing(page)) {
                         crate::fatal(&format!(
-                            "a door does not close: {}",
+                            "a fault request page cannot be emptied: {}",
                             swaptide_sys::ErrnoName(errno)
                         ));
                     }
@@ -457,11 +457,11 @@ impl HandlerRequests {
         restore_signals(mask);
     }
 
-    /// Lets those go on who wait at a fence, after `known` has seen where each one's mapping
+    /// Lets those continue who wait at a fence, after `known` has seen where each one's mapping
     /// begins.
     ///
-    /// Whoever waits came there after its change was read: the kernel holds a thread until then. So
-    /// the caller, who has applied all that it has read, has applied that change.
+    /// A thread that waits came there after its change was read: the kernel holds a thread until
+    /// then. So the caller, who has applied all that it has read, has applied that change.
     ///
     /// # Errors
     /// What `known` answers: that thread and those after it still wait.
@@ -477,7 +477,7 @@ impl HandlerRequests {
         Ok(())
     }
 
-    /// Nobody will hear any more: whoever waits goes on.
+    /// Requests are no longer served: waiting threads continue.
     pub(crate) fn close(&self) {
         self.closed.store(true, Release);
         futex::wake(&self.answered, u32::MAX >> 1, futex::Scope::Private);

@@ -259,7 +259,9 @@ impl Adopter {
         // What follows a file's pages may be the zero-initialised data of a library: the look at
         // all mappings tells.
         let follows_file = vma.range.start.0 > 0
-            && matches!(maps.vma_at(VirtAddr(vma.range.start.0 - 1)), Ok(Some(before)) if before.vma().inode != 0);
+            && maps
+                .vma_at(VirtAddr(vma.range.start.0 - 1))
+                .is_ok_and(|before| before.is_some_and(|before| before.vma().inode != 0));
         let small = engine.small.are_managed() && is_small(&vma);
         if follows_file || !(eligible(&vma) || small) || (engine.start.excluded)(vma.range) {
             return Ok(());
@@ -384,8 +386,8 @@ impl Adopter {
         path.engine.mm.lock().regions.find(addr).is_some()
     }
 
-    /// Lists what of moved or grown mappings is armed and not listed yet, and lets the threads go on
-    /// that wait for that at a fence.
+    /// Lists what of moved or grown mappings is armed and not listed yet, and lets the threads go
+    /// on that wait for that at a fence.
     ///
     /// # Errors
     /// As for [`Adopter::adopt`]; a thread whose mapping is not listed yet still waits.

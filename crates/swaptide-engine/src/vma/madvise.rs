@@ -190,8 +190,8 @@ impl Preload {
     }
 
     /// Brings in some of what is swapped, in the order of addresses. It is over when all is there;
-    /// for now, when there is no room for more: nothing goes out for its sake. Remote pages are sent
-    /// for, many at a time, and land later: it is over when they have.
+    /// for now, when there is no room for more: nothing goes out for its sake. Remote pages are
+    /// sent for, many at a time, and land later: it is over when they have.
     pub(crate) fn step(&mut self, path: &mut FaultPath) {
         let engine = path.engine;
         for _ in 0..PRELOAD_GROUPS {
