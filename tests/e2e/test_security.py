@@ -5,6 +5,7 @@ docs/security.md names these cases. Each fails without the repair that it is for
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -137,6 +138,45 @@ def test_security_maps(case):
         raise Failure("there is no /usr/bin/su")
     hostile(case, "maps", "/usr/bin/su", status=137)
     hostile(case, "race", "/usr/bin/su", "60", last="OK race")
+
+
+def set_uid_program(case):
+    """A copy of the hostile program that is set-uid root, where everybody can execute it."""
+    program = case.directory / "program"
+    shutil.copy(case.binary("hostile"), program)
+    for place in (case.directory, case.suite.root, case.binary("hostile").parent):
+        place.chmod(0o755)
+    program.chmod(0o4755)
+    return program
+
+
+@pytest.mark.swaptide(budget=24, swaps=False, native=False)
+def test_security_follow(case):
+    """A program of nobody's in root's run asks that its fork be followed, and executes a set-uid
+    program instead, which forks: that one's child begins where it should. The same where root's
+    supervisor follows forks.
+    """
+    need_root()
+    program = set_uid_program(case)
+    argv = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    argv += [case.binary("hostile"), "follow", program]
+    for more in ({}, {"SWAPTIDE_TEST_FOLLOWED_FORKS": "1"}):
+        done = case.run(argv, env=environment(**more))
+        expected = "refused\nborn: user 65534, effective 0\nOK follow\n"
+        assert done.text() == expected, f"{more}: {done.text()!r}"
+
+
+@pytest.mark.unprivileged
+@pytest.mark.swaptide(budget=24, swaps=False, native=False)
+def test_security_follow_executed(case):
+    """The same in a run that follows forks: whoever executes a program is followed no more, and
+    that program has no rights of its own.
+    """
+    need_root()
+    program = set_uid_program(case)
+    done = case.run([case.binary("hostile"), "follow", program], env=environment())
+    expected = "followed\nborn: user 65534, effective 65534\nOK follow\n"
+    assert done.text() == expected, f"{done.text()!r}"
 
 
 @pytest.mark.swaptide(budget=32, allowance=8, forks=True, native=False)

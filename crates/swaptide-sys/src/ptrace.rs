@@ -11,6 +11,8 @@
 //!    a single instruction of its own.
 //! 2. The parent stands still, in its fork, from the child's birth until it is detached.
 //! 3. With [`seize`], both are killed if the tracer ends: neither continues alone half way.
+//! 4. A followed thread that executes a program stops before that runs, under the number of its
+//!    process.
 
 use linux_raw_sys::general as k;
 use linux_raw_sys::ptrace as p;
@@ -35,6 +37,8 @@ const SIGTRAP: u32 = 5;
 pub enum TraceeStop {
     /// It has forked, and stands still.
     Forked,
+    /// It has executed a program, of which nothing has run, and stands still.
+    Executed,
     /// It stands still because it was told to, or was born.
     Still,
     /// It is stopped with its process, as by `SIGSTOP`.
@@ -52,6 +56,7 @@ impl TraceeStop {
         match status >> 16 {
             _ if status & 0xff != 0x7f => TraceeStop::Gone,
             p::PTRACE_EVENT_FORK => TraceeStop::Forked,
+            p::PTRACE_EVENT_EXEC => TraceeStop::Executed,
             EVENT_STOP if signal == SIGTRAP => TraceeStop::Still,
             EVENT_STOP => TraceeStop::Stopped,
             _ => TraceeStop::Signal(signal),
@@ -63,17 +68,16 @@ impl TraceeStop {
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub struct Tracee(u32);
 
-/// Follows a thread, and what it forks. If the calling thread ends without letting them go, they
-/// are killed.
+/// Follows a thread, and what it forks, until it executes a program: then it stops, to be let go.
+/// If the calling thread ends without letting them go, they are killed.
 ///
 /// # Errors
 /// `EPERM` where that is not permitted, or somebody else follows it.
 pub fn seize(tid: u32) -> Result<Tracee, Errno> {
     let tracee = Tracee(tid);
+    let options = p::PTRACE_O_TRACEFORK | p::PTRACE_O_TRACEEXEC | p::PTRACE_O_EXITKILL;
     // SAFETY: the request changes nothing in memory, here or there.
-    unsafe {
-        tracee.call(p::PTRACE_SEIZE, 0, (p::PTRACE_O_TRACEFORK | p::PTRACE_O_EXITKILL) as usize)
-    }?;
+    unsafe { tracee.call(p::PTRACE_SEIZE, 0, options as usize) }?;
     Ok(tracee)
 }
 

@@ -17,6 +17,7 @@ unsafe extern "C" {
     fn read(fd: i32, to: *mut u8, count: usize) -> isize;
     fn write(fd: i32, from: *const u8, count: usize) -> isize;
     fn prctl(option: i32, value: u64) -> i32;
+    fn execv(path: *const u8, arguments: *const *const u8) -> i32;
 }
 
 const WALL: i32 = 0x4000_0000;
@@ -133,6 +134,37 @@ fn a_child_of_a_followed_thread_begins_where_it_is_told_while_its_parent_stands_
     );
     parent.release(0).expect("the parent goes on");
     assert_eq!(status_of(pid), 43 << 8, "the parent ends with its child's word");
+}
+
+/// Fact 4. The program runs as if nobody had followed it.
+#[test]
+fn a_followed_thread_that_executes_a_program_stops_before_that_runs() {
+    let (pid, go) = forking_child(
+        |grandchild| {
+            exit_of(grandchild);
+            let word = |text: &'static [u8]| text.as_ptr();
+            let arguments = [word(b"sh\0"), word(b"-c\0"), word(b"exit 45\0"), std::ptr::null()];
+            // SAFETY: all words end with a zero, and the list with a null.
+            unsafe { execv(word(b"/bin/sh\0"), arguments.as_ptr()) }
+        },
+        || 42,
+    );
+    let Some(parent) = follow(pid, go) else { return };
+    assert_eq!(change(parent), TraceeStop::Forked);
+    let child = parent.child().expect("its number");
+    assert_eq!(change(child), TraceeStop::Still);
+    child.release(0).expect("the child goes on");
+    parent.go_on(0).expect("the parent goes on");
+    let executed = loop {
+        match change(parent) {
+            // Of its child's end.
+            TraceeStop::Signal(signal) => parent.go_on(signal).expect("the parent goes on"),
+            other => break other,
+        }
+    };
+    assert_eq!(executed, TraceeStop::Executed);
+    parent.release(0).expect("the program begins");
+    assert_eq!(status_of(pid), 45 << 8);
 }
 
 /// A child that nothing is done to continues where fork(2) returns.

@@ -12,6 +12,8 @@
  *     ask SOCKET BYTE  asks at another run's socket, and says what it got
  *     fill MB          writes incompressible memory beyond its limit on the size of files
  *     lock MB SECONDS  locks memory and waits
+ *     follow PROGRAM   asks that its fork be followed, and executes a copy of this program instead, as `born`
+ *     born             forks, and sees whether its child begins where it should
  * The offsets in the segment are given by SEGMENT_* in the environment (see cases_security.py).
  */
 #include "common.h"
@@ -361,6 +363,58 @@ static int fill(size_t megabytes, int ignore) {
     return 0;
 }
 
+/* Where the child of `born` must not begin, at an address that everybody knows: code, and a stack
+ * behind it. */
+#define ELSEWHERE 0x200000000ul
+#define ELSEWHERE_STACK (ELSEWHERE + (1 << 16) - 256)
+
+static int follow(const char *program) {
+    setvbuf(stdout, NULL, _IONBF, 0);
+    drop_privileges();
+    unsigned char request[21] = {'F'};
+    uint32_t tid = gettid();
+    uint64_t places[2] = {ELSEWHERE, ELSEWHERE_STACK};
+    memcpy(request + 1, &tid, 4);
+    memcpy(request + 5, places, 16);
+    int s = connected();
+    if (s < 0 || send(s, request, sizeof request, MSG_NOSIGNAL) != sizeof request)
+        die("connect: %s", strerror(errno));
+    char reply[8];
+    puts(recv(s, reply, sizeof reply, 0) == 1 ? "followed" : "refused");
+    /* Who hangs up is let go. */
+    fcntl(s, F_SETFD, 0);
+    execl(program, program, "born", NULL);
+    return 2;
+}
+
+static void begun_elsewhere(void) {
+    static const char *const said[] = {"FAILED: a child began elsewhere, as root\n",
+                                       "FAILED: a child began elsewhere\n"};
+    const char *text = said[geteuid() != 0];
+    _exit(write(1, text, strlen(text)) < 0 ? 66 : 67);
+}
+
+static int born(void) {
+    setvbuf(stdout, NULL, _IONBF, 0);
+    unsigned char *at = mmap((void *)ELSEWHERE, 1 << 16, PROT_READ | PROT_WRITE | PROT_EXEC,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+    MUST(at == (void *)ELSEWHERE);
+    /* mov rax, begun_elsewhere; jmp rax. The stack is eight bytes off, as behind a call. */
+    uint64_t target = (uintptr_t)begun_elsewhere;
+    memcpy(at, "\x48\xb8", 2);
+    memcpy(at + 2, &target, 8);
+    memcpy(at + 10, "\xff\xe0", 2);
+    printf("born: user %d, effective %d\n", (int)getuid(), (int)geteuid());
+    pid_t child = fork();
+    MUST(child >= 0);
+    if (child == 0) _exit(0);
+    int status;
+    MUST(waitpid(child, &status, 0) == child);
+    if (status) die("the child ended with %x", status);
+    puts("OK follow");
+    return 0;
+}
+
 int main(int count, char **words) {
     if (count < 2) return 2;
     setvbuf(stdout, NULL, _IOLBF, 0);
@@ -385,11 +439,13 @@ int main(int count, char **words) {
         puts("OK lock");
         return 0;
     }
+    if (!strcmp(mode, "born")) return born();
     if (!socket_name) die("not under swaptide");
     if (!strcmp(mode, "deputy")) return deputy(atoi(first));
     if (!strcmp(mode, "mirror")) return mirror();
     if (!strcmp(mode, "truncate")) return cut();
     if (!strcmp(mode, "maps")) return maps(first);
+    if (!strcmp(mode, "follow")) return follow(first);
     if (!strcmp(mode, "race")) return race(first, atoi(second));
     if (!strcmp(mode, "requests")) return requests(atoi(first), atoi(second));
     if (!strcmp(mode, "scribble")) return scribble(atof(first), atoi(second));

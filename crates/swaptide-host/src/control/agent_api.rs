@@ -120,14 +120,8 @@ impl AgentServer {
                 // So is one that hung up or asks for nothing that there is.
                 Ok(_) => {
                     let pid = waiting.peer.pid;
-                    let request = self.answer(
-                        waiting.client,
-                        &waiting.peer,
-                        segment,
-                        areas,
-                        shared,
-                        followed,
-                    );
+                    let request =
+                        self.answer(waiting.client, waiting.peer, segment, areas, shared, followed);
                     if request == Some(Request::Segment) {
                         joined.push(pid);
                     }
@@ -148,7 +142,7 @@ impl AgentServer {
     fn answer(
         &self,
         client: Conn,
-        peer: &Peer,
+        peer: Peer,
         segment: &OwnedFd,
         areas: &Arc<dyn Open>,
         shared: Option<&Shared>,
@@ -178,7 +172,7 @@ impl AgentServer {
             return None;
         }
         if request == Request::Fork {
-            followed.begin(client, pid, &message[1..length])?;
+            followed.begin(client, peer, sender?, &message[1..length])?;
             return Some(request);
         }
         if request == Request::Hold {

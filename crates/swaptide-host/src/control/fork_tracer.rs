@@ -5,7 +5,8 @@
 //! zeros where its parent is swapped. A thread that is about to fork asks to be followed
 //! ([`swaptide_ipc::Request::Fork`]). Its child stands still at its birth, and is made to begin at
 //! a function of the agent's, which arms the child's memory before anything else runs there. That
-//! needs no privilege, for all of the tree are descendants of the supervisor's.
+//! needs no privilege, for all of the tree are descendants of the supervisor's. So none is used: a
+//! supervisor that may trace any process would otherwise lend that right to its programs.
 //!
 //! Owns: the forks under way. All of it happens in the supervisor's first thread, which is the
 //! parent of the program and of orphans: if another thread of the process followed them, that
@@ -18,23 +19,35 @@
 //! | `PendingChild` | the child says that its memory is armed, or is gone |
 //! | `Leaving` | the thread, which has not forked, stands still and can be detached |
 //!
+//! A thread that executes a program is detached at that moment, at any stage.
+//!
 //! Invariants
 //! 1. A child that cannot be made to begin there is killed before it runs.
 //! 2. The forking thread stands still until its child's memory is armed, or the child is gone.
 //! 3. If the supervisor is killed meanwhile, both are: neither continues with zeros.
 //! 4. A child that has not armed its memory after [`REGISTER_TIMEOUT`] is killed, and its parent
 //!    continues. Time in which it is stopped does not count, nor time in which nobody looked.
+//! 5. No thread is traced in a run whose supervisor did not decide to follow forks before its
+//!    program began ([`TracedForks::new`]). A word of the shared segment does not count.
+//! 6. A thread is traced only if this user may trace it without `CAP_SYS_PTRACE`: the capability is
+//!    not effective at that moment, so the kernel decides. For the same reason the kernel gives no
+//!    rights to a set-uid program that a traced thread executes.
+//! 7. A child is changed only while its parent is the process that asked, with the same user ids
+//!    and a program without rights of its own ([`Peer::is_unchanged`]).
 //!
 //! Locks: none.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use rustix::thread::CapabilitySet;
 use swaptide_ipc::Request;
 use swaptide_sys::Errno;
 use swaptide_sys::process::{pidfd_open, pidfd_send_signal, proc_info};
 use swaptide_sys::ptrace::{Tracee, TraceeStop, seize};
-use swaptide_sys::sock::{Conn, poll_readable};
+use swaptide_sys::sock::{Conn, Sender, poll_readable};
+
+use crate::control::peer::{Peer, without};
 
 /// Forks that can be waited for at a time; of more, the others are looked at whenever something
 /// happens.
@@ -81,7 +94,8 @@ enum Stage {
 }
 
 struct Fork {
-    pid: u32,
+    peer: Peer,
+    sender: Sender,
     parent: Tracee,
     client: Conn,
     entry: u64,
@@ -89,9 +103,17 @@ struct Fork {
     stage: Stage,
 }
 
+impl Fork {
+    /// Whether it is still what asked to be followed.
+    fn is_unchanged(&self) -> bool {
+        self.peer.is_unchanged(self.parent.tid(), self.sender)
+    }
+}
+
 /// The forks under way.
 #[derive(Default)]
 pub struct TracedForks {
+    are_followed: bool,
     forks: Vec<Fork>,
     /// Children whose parent's fork was not reported yet.
     born: Vec<u32>,
@@ -123,21 +145,34 @@ fn has_word(fd: BorrowedFd<'_>) -> bool {
 }
 
 impl TracedForks {
+    /// None yet. `are_followed`: the kernel reports no forks to engines here (`doctor::forks`), as
+    /// the supervisor found before the run.
+    pub fn new(are_followed: bool) -> TracedForks {
+        TracedForks { are_followed, ..TracedForks::default() }
+    }
+
     /// Serves a request to be followed, of a process; `body` is what came with it. `None`: it is
     /// hung up on.
-    pub fn begin(&mut self, client: Conn, pid: u32, body: &[u8]) -> Option<()> {
+    pub fn begin(&mut self, client: Conn, peer: Peer, sender: Sender, body: &[u8]) -> Option<()> {
+        if !self.are_followed {
+            return None;
+        }
         let word = |at: usize| Some(u64::from_le_bytes(body.get(at..at + 8)?.try_into().ok()?));
         let tid = u32::from_le_bytes(body.get(..4)?.try_into().ok()?);
         let (entry, frame) = (word(4)?, word(12)?);
         // Of its own threads a process may ask that, and of no others.
-        std::fs::metadata(format!("/proc/{pid}/task/{tid}")).ok()?;
-        if self.forks.iter().filter(|fork| fork.pid == pid).count() >= MAX_FORKS_PER_PROCESS {
+        if !peer.is_unchanged(tid, sender) {
             return None;
         }
-        let parent = seize(tid).ok()?;
-        // The wait reports one that has gone.
+        let of_one = self.forks.iter().filter(|fork| fork.peer.pid == peer.pid).count();
+        if of_one >= MAX_FORKS_PER_PROCESS {
+            return None;
+        }
+        let parent = without(CapabilitySet::SYS_PTRACE, || seize(tid))?.ok()?;
+        // The wait reports one that has gone. What it has become meanwhile is checked when it
+        // forks.
         let _ = client.send(&[Request::Fork as u8], &[]);
-        self.forks.push(Fork { pid, parent, client, entry, frame, stage: Stage::Ahead });
+        self.forks.push(Fork { peer, sender, parent, client, entry, frame, stage: Stage::Ahead });
         Some(())
     }
 
@@ -201,6 +236,9 @@ impl TracedForks {
 
     /// A wait has told of a thread that is followed, or was born of one.
     pub fn changed(&mut self, tid: u32, change: TraceeStop) {
+        if change == TraceeStop::Executed {
+            return self.executed(tid);
+        }
         let Some(at) = self.forks.iter().position(|fork| fork.parent.tid() == tid) else {
             return self.child_changed(tid, change);
         };
@@ -209,7 +247,8 @@ impl TracedForks {
         // What fails here is that the thread is gone, which the wait tells of as well.
         let _ = match (change, &fork.stage) {
             (TraceeStop::Gone, _) => {
-                self.forks.swap_remove(at);
+                let fork = self.forks.swap_remove(at);
+                self.end_births(Some(&fork));
                 Ok(())
             }
             (TraceeStop::Forked, _) => match parent.child() {
@@ -229,8 +268,38 @@ impl TracedForks {
             }
             (TraceeStop::Signal(signal), _) => parent.go_on(signal),
             (TraceeStop::Stopped, _) => parent.stay(),
-            (TraceeStop::Still, _) => parent.go_on(0),
+            (TraceeStop::Still | TraceeStop::Executed, _) => parent.go_on(0),
         };
+    }
+
+    /// A process has executed a program: of its threads only the one that did so is left, and that
+    /// has the number of the process.
+    fn executed(&mut self, pid: u32) {
+        let (over, forks): (Vec<Fork>, Vec<Fork>) =
+            std::mem::take(&mut self.forks).into_iter().partition(|fork| fork.peer.pid == pid);
+        self.forks = forks;
+        over.iter().for_each(|fork| self.end_births(Some(fork)));
+        // The wait reports one that has gone.
+        let _ = Tracee::of(pid).release(0);
+    }
+
+    /// Kills children whose parent thread is gone, and the child of a `fork` that is over: nothing
+    /// would ever detach them.
+    fn end_births(&mut self, fork: Option<&Fork>) {
+        if let Some(Fork { stage: Stage::Birth(child), .. }) = fork {
+            crate::signals::send(child.tid(), libc::SIGKILL);
+        }
+        let forks = &self.forks;
+        self.born.retain(|born| {
+            let Some(child) = proc_info(*born) else { return false };
+            let is_awaited = forks.iter().any(|fork| {
+                fork.peer.pid == child.ppid && matches!(fork.stage, Stage::Ahead | Stage::Leaving)
+            });
+            if !is_awaited {
+                crate::signals::send(*born, libc::SIGKILL);
+            }
+            is_awaited
+        });
     }
 
     fn child_changed(&mut self, tid: u32, change: TraceeStop) {
@@ -240,7 +309,10 @@ impl TracedForks {
             match change {
                 // Killed before its parent's fork was told of.
                 TraceeStop::Gone => self.born.retain(|born| *born != tid),
-                _ => self.born.push(tid),
+                _ => {
+                    self.born.push(tid);
+                    self.end_births(None);
+                }
             }
             return;
         };
@@ -248,6 +320,10 @@ impl TracedForks {
         let child = Tracee::of(tid);
         let life = match change {
             TraceeStop::Gone => None,
+            _ if !fork.is_unchanged() => {
+                crate::signals::send(tid, libc::SIGKILL);
+                None
+            }
             _ => begin(child, fork.entry, fork.frame)
                 .inspect_err(|_| crate::signals::send(tid, libc::SIGKILL))
                 .ok(),
@@ -278,26 +354,77 @@ fn begin(child: Tracee, entry: u64, frame: u64) -> Result<OwnedFd, Errno> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use swaptide_sys::sock::Listener;
+
+    /// This process as a client, and what it asks: to follow thread `tid`.
+    fn request(tid: u32) -> (Conn, Peer, Sender, [u8; 20]) {
+        let (listener, name) = Listener::bind_autogenerated().expect("a socket");
+        let client = Conn::connect_abstract(name.as_bytes()).expect("connect");
+        let (server, _) = listener.accept().expect("accept");
+        let pid = std::process::id();
+        let peer = Peer::of(&server, pid).expect("this process");
+        let mut body = [0; 20];
+        body[..4].copy_from_slice(&tid.to_le_bytes());
+        (client, peer, Sender { pid, uid: rustix::process::getuid().as_raw() }, body)
+    }
 
     #[test]
     fn nobody_has_another_ones_threads_followed() {
-        let mut followed = TracedForks::default();
-        let mut body = [0; 20];
-        body[..4].copy_from_slice(&1u32.to_le_bytes());
-        for body in [&body[..], &body[..19], &[]] {
-            let (client, _other) = Conn::pair().expect("a pair");
-            assert!(followed.begin(client, std::process::id(), body).is_none());
+        let mut followed = TracedForks::new(true);
+        for length in [20, 19, 0] {
+            let (client, peer, sender, body) = request(1);
+            assert!(followed.begin(client, peer, sender, &body[..length]).is_none());
         }
         assert!(followed.awaited().next().is_none() && !followed.has(1));
     }
 
+    /// A thread that could be followed, in a run that follows none.
     #[test]
-    fn a_birth_that_is_told_of_first_is_remembered_and_a_death_forgotten() {
-        let mut followed = TracedForks::default();
-        followed.changed(4_000_000, TraceeStop::Still);
-        assert_eq!(followed.born, [4_000_000]);
-        followed.changed(4_000_000, TraceeStop::Gone);
-        assert!(followed.born.is_empty());
+    fn nobody_is_followed_unless_the_supervisor_decided_so() {
+        let (told, tid) = std::sync::mpsc::channel();
+        let (_alive, ends) = std::sync::mpsc::channel::<()>();
+        std::thread::spawn(move || {
+            told.send(rustix::thread::gettid().as_raw_nonzero().get() as u32).expect("told");
+            ends.recv()
+        });
+        let (client, peer, sender, body) = request(tid.recv().expect("a thread"));
+        let mut followed = TracedForks::new(false);
+        assert!(followed.begin(client, peer, sender, &body).is_none());
+        assert!(followed.awaited().next().is_none());
+    }
+
+    #[test]
+    fn a_birth_that_is_told_of_first_waits_for_its_parents_fork_and_no_longer() {
+        use std::os::unix::process::ExitStatusExt;
+        // A number that no thread has, for none of this process is to be touched.
+        let parent = Tracee::of(4_100_000);
+        let (client, peer, sender, _) = request(parent.tid());
+        let mut followed = TracedForks::new(true);
+        let ahead = |followed: &mut TracedForks, client, peer| {
+            let (stage, entry, frame) = (Stage::Ahead, 0, 0);
+            followed.forks.push(Fork { peer, sender, parent, client, entry, frame, stage });
+        };
+        ahead(&mut followed, client, peer);
+        let start = || std::process::Command::new("sleep").arg("600").spawn().expect("sleep");
+        let is_killed = |mut child: std::process::Child| {
+            child.wait().expect("wait").signal() == Some(libc::SIGKILL)
+        };
+        let child = start();
+        followed.changed(child.id(), TraceeStop::Still);
+        assert_eq!(followed.born, [child.id()]);
+        // A stopped child that is awaited by nothing would stay so.
+        followed.changed(parent.tid(), TraceeStop::Gone);
+        assert!(followed.born.is_empty() && is_killed(child));
+        let child = start();
+        followed.changed(child.id(), TraceeStop::Still);
+        assert!(followed.born.is_empty() && is_killed(child), "its parent is gone before");
+        let (client, peer, ..) = request(parent.tid());
+        ahead(&mut followed, client, peer);
+        let child = start();
+        followed.forks[0].stage = Stage::Birth(Tracee::of(child.id()));
+        // The process of all of them has executed a program.
+        followed.changed(std::process::id(), TraceeStop::Executed);
+        assert!(followed.forks.is_empty() && is_killed(child));
     }
 
     /// In a process of its own: other tests have children, too.

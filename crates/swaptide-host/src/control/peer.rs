@@ -2,7 +2,7 @@
 //!
 //! Owns the identity of one client: its number, its user, and a descriptor or a start time that
 //! tells whether the number still means the process that connected. All services of the socket that
-//! open something of a process go through here.
+//! concern one process (its files, its forks) go through here.
 //!
 //! A number alone is not enough: a process can connect, give the connection to a child and execute
 //! a set-uid program, and then its number means that program. So:
@@ -11,11 +11,12 @@
 //! 1. A peer descends from the supervisor. One in a pid namespace that is not below the
 //!    supervisor's has number 0, and is refused; so is one that merely has the same user.
 //! 2. A request comes from the process that connected, by the credentials of its packet.
-//! 3. A file of a process is handed out only if, after it was opened, the process is the one that
-//!    connected, all of its user ids are ids that the sender had (or the sender is of the
+//! 3. What is done for a process is done for the one that asked ([`Peer::is_unchanged`]): it is the
+//!    one that connected, all of its user ids are ids that the sender had (or the sender is of the
 //!    supervisor's user), and it does not execute a set-uid, set-gid or file-capability program
-//!    (`AT_SECURE`). The file is of the memory that the process had when it was opened, so a later
-//!    exec shows nothing.
+//!    (`AT_SECURE`). That is looked at after a file was opened: the file is of the memory that the
+//!    process had then, so a later exec shows nothing. A fork is followed only as long as it holds
+//!    (see [`fork_tracer`](crate::control::fork_tracer)).
 //!
 //! Locks: none.
 
@@ -74,20 +75,41 @@ impl Peer {
     /// A file of its directory in /proc, opened with the supervisor's rights (invariant 3).
     pub fn open(&self, name: &str, sender: Sender) -> Option<OwnedFd> {
         let pid = self.pid;
-        let file = without_physical_numbers(|| File::open(format!("/proc/{pid}/{name}")).ok())?;
-        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-        let mut uids =
-            status.lines().find_map(|line| line.strip_prefix("Uid:"))?.split_ascii_whitespace();
+        // Who opens a page map decides whether it shows physical page numbers, which are not for
+        // everybody.
+        let open = || File::open(format!("/proc/{pid}/{name}")).ok();
+        let file = without(CapabilitySet::SYS_ADMIN, open)??;
+        // What everybody may read is told of everybody.
+        let ordinary = name == "statm" || self.is_ordinary(pid);
+        (ordinary && self.is_same(pid, sender)).then(|| file.into())
+    }
+
+    /// Whether the process is still what `sender` asked for (invariant 3); `tid` is the thread of
+    /// it that this is about.
+    pub fn is_unchanged(&self, tid: u32, sender: Sender) -> bool {
+        self.is_ordinary(tid) && self.is_same(tid, sender)
+    }
+
+    /// Whether the program of its thread `tid` has no rights but those of who executed it. False
+    /// where that cannot be read.
+    fn is_ordinary(&self, tid: u32) -> bool {
+        let auxv = std::fs::read(format!("/proc/{}/task/{tid}/auxv", self.pid));
+        auxv.is_ok_and(|auxv| !is_secure(&auxv))
+    }
+
+    fn is_same(&self, tid: u32, sender: Sender) -> bool {
+        let pid = self.pid;
+        // A thread of another process is not there.
+        let status = std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/status"));
+        let status = status.unwrap_or_default();
+        let uids = status.lines().find_map(|line| line.strip_prefix("Uid:"));
         // A thread that keeps the supervisor's user while its process has dropped it (as an
         // engine's does) has all rights itself.
         let as_supervisor = self.is_of(rustix::process::geteuid().as_raw(), Some(sender));
-        let same_user = as_supervisor
-            || uids.all(|uid| uid.parse() == Ok(self.uid) || uid.parse() == Ok(sender.uid));
-        // What everybody may read is told of everybody.
-        let ordinary = name == "statm"
-            || std::fs::read(format!("/proc/{pid}/auxv")).is_ok_and(|auxv| !is_secure(&auxv));
-        let same_process = start_time(pid) == Some(self.start) && self.lives();
-        (same_user && ordinary && same_process).then(|| file.into())
+        let is_known = |uid: &str| uid.parse() == Ok(self.uid) || uid.parse() == Ok(sender.uid);
+        let same_user =
+            uids.is_some_and(|uids| as_supervisor || uids.split_ascii_whitespace().all(is_known));
+        same_user && start_time(pid) == Some(self.start) && self.lives()
     }
 }
 
@@ -99,22 +121,19 @@ fn is_secure(auxv: &[u8]) -> bool {
     pairs.find(|(key, _)| *key == AT_SECURE).is_none_or(|(_, value)| value != 0)
 }
 
-/// The process that opens a page map decides whether it shows physical page numbers, which are not
-/// for everybody.
-fn without_physical_numbers<T>(open: impl FnOnce() -> T) -> T {
-    let before = capabilities(None);
-    if let Ok(sets) = before {
-        // Refused, it has not the capability in the first place.
-        let _ = set_capabilities(
-            None,
-            CapabilitySets { effective: sets.effective - CapabilitySet::SYS_ADMIN, ..sets },
-        );
+/// Runs `act` without a capability that this thread may have: the kernel decides as it would for a
+/// thread without it. `None`, and nothing is done, where the capability cannot be dropped.
+pub(super) fn without<T>(capability: CapabilitySet, act: impl FnOnce() -> T) -> Option<T> {
+    let sets = capabilities(None).ok()?;
+    if !sets.effective.intersects(capability) {
+        return Some(act());
     }
-    let opened = open();
-    if let Ok(sets) = before {
-        let _ = set_capabilities(None, sets);
-    }
-    opened
+    let less = CapabilitySets { effective: sets.effective - capability, ..sets };
+    set_capabilities(None, less).ok()?;
+    let done = act();
+    // What is permitted may always be made effective.
+    let _ = set_capabilities(None, sets);
+    Some(done)
 }
 
 #[cfg(test)]
@@ -157,6 +176,16 @@ mod tests {
             peer.open("maps", other).is_none(),
             "the process has rights that the sender has not"
         );
+    }
+
+    #[test]
+    fn a_process_is_what_asked_for_its_own_threads_alone() {
+        let (mut peer, me, _client) = peer();
+        let tid = rustix::thread::gettid().as_raw_nonzero().get() as u32;
+        assert!(peer.is_unchanged(tid, me) && peer.is_unchanged(me.pid, me));
+        assert!(!peer.is_unchanged(1, me), "a thread of another process");
+        peer.start += 1;
+        assert!(!peer.is_unchanged(tid, me), "the number has passed to another process");
     }
 
     #[test]

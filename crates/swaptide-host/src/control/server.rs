@@ -140,6 +140,9 @@ pub struct Joined {
     #[serde(default)]
     pub userfaultfd: Users,
 }
+    /// Its supervisor follows forks: the kernel does not report them to the daemon's engines.
+    #[serde(default)]
+    pub follows_forks: bool,
 
 /// What the answers to questions are.
 #[derive(Serialize, Deserialize)]

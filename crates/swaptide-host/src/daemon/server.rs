@@ -80,6 +80,7 @@ struct Shared {
     ram: u64,
     pool_cap: u64,
     codec: u32,
+    follows_forks: bool,
     budget: u64,
     /// Of the configuration file that counts.
     digest: AtomicU64,
@@ -119,12 +120,16 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
     crate::daemon::segment::keep(&segment_fd);
     let areas = Arc::new(Areas::new(segment));
     let mut groups = Groups::new(segment, budget);
-    let (pool_cap, codec) = match &state {
+    let (pool_cap, codec, follows_forks) = match &state {
         Some(state) => {
             state.restore(&areas, &mut groups, segment);
-            (state.pool_cap, state.codec)
+            (state.pool_cap, state.codec, state.follows_forks)
         }
-        None => set_up(&file, budget, segment, &areas)?,
+        None => {
+            let (pool_cap, codec) = set_up(&file, budget, segment, &areas)?;
+            // No program has the segment yet.
+            (pool_cap, codec, segment.header.followed_forks.load(Relaxed) != 0)
+        }
     };
     // What was set since the file was read last stays, unless the file is another one now.
     if state.as_ref().is_none_or(|state| state.config != file.digest) {
@@ -150,6 +155,7 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
         ram,
         pool_cap,
         codec,
+        follows_forks,
         budget,
         digest: AtomicU64::new(file.digest),
         swap: Mutex::new(
@@ -380,6 +386,7 @@ impl Shared {
                 budget,
                 pool_cap: self.pool_cap,
                 codec: self.codec,
+                follows_forks: self.follows_forks,
                 group: path.to_string(),
                 userfaultfd,
             },
@@ -496,6 +503,7 @@ impl Shared {
         let areas = crate::daemon::state::areas(&self.areas, segment);
         let snapshot =
             controller::ask(&self.keeper, move |keeper| State::of(keeper, pool_cap, codec));
+            state.follows_forks = self.follows_forks;
         if let Some(mut state) = snapshot {
             state.areas = areas;
             state.segment = SegmentId::of(&self.segment_fd).ok();

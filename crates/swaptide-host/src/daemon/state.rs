@@ -50,6 +50,10 @@ pub struct State {
     /// Number of the choice of codecs.
     pub codec: u32,
     /// The swap areas.
+    /// The kernel does not report forks to engines. Not read from the segment, where a program
+    /// could have written it.
+    #[serde(default)]
+    pub follows_forks: bool,
     pub areas: Vec<SavedArea>,
     /// The devices that the configuration file listed.
     #[serde(default)]
@@ -388,6 +392,7 @@ impl State {
             pool_cap,
             codec,
             areas: Vec::new(),
+            follows_forks: false,
             swap: Vec::new(),
             tiers: tiers.spec(),
             groups: kept.collect(),

@@ -181,6 +181,9 @@ struct Prepared {
     strict: bool,
     users: Users,
     shared: bool,
+    /// This run follows forks, for the kernel does not report them. Decided before the program
+    /// begins; what the segment says later does not count.
+    follows_forks: bool,
     started: Instant,
     inherited_fds: Vec<RawFd>,
 }
@@ -260,11 +263,14 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         config.no_daemon || std::env::var_os(ENV_NO_DAEMON).is_some_and(|set| !set.is_empty());
     let joined = if alone { None } else { look_for_daemon(config, ram.map(|_| budget), &program)? };
     let mut users = config.userfaultfd.or(file.userfaultfd).unwrap_or_default();
+    let mut follows_forks = forks == Forks::Followed;
     let (segment, segment_fd, place, frame) = match joined {
         Some((joined, segment_fd, join)) => {
             if joined.userfaultfd == Users::SameUser {
                 users = Users::SameUser;
             }
+            // As its engines do, which go by the daemon's segment.
+            follows_forks = joined.follows_forks;
             let system = |error| RunError::System("the daemon's segment", error);
             let map = SharedMap::map(segment_fd.as_fd(), Segment::BYTES)
                 .map_err(|errno| system(errno.into()))?;
@@ -314,6 +320,7 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         strict: config.strict,
         users,
         shared: config.shared,
+        follows_forks,
         started,
         inherited_fds,
     })
@@ -715,6 +722,7 @@ impl Supervisor {
         };
         release_streams(&prepared.inherited_fds, &[0, 1, 2]);
         let kept = prepared.keep(front);
+        let followed = TracedForks::new(prepared.follows_forks);
         let back = Supervisor {
             prepared,
             front,
@@ -722,7 +730,7 @@ impl Supervisor {
             channel: Some(channel),
             signals,
             counter,
-            followed: TracedForks::default(),
+            followed,
             shared: kept.shared,
             keeper: kept.keeper,
             program: Some(program),
