@@ -8,12 +8,16 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
+import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+import unprivileged
 from ctl import CONFIG, PRESSURE, Daemon, ask, ended, until, wait_for_line
 from harness import HERE, MIB, Failure
 from processes import descendants, open_files
@@ -177,6 +181,109 @@ def test_security_follow_executed(case):
     done = case.run([case.binary("hostile"), "follow", program], env=environment())
     expected = "followed\nborn: user 65534, effective 65534\nOK follow\n"
     assert done.text() == expected, f"{done.text()!r}"
+
+
+class FalseDaemon:
+    """Answers as a daemon does, at a socket in a directory that is given to `owner`; notes what it
+    is asked. The kernel says of the socket that `listener` listens there."""
+
+    def __init__(self, directory, owner, listener, descriptor=None):
+        self.asked = []
+        self.descriptor = descriptor
+        directory.mkdir(mode=0o700, exist_ok=True)
+        path = directory / "daemon.sock"
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.bind(str(path))
+        path.chmod(0o777)
+        child = os.fork()
+        if child == 0:
+            os.setresuid(listener, listener, listener)
+            self.socket.listen()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        os.chown(directory, owner, owner)
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def serve(self):
+        while True:
+            try:
+                client, _ = self.socket.accept()
+            except OSError:
+                return
+            with client:
+                client.settimeout(5)
+                line = client.recv(8192)
+                if line:
+                    self.asked.append(line)
+                if self.descriptor is not None and b"look" in line:
+                    joined = {"budget": 1 << 30, "pool_cap": 1 << 28, "codec": 0, "group": "/"}
+                    answer = json.dumps({"joined": joined}).encode() + b"\n"
+                    socket.send_fds(client, [answer], [self.descriptor])
+
+    def close(self):
+        self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+        self.thread.join()
+
+
+@pytest.mark.swaptide(budget=24, swaps=False, native=False)
+def test_security_false_daemon(case):
+    """Somebody else has made the directory in which a daemon would be, or listens there, or hands
+    out a segment that can be cut: nothing is told to it, and the run says why it does not begin.
+    """
+    need_root()
+    other = 65533
+    mine = os.geteuid()
+    size = 4 << 20
+    file = os.memfd_create("segment", os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, size)
+    for name, owner, listener, descriptor, said in (
+        ("made", other, other, None, "another user's directory"),
+        ("listens", mine, other, None, "user 65533 answers there"),
+        ("segment", mine, mine, file, "could be cut"),
+    ):
+        directory = case.directory / name
+        daemon = FalseDaemon(directory, owner, listener, descriptor)
+        env = environment(SWAPTIDE_DIRECTORY=str(directory))
+        words = [case.swaptide, "run", "--ram", "24M", "--", "echo", "begun"]
+        done = subprocess.run(
+            words, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
+        daemon.close()
+        assert done.returncode == 2 and done.stdout == "" and said in done.stderr, f"{name}: {done}"
+        assert len(done.stderr.splitlines()) == 1 and "--no-daemon" in done.stderr, f"{done}"
+        assert descriptor is not None or daemon.asked == [], f"{name} was told {daemon.asked}"
+    os.close(file)
+    # An ordinary user without a directory of its own: one beside other temporary files is.
+    shared = case.directory / "tmp"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    case.directory.chmod(0o755)
+    case.suite.root.chmod(0o755)
+    directory = shared / f"swaptide-{unprivileged.NOBODY}"
+    daemon = FalseDaemon(directory, other, other)
+    directory.chmod(0o711)
+    env = environment(TMPDIR=str(shared))
+    for name in ("XDG_RUNTIME_DIR", "SWAPTIDE_DIRECTORY", "SWAPTIDE_NO_DAEMON"):
+        env.pop(name, None)
+    swaptide = unprivileged.copy_of(case.swaptide, case.directory)
+    for number, words in enumerate((["run", "--", "echo", "begun"], ["ctl", "list"], ["top"])):
+        scratch = case.directory / f"device{number}"
+        scratch.mkdir()
+        done = subprocess.run(
+            [swaptide, *words],
+            env=env,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=partial(unprivileged.become_nobody, scratch),
+        )
+        assert done.returncode == 2 and done.stdout == "", f"{words}: {done}"
+        assert "another user's directory" in done.stderr, f"{words}: {done}"
+    daemon.close()
+    assert daemon.asked == [], f"a user's directory that is another's: it was told {daemon.asked}"
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o711 and (directory / "daemon.sock").exists()
 
 
 @pytest.mark.swaptide(budget=32, allowance=8, forks=True, native=False)

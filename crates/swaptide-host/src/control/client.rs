@@ -1,17 +1,18 @@
 //! Clients of a run or the daemon.
 //!
-//! Owns: which of them is asked about a process, and how long an answer is waited for.
+//! Owns: which of them is asked about a process, and how long an answer is waited for. Which
+//! sockets are trusted, [`trust`] says.
 //!
 //! Locks: none.
 
 use std::io::{self, BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
 use crate::cgroup::tree::GroupView;
 use crate::control::server::{
     Answer, ControlError, Question, REQUEST_TIMEOUT, TiersView, daemon_path, directory, path_of,
 };
+use crate::control::trust::{self, Purpose};
 use crate::report::totals::View;
 use crate::swap::areas::AreaView;
 use crate::swap::spec;
@@ -23,7 +24,8 @@ use crate::swap::spec;
 /// [`ControlError::Directory`].
 pub fn runs() -> Result<Vec<u32>, ControlError> {
     let directory = directory();
-    let entries = match std::fs::read_dir(&directory) {
+    let found = trust::look(&directory, Purpose::Ask);
+    let entries = match found.and_then(|_| std::fs::read_dir(&directory)) {
         Ok(entries) => entries,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(ControlError::Directory(directory, error)),
@@ -34,9 +36,12 @@ pub fn runs() -> Result<Vec<u32>, ControlError> {
         let (Some(pid), true) = (pid, path.extension().is_some_and(|end| end == "sock")) else {
             continue;
         };
-        match UnixStream::connect(&path) {
+        match trust::connect(&path, Purpose::Ask) {
             Ok(_) => runs.push(pid),
-            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            Err(error)
+                if error.kind() == io::ErrorKind::ConnectionRefused
+                    && trust::is_own(&directory) =>
+            {
                 drop(std::fs::remove_file(&path))
             }
             Err(_) => {}
@@ -105,7 +110,7 @@ impl Target {
 
 /// Whether a daemon answers there.
 pub fn daemon_is_there() -> bool {
-    UnixStream::connect(daemon_path()).is_ok()
+    trust::connect(&daemon_path(), Purpose::Ask).is_ok()
 }
 
 /// The runs that the daemon keeps, by the processes that the users started.
@@ -326,7 +331,7 @@ fn ask(
     mut progress: impl FnMut(u64),
 ) -> Result<Answer, ControlError> {
     let failed = |error: io::Error| target.failed(error.to_string());
-    let stream = UnixStream::connect(target.path()).map_err(failed)?;
+    let stream = trust::connect(&target.path(), Purpose::Ask).map_err(failed)?;
     // What is taken away may not get any less for a while.
     let patience = match question {
         Question::Swapoff(_)

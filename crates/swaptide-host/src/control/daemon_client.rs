@@ -2,9 +2,9 @@
 //! own, so that a daemon that is started again is found like the one before.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -12,6 +12,7 @@ use swaptide_ipc::{AreaId, Segment, Transport};
 use swaptide_sys::sock::{Conn, poll_readable};
 
 use crate::control::server::{Answer, Join, Joined, Question, REQUEST_TIMEOUT, daemon_path};
+use crate::control::trust::{self, Purpose};
 use crate::report::totals::Totals;
 use crate::swap::areas::Open;
 
@@ -22,7 +23,7 @@ const MAX_ANSWER_BYTES: usize = 1 << 20;
 
 /// Asks the daemon; answers with its line and the descriptor that came with it.
 fn ask(question: &Question) -> io::Result<(Answer, Option<OwnedFd>)> {
-    let mut stream = UnixStream::connect(daemon_path())?;
+    let mut stream = trust::connect(&daemon_path(), Purpose::Join)?;
     stream.set_write_timeout(Some(REQUEST_TIMEOUT))?;
     let mut text = serde_json::to_vec(question)?;
     text.push(b'\n');
@@ -100,12 +101,22 @@ fn joined(
     answer: io::Result<(Answer, Option<OwnedFd>)>,
 ) -> Result<Option<(Joined, OwnedFd)>, String> {
     match answer {
-        Ok((Answer::Joined(joined), Some(segment))) => Ok(Some((joined, segment))),
+        Ok((Answer::Joined(joined), Some(segment))) => {
+            let segment = File::from(segment);
+            if !trust::is_sound_for_joining(&segment) {
+                return Err("its segment could be cut, or is another user's".into());
+            }
+            Ok(Some((joined, segment.into())))
+        }
         Ok((Answer::Error(why), _)) => Err(why),
         Ok(_) => Err("the daemon is another build; install all of swaptide from one".into()),
         Err(error) if is_nobody(&error) => Ok(None),
         // Not for this user.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(None),
+        // Running alone would let another user decide whether the daemon is found.
+        Err(error) if trust::is_refusal(&error) => {
+            Err(format!("{}: {error}", daemon_path().display()))
+        }
         Err(error) => {
             Err(format!("the daemon at {} does not answer: {error}", daemon_path().display()))
         }

@@ -8,6 +8,7 @@ pub mod fork_tracer;
 pub(crate) mod holds;
 pub mod peer;
 pub mod server;
+pub(crate) mod trust;
 pub mod watch;
 
 use swaptide_sys::uffd::Features;

@@ -10,10 +10,10 @@
 //! Locks: none; the threads ask the keeper through its channel.
 
 use std::fmt;
-use std::fs::{DirBuilder, Permissions};
+use std::fs::Permissions;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::AsFd;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -272,23 +272,6 @@ pub(crate) fn directory() -> PathBuf {
     }
 }
 
-/// Makes sure that the directory is this user's and nobody else's. Anybody may make a directory
-/// where temporary files are.
-pub(crate) fn own(directory: &Path) -> io::Result<()> {
-    match DirBuilder::new().mode(0o700).create(directory) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-        _ => {}
-    }
-    let found = std::fs::symlink_metadata(directory)?;
-    if !found.is_dir()
-        || found.uid() != rustix::process::geteuid().as_raw()
-        || found.mode() & 0o077 != 0
-    {
-        return Err(io::Error::other("must be a directory of this user with mode 0700"));
-    }
-    Ok(())
-}
-
 pub(super) fn path_of(pid: u32) -> PathBuf {
     directory().join(format!("{pid}.sock"))
 }
@@ -328,7 +311,7 @@ pub fn open(
     areas: Arc<Areas>,
     keeper: mpsc::Sender<controller::Request>,
 ) -> io::Result<ControlSocket> {
-    own(&directory())?;
+    crate::control::trust::own(&directory())?;
     let path = path_of(run.pid);
     // One that has this name belongs to a run that was killed: the number is this run's now.
     match std::fs::remove_file(&path) {
@@ -791,20 +774,5 @@ mod tests {
             change(&[("page-cluster", "default")]),
             Ok(pairs(&[("page-cluster", "default"), ("largest-order", "0")]))
         );
-    }
-
-    #[test]
-    fn a_directory_that_others_may_enter_is_refused() {
-        let scratch = crate::testing::Scratch::new("control");
-        let open = scratch.path("open");
-        std::fs::create_dir(&open).expect("directory");
-        std::fs::set_permissions(&open, Permissions::from_mode(0o755)).expect("mode");
-        assert!(own(&open).is_err());
-        let mine = scratch.path("mine");
-        own(&mine).expect("made");
-        own(&mine).expect("found");
-        let link = scratch.path("link");
-        std::os::unix::fs::symlink(&mine, &link).expect("link");
-        assert!(own(&link).is_err(), "the maker of the link may change where it leads");
     }
 }

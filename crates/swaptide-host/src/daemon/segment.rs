@@ -29,11 +29,12 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::SealFlags;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix};
 use serde::{Deserialize, Serialize};
 use swaptide_ipc::Segment;
 use swaptide_sys::mem::{SharedMap, memfd_create};
+
+use crate::control::trust::is_sound_segment;
 
 /// What a segment's descriptor is called in systemd's store.
 const NAME: &str = "swaptide-segment";
@@ -93,14 +94,8 @@ impl SegmentId {
     }
 
     fn is_sound(self, file: &File) -> bool {
-        let sealed = rustix::fs::fcntl_get_seals(file)
-            .is_ok_and(|seals| seals.contains(SealFlags::SHRINK | SealFlags::SEAL));
-        let right = |found: Metadata| {
-            self.is(&found)
-                && found.uid() == rustix::process::geteuid().as_raw()
-                && found.len() == Segment::BYTES as u64
-        };
-        sealed && file.metadata().is_ok_and(right)
+        is_sound_segment(file, &[rustix::process::geteuid().as_raw()])
+            && file.metadata().is_ok_and(|found| self.is(&found))
     }
 
     /// Finds the segment, wherever it is had.

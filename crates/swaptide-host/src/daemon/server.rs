@@ -101,7 +101,7 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
     let file = Config::load(&config.config, ram).map_err(DaemonError::Config)?;
     let budget = budget_of(&file, ram)?;
     let sockets = crate::control::server::directory();
-    crate::control::server::own(&sockets)
+    crate::control::trust::own(&sockets)
         .map_err(|error| DaemonError::State(sockets.clone(), error))?;
     let place =
         config.state.clone().or(file.state.clone()).unwrap_or_else(|| sockets.join("daemon"));
