@@ -105,8 +105,10 @@ def ended(case, program, status=7):
 class Daemon:
     """A daemon in a directory of the case, and what is asked of it."""
 
-    def __init__(self, case, config):
+    def __init__(self, case, config, preexec=None):
+        """`preexec` is done by the daemon's process and those of its programs before all else."""
         self.case = case
+        self.preexec = preexec
         self.env = {**os.environ, "SWAPTIDE_DIRECTORY": str(case.directory / "sockets")}
         self.config = case.directory / "daemon.toml"
         self.config.write_text(config)
@@ -119,7 +121,11 @@ class Daemon:
         words = [self.case.swaptide, "daemon", "--config", str(self.config)]
         with open(self.errors, "ab") as errors:
             self.process = subprocess.Popen(
-                words, env=self.env, stdin=subprocess.DEVNULL, stderr=errors
+                words,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stderr=errors,
+                preexec_fn=self.preexec,
             )
         until(
             self.case,
@@ -140,9 +146,11 @@ class Daemon:
 
     def program(self, megabytes, *options):
         """A program that is kept by it; the number of the case's run, and of the process."""
-        program = self.case.start(
-            [self.case.python, PRESSURE, megabytes, "wait"], options=options, env=self.env
-        )
+        return self.started([self.case.python, PRESSURE, megabytes, "wait"], *options)
+
+    def started(self, argv, *options):
+        """The same of a program that says `ready` and its number."""
+        program = self.case.start(argv, options=options, env=self.env, preexec=self.preexec)
         return program, int(wait_for_line(self.case, program, "ready").split()[1])
 
 

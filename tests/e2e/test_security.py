@@ -3,8 +3,10 @@ run ends or is charged, and the daemon lives.
 
 docs/security.md names these cases. Each fails without the repair that it is for."""
 
+import ctypes
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -284,6 +286,79 @@ def test_security_false_daemon(case):
     daemon.close()
     assert daemon.asked == [], f"a user's directory that is another's: it was told {daemon.asked}"
     assert stat.S_IMODE(directory.stat().st_mode) == 0o711 and (directory / "daemon.sock").exists()
+
+
+UNDUMPABLE = """if True:
+    import ctypes, os, signal, sys, zlib
+    blocks = [os.urandom(65536) for _ in range(100 * 16)]
+    sums = [zlib.crc32(block) for block in blocks]
+    assert ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) == 0
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    print("ready", os.getpid(), flush=True)
+    signal.sigwait([signal.SIGUSR1])
+    print("OK" if [zlib.crc32(block) for block in blocks] == sums else "WRONG", flush=True)
+"""
+PR_CAPBSET_DROP = 24
+CAP_SYS_PTRACE, CAP_SYS_ADMIN, CAP_PERFMON = 19, 21, 38
+
+
+def without_looking():
+    """For `preexec_fn`: what is executed may not look into others, as in a container."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for capability in (CAP_SYS_PTRACE, CAP_SYS_ADMIN, CAP_PERFMON):
+        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "dropping a capability")
+
+
+@pytest.mark.daemon
+@pytest.mark.swaptide(budget=112, swaps=False, native=False)
+def test_security_undumpable(case):
+    """A daemon that is started again and may not ask a program whether it has the segment (it is
+    not dumpable): what the program has on the areas stays its own.
+    """
+    need_root()
+    place = case.directory / "swap"
+    place.mkdir()
+    daemon = Daemon(case, CONFIG.format(place=place), without_looking)
+    program, inside = daemon.started([case.python, "-c", UNDUMPABLE], "--group", "/a")
+    daemon.ctl("group", "/a", "ram.max=24M")
+    until(
+        case,
+        "pages on the file",
+        lambda: json.loads(daemon.ctl("devices", "--json"))[0]["used_bytes"] > 32 * MIB,
+    )
+    daemon.kill()
+    daemon.start()
+    # It descends from a run that is kept, so it is kept and charged.
+    until(case, "its process", lambda: daemon.ctl.value("/a", "processes") == 1)
+    assert json.loads(daemon.ctl("devices", "--json"))[0]["used_bytes"] > 32 * MIB
+    os.kill(inside, signal.SIGUSR1)
+    done = program.finish()
+    assert done.text().endswith("OK\n"), f"{done.text()!r}"
+    daemon.stop()
+
+
+@pytest.mark.swaptide(budget=32, allowance=16, forks=True, native=False)
+def test_security_heirs(case):
+    """A child of a fork of which the supervisor cannot have a descriptor, for the run has more
+    processes than its limit of open files allows: it keeps what it inherited.
+    """
+    devices = ["--swap", "zram:2M", "--swap", f"file:{case.directory}:400M"]
+
+    def few_files():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+    case.run_c("heirs", "crowd", megabytes=64, options=devices, preexec=few_files)
+
+
+@pytest.mark.swaptide(budget=32, allowance=16, forks=True, native=False)
+def test_security_heirs_number(case):
+    """A child of a fork that has the number of one which has just ended, before the supervisor has
+    heard of that: it keeps what it inherited.
+    """
+    need_root()
+    devices = ["--swap", "zram:2M", "--swap", f"file:{case.directory}:400M"]
+    case.run_c("heirs", "number", megabytes=64, options=devices)
 
 
 @pytest.mark.swaptide(budget=32, allowance=8, forks=True, native=False)

@@ -140,7 +140,16 @@ fn hold(new: &Mutex<Vec<Hold>>, woken: &Conn) {
 /// made meanwhile, for all are killed: so a list is whole if it is as long as the number of threads
 /// that was read before.
 fn is_killed(pid: u32) -> bool {
-    let Ok(status) = std::fs::read_to_string(format!("/proc/{pid}/status")) else { return false };
+    let status = match std::fs::read_to_string(format!("/proc/{pid}/status")) {
+        Ok(status) => status,
+        // Where there is no descriptor or memory left, it is asked again.
+        Err(error) => {
+            return matches!(
+                error.raw_os_error(),
+                Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::EINTR)
+            );
+        }
+    };
     let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return true };
     let tasks: Vec<_> = tasks.filter_map(Result::ok).collect();
     let threads = value(&status, "Threads:").and_then(|threads| threads.parse::<usize>().ok());

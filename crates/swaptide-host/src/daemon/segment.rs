@@ -58,14 +58,21 @@ impl SegmentId {
     }
 
     /// Whether a process has mapped the segment: a number alone may have come to mean another
-    /// process.
-    pub fn is_mapped_by(self, pid: u32) -> bool {
-        !self.mappings(pid).is_empty()
+    /// process. `None` where its mappings cannot be read (it is not dumpable, for example).
+    pub fn is_mapped_by(self, pid: u32) -> Option<bool> {
+        self.mappings(pid).ok().map(|mappings| !mappings.is_empty())
     }
 
     /// The ranges of a process's mappings of it, as `/proc` writes them.
-    fn mappings(self, pid: u32) -> Vec<String> {
-        let maps = std::fs::read(format!("/proc/{pid}/maps")).unwrap_or_default();
+    fn mappings(self, pid: u32) -> io::Result<Vec<String>> {
+        let process = PathBuf::from(format!("/proc/{pid}"));
+        let mut maps = std::fs::read(process.join("maps"))?;
+        if maps.is_empty() {
+            // Its first thread has ended; others may have the memory.
+            for tid in numbers(&process.join("task")).filter(|tid| *tid != pid) {
+                maps.extend(std::fs::read(process.join(format!("task/{tid}/maps")))?);
+            }
+        }
         let (major, minor) = (rustix::fs::major(self.device), rustix::fs::minor(self.device));
         let device = format!("{major:02x}:{minor:02x}");
         let range = |line: &[u8]| {
@@ -75,7 +82,7 @@ impl SegmentId {
             let same = words.nth(2) == Some(&device) && words.next()?.parse() == Ok(self.inode);
             same.then_some(range)
         };
-        maps.split(|byte| *byte == b'\n').filter_map(range).collect()
+        Ok(maps.split(|byte| *byte == b'\n').filter_map(range).collect())
     }
 
     /// Opens what a link of `/proc` stands for, if it is the segment. Nothing else is opened for
@@ -118,7 +125,7 @@ impl SegmentId {
             links.iter().find_map(|link| self.open(link))
         };
         let mapped = |pid: u32| {
-            let ranges = self.mappings(pid);
+            let ranges = self.mappings(pid).unwrap_or_default();
             ranges
                 .iter()
                 .find_map(|range| self.open(Path::new(&format!("/proc/{pid}/map_files/{range}"))))
@@ -222,14 +229,16 @@ mod tests {
                 && rustix::fs::ftruncate(&file, 1 << 40).is_err()
         );
         let file = File::from(file);
-        assert!(id.is_sound(&file) && id.is_mapped_by(std::process::id()));
+        assert!(id.is_sound(&file));
+        assert_eq!(id.is_mapped_by(std::process::id()), Some(true));
+        assert_eq!(id.is_mapped_by(u32::MAX), None, "there is nothing to be read");
         let link = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
         assert!(id.open(&link).is_some());
         let other = SegmentId { inode: id.inode + 1, ..id };
         assert!(
             !other.is_sound(&file)
                 && other.open(&link).is_none()
-                && !other.is_mapped_by(std::process::id())
+                && other.is_mapped_by(std::process::id()) == Some(false)
         );
     }
 

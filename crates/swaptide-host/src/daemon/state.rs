@@ -26,6 +26,7 @@ use crate::cgroup::tree::{GroupPath, Groups, KEYS};
 use crate::daemon::error::DaemonError;
 use crate::daemon::segment::{self, SegmentId};
 use crate::memctl::controller::{MemoryController, Run};
+use crate::memctl::processes::{Life, life};
 use crate::nbd::Connector;
 use crate::swap::areas::{Areas, Open};
 use crate::swap::spec::{self, Backing, BackingKind, Medium};
@@ -49,11 +50,11 @@ pub struct State {
     pub pool_cap: u64,
     /// Number of the choice of codecs.
     pub codec: u32,
-    /// The swap areas.
     /// The kernel does not report forks to engines. Not read from the segment, where a program
     /// could have written it.
     #[serde(default)]
     pub follows_forks: bool,
+    /// The swap areas.
     pub areas: Vec<SavedArea>,
     /// The devices that the configuration file listed.
     #[serde(default)]
@@ -391,8 +392,8 @@ impl State {
             config: 0,
             pool_cap,
             codec,
-            areas: Vec::new(),
             follows_forks: false,
+            areas: Vec::new(),
             swap: Vec::new(),
             tiers: tiers.spec(),
             groups: kept.collect(),
@@ -475,6 +476,7 @@ impl State {
     }
 
     /// The processes that live, and the runs they belong to. What dead processes had is taken back.
+    /// A process whose mappings cannot be read keeps what it has.
     pub fn restore_runs(&self, keeper: &mut MemoryController, segment: &Segment, id: SegmentId) {
         self.frozen.iter().for_each(|index| keeper.freeze(GroupIndex(*index), true));
         for kept in &self.runs {
@@ -489,10 +491,11 @@ impl State {
         let slots: Vec<_> =
             segment.claimed().map(|(index, slot)| (index, slot.pid.load(Relaxed))).collect();
         for (index, pid) in slots {
-            if id.is_mapped_by(pid) {
-                keeper.adopt(pid, GroupIndex(segment.slot(index).group_wanted.load(Relaxed)));
-            } else {
-                keeper.bury(index);
+            let group = GroupIndex(segment.slot(index).group_wanted.load(Relaxed));
+            match (id.is_mapped_by(pid), life(pid)) {
+                (_, Life::Gone) | (Some(false), _) => keeper.bury(index),
+                (Some(true), _) => keeper.adopt(pid, group),
+                (None, _) => keeper.adopt_descendant(pid, group),
             }
         }
         // The one before may have been killed while it took something back.

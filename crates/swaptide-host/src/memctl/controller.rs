@@ -8,8 +8,9 @@
 //! `wake_seq`, and what follows from a process's group.
 //!
 //! Invariants
-//! 1. A slot is released after its process is gone; its counters go into the totals of its run
-//!    first.
+//! 1. A slot is released only if the kernel says at that moment that its process is gone
+//!    ([`life`]): the number of a dead process may belong to another one, and a failed question
+//!    says nothing. Its counters go into the totals of its run first.
 //! 2. An area's bytes are freed only while their extent is kept from everybody
 //!    ([`Segment::while_unheld`]).
 //! 3. Groups and tiers change between two ticks only.
@@ -41,7 +42,7 @@ use crate::cgroup::psi::Part;
 use crate::cgroup::tree::{GroupError, GroupPath, GroupView, Groups, Usage};
 use crate::memctl::policy::{self, Bounds, Process, Sharing};
 use crate::memctl::proactive::IdleReclaim;
-use crate::memctl::processes::{ProcessTree, lives};
+use crate::memctl::processes::{Life, ProcessTree, life};
 use crate::memctl::shared_pager::Shared;
 use crate::report::totals::{ProcessView, Totals, View};
 use crate::swap::areas::Areas;
@@ -266,12 +267,19 @@ impl MemoryController {
         let processes: Vec<Process> =
             members.iter().map(|member| self.judge(member, &nodes, elapsed)).collect();
         // Not those of a process that lives and is no member: what it holds is needed, or somebody
-        // has lied, and then nothing is lost.
+        // has lied, and then nothing is lost. Nor where the number of a dead member lives again,
+        // for the slot may be the new process's by now, nor where the kernel cannot be asked.
         let claimed: Vec<(SlotIndex, u32)> =
             self.segment.claimed().map(|(index, slot)| (index, slot.pid.load(Relaxed))).collect();
         for (index, pid) in claimed {
-            if dead.contains(&pid) || !self.tree.contains(pid) && !lives(pid) {
+            if self.tree.contains(pid) {
+                continue;
+            }
+            if life(pid) == Life::Gone {
                 self.release(index);
+            } else if dead.contains(&pid) {
+                self.watches.remove(&index);
+                self.refused.remove(&pid);
             }
         }
         if self.segment.audit_is_due() {
@@ -717,6 +725,15 @@ impl MemoryController {
     pub fn adopt(&mut self, pid: u32, group: GroupIndex) {
         if self.groups.get(group).is_some() && self.tree.admit_known(pid) {
             self.places.fix(pid, group);
+        }
+    }
+
+    /// A process of the supervisor before this one whose mappings cannot be read. It stays in its
+    /// group if it descends from a run that is kept here; else it is left alone, and keeps what it
+    /// has.
+    pub fn adopt_descendant(&mut self, pid: u32, group: GroupIndex) {
+        if self.tree.admit(pid) {
+            self.adopt(pid, group);
         }
     }
 

@@ -27,10 +27,12 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs::File;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Resource, getrlimit, test_kill_process};
+use swaptide_sys::Errno;
 use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::process::{
     StatFd, StatmFd, anon_rss, pidfd_open, pidfd_send_signal, proc_info, processes, pss_anon,
@@ -46,6 +48,9 @@ const PSS_AGE: Duration = Duration::from_millis(10);
 const OUTSIDER_CACHE_AGE: Duration = Duration::from_millis(250);
 /// How often new members are looked for at most.
 const SCAN_AGE: Duration = Duration::from_millis(10);
+
+/// Most descriptors that are left for others than members; an eighth of all where that is less.
+const MAX_RESERVED_FDS: u64 = 32;
 
 pub(super) struct Member {
     /// Whose tree it is in; 0 where that is not known.
@@ -377,6 +382,9 @@ impl Member {
     fn open(pid: u32, root: u32) -> Option<Member> {
         let pidfd = pidfd_open(pid).ok()?;
         let statm = StatmFd::open(pid).ok()?;
+        if is_one_of_the_last(&pidfd) {
+            return None;
+        }
         let member = Member {
             root,
             statm,
@@ -490,10 +498,45 @@ pub fn descends(pid: u32, ancestor: u32) -> bool {
     above(pid, |at| (at == ancestor).then_some(())).is_some()
 }
 
-/// Whether a process or one of its threads lives.
-pub fn lives(pid: u32) -> bool {
-    pidfd_open(pid)
-        .is_ok_and(|pidfd| poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)) == Ok(0))
+/// What the kernel says of the number of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Life {
+    /// A process of this number lives, or one of its threads does. It may be another than before.
+    Lives,
+    /// No process has it, or none of its threads lives.
+    Gone,
+    /// The kernel cannot be asked: there is no descriptor or memory left, or it is not permitted.
+    Unknown,
+}
+
+/// Whether a process lives. What a process holds is taken back only if it is gone: a failed
+/// question is no answer.
+pub fn life(pid: u32) -> Life {
+    match pidfd_open(pid) {
+        Ok(pidfd) => match poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)) {
+            Ok(0) => Life::Lives,
+            Ok(_) => Life::Gone,
+            Err(_) => Life::Unknown,
+        },
+        // The last two: the number is no process's, though it may be a thread's.
+        Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => Life::Gone,
+        // This takes no descriptor. A process that has ended is found until its parent has waited.
+        Err(_) => match i32::try_from(pid).ok().and_then(Pid::from_raw).map(test_kill_process) {
+            Some(Err(Errno::SRCH)) | None => Life::Gone,
+            Some(_) => Life::Unknown,
+        },
+    }
+}
+
+/// Descriptors that members leave for everything else: requests, files of /proc.
+fn reserve(limit: u64) -> u64 {
+    (limit / 8).min(MAX_RESERVED_FDS)
+}
+
+/// Whether a new descriptor is one of the last that are left: it has the lowest free number.
+fn is_one_of_the_last(fd: &OwnedFd) -> bool {
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    fd.as_raw_fd() as u64 >= limit - reserve(limit)
 }
 
 /// What `known` says of the nearest ancestor of which it says anything.
@@ -665,7 +708,7 @@ mod tests {
         assert_eq!(tree.pids().count(), 0);
         tree.kill_all(mine.0.id());
         tree.kill_all(0);
-        assert!(lives(other.0.id()) && lives(mine.0.id()));
+        assert_eq!([other.0.id(), mine.0.id()].map(life), [Life::Lives; 2]);
         assert!(tree.admit_known(other.0.id()), "for which the kernel vouches");
         assert_eq!(tree.root_of(other.0.id()), 0, "in nobody's run");
     }

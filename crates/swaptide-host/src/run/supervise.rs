@@ -969,6 +969,6 @@ fn start(
 pub(crate) fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
-    // Where it stays as it is, processes beyond it are not seen and count for nothing.
+    // Where it stays as it is, processes beyond it are not charged and get no limit.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }
