@@ -252,7 +252,12 @@ impl Areas {
     pub fn restore(&self, id: AreaId, backing: Backing) {
         let mut held = self.held();
         if self.segment.areas().any(|(known, _)| known == id) {
-            held.insert(id, Held::new(backing, self.segment.area(id).errors()));
+            let area = self.segment.area(id);
+            let mut restored = Held::new(backing, area.errors());
+            // The thread that was removing it ended with the supervisor before this one. It takes
+            // no more pages, and can be removed again.
+            restored.retired = area.state() == AreaState::Closed;
+            held.insert(id, restored);
         }
     }
 
@@ -328,7 +333,13 @@ impl Areas {
             if area.errors() >= held.forgiven + MAX_FAILED_TRANSFERS && !held.retired {
                 held.retired = true;
                 held.tried = Instant::now();
-                if far { self.segment.pause_area(*id) } else { self.segment.close_area(*id) }
+                // One that is being removed stays closed: its pages continue to move.
+                let is_leaving = area.state() == AreaState::Closed;
+                if far && !is_leaving {
+                    self.segment.pause_area(*id)
+                } else {
+                    self.segment.close_area(*id)
+                }
             }
             if far && area.state() == AreaState::Paused && held.tried.elapsed() > RECONNECT_INTERVAL
             {
@@ -456,12 +467,14 @@ impl Areas {
             let used = area.used();
             progress(bytes(used));
             let mirror = area.mirror();
+            // Under the lock: from then on the number is free for another device.
+            let mut held = self.held();
             if self.segment.remove_area(id) {
-                let mut held = self.held();
                 held.remove(&id);
                 mirror.and_then(|mirror| held.remove(&mirror));
                 return Ok(());
             }
+            drop(held);
             if used < least {
                 (least, since) = (used, Instant::now());
             } else if since.elapsed() > NO_PROGRESS_TIMEOUT {
@@ -469,9 +482,12 @@ impl Areas {
             }
             std::thread::sleep(POLL_INTERVAL);
         }
-        if !retired {
+        let held = self.held();
+        // Not one that has failed meanwhile.
+        if held.get(&id).is_some_and(|held| !held.retired) {
             self.segment.reopen_area(id);
         }
+        drop(held);
         let left = bytes(area.used());
         let others_full = self
             .segment
@@ -693,5 +709,42 @@ mod tests {
         areas.punch(held[0]);
         let after = file.metadata().expect("metadata").blocks();
         assert!(after > 0 && after <= before / 2 + 16, "{before} then {after}");
+    }
+
+    #[test]
+    fn an_area_that_fails_while_it_is_taken_away_is_not_opened_again() {
+        let scratch = Scratch::new("areas-failing");
+        let (areas, segment) = areas(&scratch, &[("bad", 5, 8), ("good", 1, 8)]);
+        let holder = segment.claim(1, 0).expect("slot");
+        let area_of = |extent| segment.place_of(extent).expect("its place").area;
+        assert_eq!(area_of(lease(segment, holder, 1)[0]), AreaId(0));
+        let leaving = Arc::clone(&areas);
+        let remover = std::thread::spawn(move || leaving.remove("file:bad", |_| ()));
+        while segment.area(AreaId(0)).state() == AreaState::Open {
+            std::thread::sleep(POLL_INTERVAL);
+        }
+        // It cannot be read, so that its pages do not move.
+        for _ in 0..MAX_FAILED_TRANSFERS {
+            segment.area(AreaId(0)).count_error();
+        }
+        areas.measure();
+        remover.join().expect("thread").expect_err("something is left there");
+        areas.measure();
+        assert_eq!(areas.view()[0].1.state, "retired");
+        assert_eq!(area_of(lease(segment, holder, 1)[0]), AreaId(1));
+    }
+
+    #[test]
+    fn an_area_whose_removal_was_begun_before_can_be_taken_away_again() {
+        let scratch = Scratch::new("areas-begun");
+        let (before, segment) = areas(&scratch, &[("leaving", 5, 8), ("other", 1, 8)]);
+        segment.close_area(AreaId(0));
+        let after = Areas::new(segment);
+        for (id, held) in std::mem::take(&mut *before.held()) {
+            after.restore(id, held.backing);
+        }
+        assert_eq!(after.view()[0].1.state, "retired");
+        after.remove("file:leaving", |_| ()).expect("nothing is left there");
+        assert_eq!(after.view().len(), 1);
     }
 }
