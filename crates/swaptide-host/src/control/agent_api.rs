@@ -5,11 +5,11 @@
 //! supervisor gets nothing (see [`crate::control::peer`]). What concerns one process is given for
 //! the asking process alone. A client that says nothing keeps nobody waiting.
 //!
-//! Locks: none.
+//! Locks: the list of connections that are being made, for a look or a change.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use swaptide_ipc::shared::SHARED_FEATURES;
@@ -35,6 +35,47 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 /// longest.
 const MAX_WAITING_CLIENTS: usize = 24;
 
+/// Connections to servers that are being made at a time for one process (as many as its engine
+/// uses), and for all. Each takes a thread and descriptors of the supervisor until the server
+/// answers. A request for more is hung up on; the process may ask again.
+const MAX_DIALS_PER_PROCESS: usize = 16;
+const MAX_DIALS: usize = 32;
+
+/// For which processes connections are being made.
+#[derive(Clone, Default)]
+struct Dials(Arc<Mutex<Vec<u32>>>);
+
+/// One of them, until it is dropped.
+struct Dial {
+    pid: u32,
+    all: Dials,
+}
+
+impl Dials {
+    fn pids(&self) -> MutexGuard<'_, Vec<u32>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begin(&self, pid: u32) -> Option<Dial> {
+        let mut pids = self.pids();
+        let of_one = pids.iter().filter(|other| **other == pid).count();
+        if of_one >= MAX_DIALS_PER_PROCESS || pids.len() >= MAX_DIALS {
+            return None;
+        }
+        pids.push(pid);
+        Some(Dial { pid, all: self.clone() })
+    }
+}
+
+impl Drop for Dial {
+    fn drop(&mut self) {
+        let mut pids = self.all.pids();
+        if let Some(at) = pids.iter().position(|pid| *pid == self.pid) {
+            pids.swap_remove(at);
+        }
+    }
+}
+
 /// The socket.
 pub struct AgentServer {
     listener: Listener,
@@ -43,6 +84,7 @@ pub struct AgentServer {
     holds: Holds,
     users: Users,
     waiting: Vec<Waiting>,
+    dials: Dials,
 }
 
 /// A client that has connected and said nothing yet.
@@ -70,6 +112,7 @@ impl AgentServer {
             supervisor: std::process::id(),
             users,
             waiting: Vec::new(),
+            dials: Dials::default(),
             holds: Holds::default(),
         })
     }
@@ -188,7 +231,9 @@ impl AgentServer {
             Request::Segment => segment.as_fd(),
             Request::Area if areas.is_far(AreaId(message[1])) => {
                 let areas = Arc::clone(areas);
+                let dial = self.dials.begin(pid)?;
                 let open = move || {
+                    let _dial = dial;
                     // What it starts (the pumps of a connection with TLS) is work, and no look.
                     go_normally();
                     if let Some(fd) = areas.open(AreaId(message[1])) {
@@ -361,6 +406,17 @@ mod tests {
         assert!(began.elapsed() < REQUEST_TIMEOUT, "{:?}", began.elapsed());
         assert!(counter.waiting.len() <= MAX_WAITING_CLIENTS && counter.patience().is_some());
         drop(silent);
+    }
+
+    #[test]
+    fn connections_are_made_for_a_few_at_a_time() {
+        let dials = Dials::default();
+        let of_one: Vec<_> = std::iter::from_fn(|| dials.begin(1)).collect();
+        assert_eq!(of_one.len(), MAX_DIALS_PER_PROCESS);
+        let all: Vec<_> = (2..100).filter_map(|pid| dials.begin(pid)).collect();
+        assert_eq!(of_one.len() + all.len(), MAX_DIALS);
+        drop(of_one);
+        assert!(dials.begin(1).is_some() && dials.begin(100).is_some());
     }
 
     fn tempfile() -> File {

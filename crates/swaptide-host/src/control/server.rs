@@ -11,7 +11,8 @@
 
 use std::fmt;
 use std::fs::Permissions;
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -38,7 +39,7 @@ use crate::swap::spec;
 /// longer.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest request in bytes.
-pub(crate) const MAX_REQUEST_BYTES: u64 = 8192;
+pub(crate) const MAX_REQUEST_BYTES: usize = 8192;
 /// Clients at one time; others are hung up on.
 pub(crate) const MAX_CLIENTS: usize = 16;
 /// Names the directory of the sockets, instead of the usual one.
@@ -139,10 +140,10 @@ pub struct Joined {
     /// Whose processes are helped to a userfaultfd.
     #[serde(default)]
     pub userfaultfd: Users,
-}
     /// Its supervisor follows forks: the kernel does not report them to the daemon's engines.
     #[serde(default)]
     pub follows_forks: bool,
+}
 
 /// What the answers to questions are.
 #[derive(Serialize, Deserialize)]
@@ -352,11 +353,9 @@ fn converse(
         return Ok(());
     }
     let counter = RequestHandler { areas, keeper, budget: run.budget, uid, all: true };
-    client.set_read_timeout(Some(REQUEST_TIMEOUT))?;
     client.set_write_timeout(Some(REQUEST_TIMEOUT))?;
-    let mut line = String::new();
-    BufReader::new((&client).take(MAX_REQUEST_BYTES)).read_line(&mut line)?;
-    let answer = match serde_json::from_str(&line) {
+    let line = read_line(&client)?;
+    let answer = match serde_json::from_slice(&line) {
         Ok(Question::Stats) => {
             let root = run.root;
             match controller::ask(keeper, move |keeper| keeper.view(root)) {
@@ -726,6 +725,55 @@ fn detach(
     }
 }
 
+/// A stream of which a read waits no longer than told.
+pub(crate) trait ReadWithin: Read {
+    /// Bounds the reads from here on.
+    fn wait_at_most(&self, limit: Duration) -> io::Result<()>;
+}
+
+impl ReadWithin for &UnixStream {
+    fn wait_at_most(&self, limit: Duration) -> io::Result<()> {
+        self.set_read_timeout(Some(limit))
+    }
+}
+
+impl ReadWithin for &TcpStream {
+    fn wait_at_most(&self, limit: Duration) -> io::Result<()> {
+        self.set_read_timeout(Some(limit))
+    }
+}
+
+/// What a client sends until that is whole, or the client sends no more. All of it must come within
+/// [`REQUEST_TIMEOUT`], so that a byte now and then delays nobody for longer.
+pub(crate) fn read_request(
+    mut client: impl ReadWithin,
+    is_whole: impl Fn(&[u8]) -> bool,
+) -> io::Result<Vec<u8>> {
+    let latest = Instant::now() + REQUEST_TIMEOUT;
+    let (mut text, mut buffer) = (Vec::new(), [0u8; 1024]);
+    while !is_whole(&text) && text.len() < MAX_REQUEST_BYTES {
+        let left = latest.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        client.wait_at_most(left)?;
+        match client.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(length) => text.extend_from_slice(&buffer[..length]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(text)
+}
+
+/// The line in which a question is.
+pub(crate) fn read_line(client: &UnixStream) -> io::Result<Vec<u8>> {
+    let mut line = read_request(client, |text| text.contains(&b'\n'))?;
+    line.truncate(line.iter().position(|byte| *byte == b'\n').unwrap_or(line.len()));
+    Ok(line)
+}
+
 pub(crate) fn send_answer(mut client: &UnixStream, answer: &Answer) -> io::Result<()> {
     let mut text = serde_json::to_vec(answer)?;
     text.push(b'\n');
@@ -748,6 +796,25 @@ mod tests {
             "{\"swapoff\":\"file:/tmp\"}"
         );
         assert!(serde_json::from_str::<Question>("\"swapoff everything\"").is_err());
+    }
+
+    #[test]
+    fn a_client_that_sends_a_byte_now_and_then_is_not_waited_for() {
+        let (slow, client) = UnixStream::pair().expect("a pair");
+        let sender = std::thread::spawn(move || {
+            while (&slow).write_all(b"x").is_ok() {
+                std::thread::sleep(REQUEST_TIMEOUT / 8);
+            }
+        });
+        let began = Instant::now();
+        let error = read_line(&client).expect_err("no end");
+        assert!(matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock));
+        assert!(began.elapsed() < 3 * REQUEST_TIMEOUT, "{:?}", began.elapsed());
+        drop(client);
+        sender.join().expect("it sends no more");
+        let (client, other) = UnixStream::pair().expect("a pair");
+        (&client).write_all(b"a line\nand more").expect("write");
+        assert_eq!(read_line(&other).expect("whole"), b"a line");
     }
 
     #[test]

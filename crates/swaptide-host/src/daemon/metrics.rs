@@ -4,7 +4,7 @@
 //! Everything is read again for each request. The answer is always complete.
 
 use std::fs::Permissions;
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, Write};
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
@@ -21,12 +21,9 @@ use prometheus_client::registry::Registry;
 use crate::cgroup::psi::Pressure;
 use crate::cgroup::tree::{Events, GroupPath, Usage};
 use crate::config::MetricsPlace;
-use crate::control::server::REQUEST_TIMEOUT;
+use crate::control::server::{REQUEST_TIMEOUT, ReadWithin, read_request};
 use crate::memctl::controller::{self, MemoryController};
 use crate::report::totals::View;
-
-/// Longest request in bytes.
-const MAX_REQUEST_BYTES: u64 = 8192;
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct OfGroup {
@@ -73,10 +70,8 @@ pub fn serve(place: &MetricsPlace, keeper: mpsc::Sender<controller::Request>) ->
             std::fs::set_permissions(path, Permissions::from_mode(0o600))?;
             spawn(Box::new(move || {
                 for client in listener.incoming().flatten() {
-                    let _ = client
-                        .set_read_timeout(Some(REQUEST_TIMEOUT))
-                        .and(client.set_write_timeout(Some(REQUEST_TIMEOUT)));
-                    let _ = answer(client, &keeper);
+                    let _ = client.set_write_timeout(Some(REQUEST_TIMEOUT));
+                    let _ = answer(&client, &client, &keeper);
                 }
             }))
         }
@@ -84,10 +79,8 @@ pub fn serve(place: &MetricsPlace, keeper: mpsc::Sender<controller::Request>) ->
             let listener = TcpListener::bind(("127.0.0.1", *port))?;
             spawn(Box::new(move || {
                 for client in listener.incoming().flatten() {
-                    let _ = client
-                        .set_read_timeout(Some(REQUEST_TIMEOUT))
-                        .and(client.set_write_timeout(Some(REQUEST_TIMEOUT)));
-                    let _ = answer(client, &keeper);
+                    let _ = client.set_write_timeout(Some(REQUEST_TIMEOUT));
+                    let _ = answer(&client, &client, &keeper);
                 }
             }))
         }
@@ -95,15 +88,17 @@ pub fn serve(place: &MetricsPlace, keeper: mpsc::Sender<controller::Request>) ->
 }
 
 fn answer(
-    mut client: impl Read + Write,
+    from: impl ReadWithin,
+    mut client: impl Write,
     keeper: &mpsc::Sender<controller::Request>,
 ) -> io::Result<()> {
-    let mut reader = BufReader::new((&mut client).take(MAX_REQUEST_BYTES));
-    let mut line = String::new();
     // The request and its headers, of which nothing matters, up to the empty line.
-    while reader.read_line(&mut line)? > 0 && !line.trim().is_empty() {
-        line.clear();
-    }
+    let is_whole = |text: &[u8]| {
+        [&b"\r\n\r\n"[..], b"\n\n"]
+            .iter()
+            .any(|end| text.windows(end.len()).any(|bytes| bytes == *end))
+    };
+    read_request(from, is_whole)?;
     let (status, text) = match controller::ask(keeper, Snapshot::of) {
         Some(snapshot) => ("200 OK", snapshot.text()),
         None => ("503 Service Unavailable", String::new()),

@@ -25,7 +25,7 @@
 //! Locks: none here; the threads of clients ask the keeper through its channel.
 
 use std::fs::Permissions;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -42,8 +42,8 @@ use crate::cgroup::tree::{GroupError, GroupPath, Groups, cgroup_of};
 use crate::config::Config;
 use crate::control::agent_api::Users;
 use crate::control::server::{
-    Answer, Join, Joined, MAX_CLIENTS, MAX_REQUEST_BYTES, Question, REQUEST_TIMEOUT,
-    RequestHandler, ending, send_answer,
+    Answer, Join, Joined, MAX_CLIENTS, Question, REQUEST_TIMEOUT, RequestHandler, ending,
+    read_line, send_answer,
 };
 use crate::memctl::controller::{self, MemoryController};
 use crate::memctl::policy::MIN_BUDGET_BYTES;
@@ -267,11 +267,9 @@ impl Shared {
         }
         let all = uid == 0 || uid == rustix::process::geteuid().as_raw();
         client.set_nonblocking(false)?;
-        client.set_read_timeout(Some(REQUEST_TIMEOUT))?;
         client.set_write_timeout(Some(REQUEST_TIMEOUT))?;
-        let mut line = String::new();
-        BufReader::new((&client).take(MAX_REQUEST_BYTES)).read_line(&mut line)?;
-        let question: Question = match serde_json::from_str(&line) {
+        let line = read_line(&client)?;
+        let question: Question = match serde_json::from_slice(&line) {
             Ok(question) => question,
             Err(error) => {
                 return send_answer(&client, &Answer::Error(format!("malformed request: {error}")));
@@ -386,9 +384,9 @@ impl Shared {
                 budget,
                 pool_cap: self.pool_cap,
                 codec: self.codec,
-                follows_forks: self.follows_forks,
                 group: path.to_string(),
                 userfaultfd,
+                follows_forks: self.follows_forks,
             },
             path,
         ))
@@ -503,9 +501,9 @@ impl Shared {
         let areas = crate::daemon::state::areas(&self.areas, segment);
         let snapshot =
             controller::ask(&self.keeper, move |keeper| State::of(keeper, pool_cap, codec));
-            state.follows_forks = self.follows_forks;
         if let Some(mut state) = snapshot {
             state.areas = areas;
+            state.follows_forks = self.follows_forks;
             state.segment = SegmentId::of(&self.segment_fd).ok();
             state.swap = self.swap.lock().unwrap_or_else(PoisonError::into_inner).clone();
             state.config = self.digest.load(Relaxed);
