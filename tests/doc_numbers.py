@@ -173,7 +173,8 @@ def tuning(source):
         values = source.values(name, path)
         text, unit = split(written)
         if not values:
-            yield f"docs/tuning.md: {place} defines no number {name}"
+            now = [str(p).partition("/crates/swaptide-")[2] for p, *_ in source.found.get(name, ())]
+            yield f"docs/tuning.md: {place} defines no number {name}; see {' '.join(now) or '-'}"
         elif text is None:
             yield f"docs/tuning.md: {name}: {written!r} is no number"
         elif not any(agree(name, number(text, unit), unit in TIME_UNITS, v) for v in values):
