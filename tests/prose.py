@@ -31,7 +31,6 @@ WORDS = [
     (r"gongs?", "eventfd, signal"),
     (r"cradle", "trampoline"),
     (r"patrons?", "helper"),
-    (r"heirs?", "child"),
     (r"knock(?:s|ed|ing)?", "request"),
     (r"(?:a|the|its|rings?|ringing) bells?|bells", "request to the handler"),
     (r"the trash", "the discard area"),

@@ -175,7 +175,7 @@ def test_security_follow(case):
 @pytest.mark.unprivileged
 @pytest.mark.swaptide(budget=24, swaps=False, native=False)
 def test_security_follow_executed(case):
-    """The same in a run that follows forks: whoever executes a program is followed no more, and
+    """The same in a run that follows forks: the process that executes a program is followed no more, and
     that program has no rights of its own.
     """
     need_root()
@@ -257,7 +257,7 @@ def test_security_false_daemon(case):
         assert len(done.stderr.splitlines()) == 1 and "--no-daemon" in done.stderr, f"{done}"
         assert descriptor is not None or daemon.asked == [], f"{name} was told {daemon.asked}"
     os.close(file)
-    # An ordinary user without a directory of its own: one beside other temporary files is.
+    # An ordinary user without a directory of its own: one next to other temporary files is.
     shared = case.directory / "tmp"
     shared.mkdir()
     shared.chmod(0o1777)
