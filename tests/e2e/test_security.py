@@ -175,7 +175,7 @@ def test_security_follow(case):
 @pytest.mark.unprivileged
 @pytest.mark.swaptide(budget=24, swaps=False, native=False)
 def test_security_follow_executed(case):
-    """The same in a run that follows forks: the process that executes a program is followed no more, and
+    """In a run that follows forks: a process that executes a program is no longer followed, and
     that program has no rights of its own.
     """
     need_root()
