@@ -151,6 +151,11 @@ impl ForkServer {
                 self.torn = true;
                 patience = Deadline::new(bound(engine, HELLO_TIMEOUT));
             }
+            if self.torn && pager.path.reader.fork.is_done {
+                // The child that came through the hook gets all its memory in any case, and may be
+                // gone: nothing is gained by waiting for it.
+                return self.abandon(pager, &mut children, door);
+            }
             if patience.is_over(is_new_child_stopped) {
                 (engine.start.log)(
                     "a forked child does not respond: it gets all its memory and is \
