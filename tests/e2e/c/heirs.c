@@ -1,8 +1,10 @@
-/* heirs MB SECONDS SEED MODE: a forked child has what its parent had, whatever the supervisor can see of it. The parent
- * rewrites all of its own twice, so that extents which nobody is taken to hold are written again; then the child verifies.
+/* heirs MB SECONDS SEED MODE: a forked child has what its parent had, whatever the supervisor can
+ * see of it. The parent rewrites all of its own twice, so that extents which nobody is taken to
+ * hold are written again; then the child verifies.
  *
  * crowd    there are so many processes that the supervisor has no descriptor left for the child
- * number   the child has the number of one that has just ended, of which the supervisor has not heard yet (root)
+ * number   the child has the number of one that has just ended, of which the supervisor has not
+ *          heard yet (root)
  */
 #include "common.h"
 #include <fcntl.h>

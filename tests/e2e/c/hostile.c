@@ -12,7 +12,8 @@
  *     ask SOCKET BYTE  asks at another run's socket, and says what it got
  *     fill MB          writes incompressible memory beyond its limit on the size of files
  *     lock MB SECONDS  locks memory and waits
- *     follow PROGRAM   asks that its fork be followed, and executes a copy of this program instead, as `born`
+ *     follow PROGRAM   asks that its fork be followed, and executes a copy of this program
+ *                      instead, as `born`
  *     born             forks, and sees whether its child begins where it should
  * The offsets in the segment are given by SEGMENT_* in the environment (see cases_security.py).
  */
