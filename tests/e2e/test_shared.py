@@ -24,6 +24,10 @@ from processes import descendants, is_zombie
         param("meetings", allowance=8),
         param("starts", allowance=16),
         param("both", allowance=16),
+        param("removes", allowance=8),
+        # What may be mapped while a process is stopped stays in: a quarter.
+        param("stopped", allowance=16),
+        param("wanted", allowance=8),
         # A child past libc gets everything, and nothing of it goes out while that lives.
         param("raw", allowance=64),
     ],

@@ -19,8 +19,11 @@ use std::time::Duration;
 
 use linux_raw_sys::general as k;
 use swaptide_ipc::ProcState;
-use swaptide_ipc::shared::{self, ADVICE_HOLD, ADVICE_SETTLE, MIN_REGION_BYTES, Reach};
+use swaptide_ipc::shared::{
+    self, ADVICE_HOLD, ADVICE_REMOVE, ADVICE_SETTLE, Advised, MIN_REGION_BYTES, REGION_PATH, Reach,
+};
 use swaptide_sys::lock::futex;
+use swaptide_sys::maps::MapsFile;
 use swaptide_sys::mem::{Advice, advise};
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
@@ -41,6 +44,9 @@ const MAP_LOCKED: c_int = k::MAP_LOCKED as c_int;
 const MAP_POPULATE: c_int = k::MAP_POPULATE as c_int;
 const MAP_HUGETLB: c_int = k::MAP_HUGETLB as c_int;
 const PROT_EXEC: c_int = k::PROT_EXEC as c_int;
+
+const EAGAIN: isize = linux_raw_sys::errno::EAGAIN as isize;
+const ENOMEM: isize = linux_raw_sys::errno::ENOMEM as isize;
 
 const RANGES: usize = 128;
 
@@ -64,7 +70,16 @@ const GUARD_FAILED: u32 = 2;
 static PAGER: AtomicU32 = AtomicU32::new(0);
 /// The run does not swap shared memory, or cannot: nobody is asked again.
 static REFUSED: AtomicBool = AtomicBool::new(false);
+
 fn note(range: VirtRange) {
+    let known = &KNOWN_RANGES[..COUNT.load(Acquire).min(RANGES)];
+    let holds = |known: &KnownRange| {
+        let start = known.start.load(Acquire);
+        start != 0 && start <= range.start.0 && range.end.0 <= known.end.load(Relaxed)
+    };
+    if known.iter().any(holds) {
+        return;
+    }
     let at = COUNT.fetch_add(1, Relaxed);
     // One too many stands with the last one: more is asked about than need be.
     let known = &KNOWN_RANGES[at.min(RANGES - 1)];
@@ -135,7 +150,7 @@ pub fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> 
 
 /// Says what the program says of a range that may be of a region.
 pub fn hint(addr: usize, len: usize, advice: c_int) {
-    if matches!(advice, 0..=3 | 9 | 20 | 21)
+    if matches!(advice, 0..=3 | 20 | 21)
         && concerns(addr, len)
         && !seccomp::is()
         && let Some(socket) = environment::socket()
@@ -144,21 +159,119 @@ pub fn hint(addr: usize, len: usize, advice: c_int) {
     }
 }
 
-/// Runs `change`, which moves or grows a mapping, with nothing going out of regions meanwhile.
-/// `None`: it must not run.
-pub fn around(addr: usize, len: usize, change: impl FnOnce() -> isize) -> Option<isize> {
-    if !concerns(addr, len) {
+/// `MADV_REMOVE` of a range that may be of a region: the pager gives up what is in memory and what
+/// is out at one moment. Done by the kernel and then by the pager, what others write in between
+/// would be lost. `None`: the kernel shall do it, and answers with the kernel's word otherwise.
+pub fn remove(addr: usize, len: usize) -> Option<isize> {
+    let end = addr.checked_add(len)?;
+    if len == 0 || !VirtAddr(addr).is_page_aligned() || !concerns(addr, len) {
+        return None;
+    }
+    let socket = environment::socket()?;
+    if seccomp::is() {
+        // The pager cannot be asked, and what is out would come back.
+        return Some(-EAGAIN);
+    }
+    let range = VirtRange { start: VirtAddr(addr), end: VirtAddr(end).page_up() };
+    let Ok(maps) = MapsFile::open_self() else { return Some(-EAGAIN) };
+    // The kernel goes on behind what is not mapped, and stops where it refuses.
+    let mut gap = false;
+    let mut at = range.start;
+    while at < range.end {
+        let info = match maps.vma_at_or_next(at) {
+            Ok(Some(info)) if info.vma().range.start < range.end => info,
+            Ok(_) => {
+                gap = true;
+                break;
+            }
+            Err(_) => return Some(-EAGAIN),
+        };
+        let vma = info.vma();
+        gap |= vma.range.start > at;
+        let part = VirtRange { start: vma.range.start.max(at), end: vma.range.end.min(range.end) };
+        let is_region = !vma.private && vma.name.starts_with(REGION_PATH);
+        let word = if is_region { remove_part(socket, part) } else { kernel_removes(part) };
+        if word < 0 {
+            return Some(word);
+        }
+        at = part.end;
+    }
+    Some(if gap { -ENOMEM } else { 0 })
+}
+
+fn kernel_removes(part: VirtRange) -> isize {
+    const SYS_MADVISE: u32 = k::__NR_madvise;
+    const MADV_REMOVE: usize = k::MADV_REMOVE as usize;
+    // SAFETY: the program has asked for it.
+    unsafe { syscall6(SYS_MADVISE, [part.start.0, part.len(), MADV_REMOVE, 0, 0, 0]) }
+}
+
+/// A part that one mapping of a region has.
+fn remove_part(socket: &[u8], part: VirtRange) -> isize {
+    // The kernel refuses locked memory; it does so for this advice as well.
+    // SAFETY: the advice changes no data.
+    if let Err(errno) = unsafe { advise(part, Advice::Cold) } {
+        return -(errno.raw_os_error() as isize);
+    }
+    match shared::advise(socket, part.start.0, part.len(), ADVICE_REMOVE) {
+        Some(Advised::Taken) => 0,
+        // It was never attached: the kernel has all of it.
+        Some(Advised::Elsewhere) => kernel_removes(part),
+        Some(Advised::Failed) | None => -EAGAIN,
+    }
+}
+
+/// The range to be held over a call of `mremap`: what the call may map at further addresses.
+fn range_to_hold(
+    addr: usize,
+    old_len: usize,
+    new_len: usize,
+    flags: c_int,
+) -> Option<(usize, usize)> {
+    const MREMAP_DONTUNMAP: c_int = k::MREMAP_DONTUNMAP as c_int;
+    let up = |len: usize| VirtAddr(len.min(usize::MAX / 2)).page_up().0;
+    let (old_len, new_len) = (up(old_len), up(new_len));
+    if old_len == 0 || flags & MREMAP_DONTUNMAP != 0 {
+        // What is mapped is mapped once more, or without the entries that it had.
+        Some((addr, old_len.max(new_len)))
+    } else if new_len > old_len {
+        Some((addr.checked_add(old_len)?, new_len - old_len))
+    } else {
+        // What is moved takes its entries along, and the pager hears of it.
+        None
+    }
+}
+
+/// Runs `change`, which is an `mremap` of `old_len` bytes at `addr` to `new_len`, with what it may
+/// map at further addresses staying in meanwhile. `None`: it must not run.
+pub fn around(
+    addr: usize,
+    old_len: usize,
+    new_len: usize,
+    flags: c_int,
+    change: impl FnOnce() -> isize,
+) -> Option<isize> {
+    if !concerns(addr, old_len.max(new_len)) {
         return Some(change());
     }
-    let socket = environment::socket().filter(|_| !seccomp::is())?;
-    let held = shared::advise(socket, addr, len, ADVICE_HOLD)?;
-    let word = change();
-    if held {
-        if !(-4095..0).contains(&word) {
-            let start = VirtAddr(word as usize);
-            note(VirtRange { start, end: start.offset(len.max(1)).page_up() });
+    let held = match range_to_hold(addr, old_len, new_len, flags) {
+        None => None,
+        Some((start, len)) => {
+            let socket = environment::socket().filter(|_| !seccomp::is())?;
+            match shared::advise(socket, start, len, ADVICE_HOLD)? {
+                Advised::Taken => Some((socket, start, len)),
+                Advised::Elsewhere => None,
+                Advised::Failed => return None,
+            }
         }
-        let _ = shared::advise(socket, addr, len, ADVICE_SETTLE);
+    };
+    let word = change();
+    if !(-4095..0).contains(&word) {
+        let start = VirtAddr(word as usize);
+        note(VirtRange { start, end: start.offset(new_len.max(1)).page_up() });
+    }
+    if let Some((socket, start, len)) = held {
+        let _ = shared::advise(socket, start, len, ADVICE_SETTLE);
     }
     Some(word)
 }
@@ -231,7 +344,8 @@ extern "C" fn guard(_: usize) {
               than given wrong data",
         ]);
     }
-    // Nothing was out: the memory is the kernel's again.
+    // Nothing was out: the memory is the kernel's again, and nobody is asked about it.
+    COUNT.store(0, Release);
     drop(guard);
     exit_thread()
 }
@@ -239,6 +353,22 @@ extern "C" fn guard(_: usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn held_is_what_a_call_maps_at_further_addresses() {
+        const AT: usize = 1 << 32;
+        const MAYMOVE: c_int = k::MREMAP_MAYMOVE as c_int;
+        const KEEPS: c_int = MAYMOVE | k::MREMAP_DONTUNMAP as c_int;
+        assert_eq!(range_to_hold(AT, 0x3001, 0x5000, 0), Some((AT + 0x4000, 0x1000)));
+        assert_eq!(range_to_hold(AT, 0x4000, 0x5000, MAYMOVE), Some((AT + 0x4000, 0x1000)));
+        // It is doubled, or its old addresses lose their entries.
+        assert_eq!(range_to_hold(AT, 0, 0x5000, MAYMOVE), Some((AT, 0x5000)));
+        assert_eq!(range_to_hold(AT, 0x5000, 0x5000, KEEPS), Some((AT, 0x5000)));
+        for new_len in [0x1000, 0x3001, 0x4000] {
+            assert_eq!(range_to_hold(AT, 0x4000, new_len, MAYMOVE), None);
+        }
+        assert_eq!(range_to_hold(usize::MAX - 0xfff, 0x1000, 0x2000, 0), None, "no address");
+    }
 
     #[test]
     fn what_was_mapped_once_is_asked_about_and_too_much_rather_than_too_little() {

@@ -44,10 +44,14 @@ pub const SHARED_FEATURES: Features = Features::EVENT_FORK
     .union(Features::WP_HUGETLBFS_SHMEM)
     .union(Features::POISON);
 
-/// Advice before a mapping is moved or grown by `mremap`: nothing goes out until [`ADVICE_SETTLE`].
+/// Advice before `mremap` maps a part of a region at further addresses: until [`ADVICE_SETTLE`]
+/// nothing goes out of what the range that is given maps, or would map if the mapping in front of
+/// it reached over it.
 pub const ADVICE_HOLD: i32 = -1;
-/// Advice after that.
+/// Advice after that, with the same range.
 pub const ADVICE_SETTLE: i32 = -2;
+/// `MADV_REMOVE`: the pager gives the pages up, in the place of the kernel.
+pub const ADVICE_REMOVE: i32 = 9;
 
 /// The answer to [`Request::Attach`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +63,19 @@ pub enum Attached {
     Descriptor = 1,
     /// It cannot be.
     Refused = 2,
+}
+
+/// The answer to [`Request::Advise`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Advised {
+    /// It is not the pager's: nothing of the range is in regions ([`ADVICE_REMOVE`]: not all of
+    /// it), or the process is not known. Nothing was done.
+    Elsewhere = 0,
+    /// It was taken; what [`ADVICE_REMOVE`] asks for is done.
+    Taken = 1,
+    /// It could not be done, and may be done in part.
+    Failed = 2,
 }
 
 /// Asks the pager behind a socket for a region of `bytes` bytes.
@@ -125,8 +142,8 @@ pub fn attach(socket: &[u8], reach: Reach) -> Option<()> {
     (answer == Attached::Done as u8).then_some(())
 }
 
-/// Advice on a range; true if it lies in shared regions and the pager has taken it.
-pub fn advise(socket: &[u8], addr: usize, len: usize, advice: i32) -> Option<bool> {
+/// Advice on a range. `None`: the pager does not answer.
+pub fn advise(socket: &[u8], addr: usize, len: usize, advice: i32) -> Option<Advised> {
     let conn = Conn::connect_abstract(socket).ok()?;
     let mut request = [Request::Advise as u8; 21];
     request[1..9].copy_from_slice(&(addr as u64).to_le_bytes());
@@ -135,7 +152,9 @@ pub fn advise(socket: &[u8], addr: usize, len: usize, advice: i32) -> Option<boo
     conn.send(&request, &[]).ok()?;
     let mut reply = [0u8; 2];
     let (length, _) = conn.recv(&mut reply, &mut []).ok()?;
-    Some(length == 2 && reply[1] == 1)
+    [Advised::Elsewhere, Advised::Taken, Advised::Failed]
+        .into_iter()
+        .find(|answer| length == 2 && reply[1] == *answer as u8)
 }
 
 /// What a process holds of its pager.

@@ -25,6 +25,7 @@ use swaptide_sys::Errno;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::uffd::{Event, Message, Uffd};
 
+use crate::reclaim::margin;
 use crate::region::{PageState, RegionId};
 use crate::space::{Piece, Space, SpaceId, Standing};
 use crate::state::{GUARD_TIMEOUT, Inner, ROOM_TOKEN, STOP_FAULTS, State, is_hole, write_pages};
@@ -33,6 +34,8 @@ use crate::state::{GUARD_TIMEOUT, Inner, ROOM_TOKEN, STOP_FAULTS, State, is_hole
 const MAX_PAGES_PER_FAULT: usize = 512;
 /// Pages that are brought in before the one asked for is woken.
 const FIRST_PAGES: usize = 16;
+/// Pages that are brought in together of what a program wants in.
+const WINDOW_PAGES: usize = 64;
 /// Without a limit, what one fault may bring in is bounded as under this one.
 const DEFAULT_WINDOW_LIMIT_BYTES: u64 = 128 << 20;
 
@@ -64,10 +67,13 @@ pub(crate) fn run(inner: Arc<Inner>) {
     let mut events =
         [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
             64];
+    // There is more to bring in that a program wants, and room for it.
+    let mut comes_in = false;
     while inner.stop.load(Relaxed) & STOP_FAULTS == 0 {
         let patience: i64 =
             if inner.lock().spaces.values().any(|space| space.guard.is_none()) { 5 } else { 100 };
-        let timeout = rustix::event::Timespec { tv_sec: 0, tv_nsec: patience * 1_000_000 };
+        let timeout = if comes_in { 0 } else { patience * 1_000_000 };
+        let timeout = rustix::event::Timespec { tv_sec: 0, tv_nsec: timeout };
         let ready = match epoll::wait(&inner.poll, &mut events[..], Some(&timeout)) {
             Ok(count) => count,
             Err(Errno::INTR) => continue,
@@ -93,10 +99,11 @@ pub(crate) fn run(inner: Arc<Inner>) {
         for (id, addr, wp) in std::mem::take(&mut state.waiting) {
             inner.answer(&mut state, id, addr, wp, &mut loader);
         }
-        if ready == 0 || patience == 5 {
+        if ready == 0 && !comes_in || patience == 5 {
             inner.look_after(&mut state, &mut loader);
         }
-        if !state.waiting.is_empty() {
+        comes_in = inner.bring_some(&mut state, &mut loader);
+        if !state.waiting.is_empty() || !state.wanted_in.is_empty() {
             inner.work.notify_all();
         }
     }
@@ -105,10 +112,46 @@ pub(crate) fn run(inner: Arc<Inner>) {
 impl Inner {
     /// True when nothing may come in before something goes out.
     fn is_full(&self, state: &State) -> bool {
-        let Some(limit) = self.limit().filter(|_| state.engaged) else { return false };
-        let stuck = state.stuck_until.is_some_and(|until| Instant::now() < until);
+        !self.has_room(state, FIRST_PAGES) && !state.is_stuck()
+    }
+
+    /// True when so many pages may come in within the limit.
+    fn has_room(&self, state: &State, pages: usize) -> bool {
+        let Some(limit) = self.limit().filter(|_| state.engaged) else { return true };
         let used = (state.counts().resident * PAGE_SIZE) as u64 + self.own_bytes_before();
-        used + (FIRST_PAGES * PAGE_SIZE) as u64 > limit && !stuck
+        used + (pages * PAGE_SIZE) as u64 <= limit
+    }
+
+    /// Brings in a window of what programs want in, if there is room. True when there is more to
+    /// bring in at once: faults are answered in between.
+    fn bring_some(&self, state: &mut State, loader: &mut Loader) -> bool {
+        while let Some((id, pages)) = state.wanted_in.front().cloned() {
+            let region = state.regions.get(&id);
+            let out = |page: &usize| region.is_some_and(|region| region.state(*page).is_out());
+            let Some(start) = pages.clone().find(out) else {
+                state.wanted_in.pop_front();
+                continue;
+            };
+            // What reclaim keeps free has room for this much.
+            let most = self.limit().map_or(WINDOW_PAGES, |limit| {
+                (margin(limit) as usize / PAGE_SIZE).clamp(1, WINDOW_PAGES)
+            });
+            if !self.has_room(state, most) {
+                if state.is_stuck() {
+                    // None will be made for it. It was a wish, and no more.
+                    state.wanted_in.clear();
+                }
+                return false;
+            }
+            let len = (start..pages.end.min(start + most)).take_while(out).count();
+            if let Some((_, left)) = state.wanted_in.front_mut() {
+                // What cannot be brought in now comes when it is touched.
+                left.start = start + len;
+            }
+            self.fill(state, None, id, start..start + len, loader);
+            return true;
+        }
+        false
     }
 
     /// The guard of an address space hung up: its process has ended or executed another program, or

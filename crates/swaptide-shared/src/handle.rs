@@ -22,7 +22,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 pub use swaptide_ipc::shared::Reach;
-use swaptide_ipc::shared::{self, Guard};
+use swaptide_ipc::shared::{self, Advised, Guard};
 use swaptide_ipc::{Counter, EXTENT_BYTES, MAGIC, NewArea, ProcSlot, Request, Segment, VERSION};
 use swaptide_sys::Errno;
 use swaptide_sys::mem::{Advice, SharedMap, advise, memfd_create};
@@ -332,8 +332,7 @@ impl SharedRegion {
                 range.start.0 + start,
                 end - start,
                 what.number(),
-            )
-            .unwrap_or(false)
+            ) == Some(Advised::Taken)
     }
 }
 

@@ -10,6 +10,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
 use rustix::event::{EventfdFlags, epoll};
+use swaptide_ipc::shared::Advised;
 use swaptide_ipc::{Request, Segment, SlotIndex};
 use swaptide_sys::page::VirtAddr;
 use swaptide_sys::process::StatmFd;
@@ -139,13 +140,13 @@ impl Pager {
                     .get(16..20)
                     .and_then(|bytes| bytes.try_into().ok())
                     .map(i32::from_le_bytes);
-                let taken = match (number(0), number(8), advice) {
+                let answer = match (number(0), number(8), advice) {
                     (Some(addr), Some(len), Some(advice)) => {
                         self.inner.advise(pid, addr as usize, len as usize, advice)
                     }
-                    _ => false,
+                    _ => Advised::Elsewhere,
                 };
-                conn.send(&[byte, u8::from(taken)], &[])
+                conn.send(&[byte, answer as u8], &[])
             }
             _ => Ok(()),
         };

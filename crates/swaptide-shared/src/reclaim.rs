@@ -23,8 +23,8 @@
 //!    `protect` is refused. If the event was read since, the generation is another one.
 //! 2. A mapping that was moved takes entries and marks with it. One that was doubled or grown has
 //!    none in its new part: the kernel says `changing` until the event is read, then the generation
-//!    is another one; and the hook before `mremap` forbids everything meanwhile, for what grows in
-//!    place is no event.
+//!    is another one; and what a call of `mremap` may map at further addresses does not go out from
+//!    the hook before it to the one after it, for what grows in place is no event.
 //! 3. A process without userfaultfd cannot have the memory mapped: mappings come from
 //!    [`attach`](swaptide_ipc::shared::attach), or by fork.
 //! 4. Devices write past page tables: [`crate::pinned`].
@@ -40,6 +40,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
+use swaptide_engine::mm::types::PAGES_PER_CHUNK;
 use swaptide_ipc::{Counter, OfOrder};
 use swaptide_store::codec::{Compressor, Unpacker};
 use swaptide_store::{Page, Slot};
@@ -310,7 +311,7 @@ impl Worker {
 }
 
 /// What stays free, so that faults find room.
-fn margin(limit: u64) -> u64 {
+pub(crate) fn margin(limit: u64) -> u64 {
     (limit / 64).clamp(256 << 10, 16 << 20).min(limit / 2)
 }
 
@@ -347,13 +348,21 @@ impl Inner {
         let mut runs: Vec<(RegionId, Range<usize>)> = Vec::new();
         let mut count = 0;
         let forbidden = state.forbidden();
+        let held = state.held_pages();
+        let stays = |id: RegionId, chunk: u32| {
+            let pages = chunk as usize * PAGES_PER_CHUNK..(chunk as usize + 1) * PAGES_PER_CHUNK;
+            let overlaps = |(region, held): &(RegionId, Range<usize>)| {
+                *region == id && held.start < pages.end && pages.start < held.end
+            };
+            forbidden.contains(&id) || held.iter().any(overlaps)
+        };
         let (mut wanted, mut later) = (Vec::new(), Vec::new());
         while count < BATCH
             && let Some((id, chunk)) = state.wanted_out.pop_front()
         {
             let Some(region) = state.regions.get_mut(&id) else { continue };
             region.chunk(chunk as usize).wanted = false;
-            if forbidden.contains(&id) {
+            if stays(id, chunk) {
                 later.push((id, chunk));
                 continue;
             }
@@ -371,7 +380,7 @@ impl Inner {
             let Some(region) = state.regions.get_mut(&id) else { continue };
             let marks = region.chunk(chunk as usize);
             marks.ahead = false;
-            if forbidden.contains(&id) || std::mem::take(&mut marks.hot) {
+            if stays(id, chunk) || std::mem::take(&mut marks.hot) {
                 marks.queued = true;
                 state.queue.push_back((id, chunk));
                 continue;

@@ -53,6 +53,19 @@ impl Piece {
     }
 }
 
+/// Pages that a thread is about to map at further addresses, which the pager does not hear of when
+/// a mapping grows in place. What is mapped already may go out meanwhile: the thread may be stopped
+/// for any time.
+#[derive(Clone, Debug)]
+pub struct Hold {
+    /// The range as it was given.
+    pub range: VirtRange,
+    /// What it may come to map; `None` where that is not known: anything of the space's regions.
+    pub pages: Option<(RegionId, Range<usize>)>,
+    /// When it began.
+    pub since: Instant,
+}
+
 /// How an address space stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Standing {
@@ -80,8 +93,8 @@ pub struct Space {
     pub stale: bool,
     /// It cannot be managed: nothing of its regions goes out any more.
     pub broken: bool,
-    /// Threads of it that move or grow a mapping.
-    pub moving: u32,
+    /// Mappings that threads of it are growing.
+    pub holds: Vec<Hold>,
     /// What was out of its regions has been brought back, because nobody stands guard.
     pub rescued: bool,
 }
@@ -97,7 +110,7 @@ impl Space {
             layout,
             stale: false,
             broken: false,
-            moving: 0,
+            holds: Vec::new(),
             rescued: false,
         }
     }
@@ -115,7 +128,16 @@ impl Space {
     /// True when nothing of its regions may go out: a program that would not be stopped by the
     /// pager's end, or an unknown layout.
     pub fn forbids(&self) -> bool {
-        self.guard.is_none() || self.stale || self.broken || self.moving > 0
+        self.guard.is_none() || self.stale || self.broken
+    }
+
+    /// The pages that a range maps, or would if the mapping that ends where it begins were longer.
+    pub fn pages_to_come(&self, range: VirtRange) -> Option<(RegionId, Range<usize>)> {
+        let covers = |piece: &&Piece| piece.range.contains(range.start);
+        let ends = |piece: &&Piece| piece.range.end == range.start;
+        let piece = self.layout.iter().find(covers).or_else(|| self.layout.iter().find(ends))?;
+        let first = piece.page + (range.start.0 - piece.range.start.0) / PAGE_SIZE;
+        Some((piece.region, first..first.saturating_add(range.pages())))
     }
 
     /// The page at an address.

@@ -17,7 +17,9 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 use rustix::fs::FallocateFlags;
 use swaptide_engine::readahead::locality::Reading;
-use swaptide_ipc::shared::{ADVICE_HOLD, ADVICE_SETTLE, Attached, REGION_NAME};
+use swaptide_ipc::shared::{
+    ADVICE_HOLD, ADVICE_REMOVE, ADVICE_SETTLE, Advised, Attached, REGION_NAME,
+};
 use swaptide_ipc::{Counter, ProcState, Segment, SlotIndex};
 use swaptide_sys::mem::memfd_create;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
@@ -27,13 +29,19 @@ use swaptide_sys::uffd::Uffd;
 use swaptide_sys::{AsFd, AsRawFd, BorrowedFd, Errno, OwnedFd};
 
 use crate::region::{Counts, PageState, Region, RegionId, SlotSpace};
-use crate::space::{Piece, Space, SpaceId, Standing, scan};
+use crate::space::{Hold, Piece, Space, SpaceId, Standing, scan};
 use crate::store::{SLOTS, Store};
 
 /// How long a process may be without a guard before its regions are brought back whole.
 pub const GUARD_TIMEOUT: Duration = Duration::from_secs(1);
 /// In this time the guard of a forked child comes, unless none comes.
 const CHILD_GUARD_TIMEOUT: Duration = Duration::from_millis(300);
+/// In this time a mapping has grown that is being grown, unless its thread is stopped.
+const HOLD_TIMEOUT: Duration = Duration::from_millis(300);
+/// Mappings of one process that may be growing at a time.
+const MAX_HOLDS: usize = 1024;
+/// Ranges that programs may want in at a time; more are not brought in ahead.
+const MAX_WANTED_IN: usize = 64;
 /// Regions larger than this are not taken.
 const MAX_REGION_BYTES: u64 = 64 << 30;
 /// A region that is not attached after this time was abandoned by the process that asked for it.
@@ -73,6 +81,8 @@ pub(crate) struct State {
     pub queue: VecDeque<(RegionId, u32)>,
     /// Chunks that a program wants out.
     pub wanted_out: VecDeque<(RegionId, u32)>,
+    /// Ranges that a program wants in, as far as they are not in yet.
+    pub wanted_in: VecDeque<(RegionId, Range<usize>)>,
     /// Chunks with pages in compressed memory, the oldest first.
     pub pool_log: VecDeque<(RegionId, u32)>,
     /// Changes with every address space and layout: what was protected everywhere at one number is
@@ -361,46 +371,92 @@ impl Inner {
     }
 
     /// What a program says of a range.
-    pub fn advise(&self, pid: u32, addr: usize, len: usize, advice: i32) -> bool {
-        let Some(end) = addr.checked_add(len) else { return false };
-        let (start, end) = (VirtAddr(addr), VirtAddr(end).page_up());
+    pub fn advise(&self, pid: u32, addr: usize, len: usize, advice: i32) -> Advised {
+        let Some(end) = addr.checked_add(len).filter(|end| *end <= usize::MAX - PAGE_SIZE) else {
+            return Advised::Elsewhere;
+        };
+        let range = VirtRange { start: VirtAddr(addr).page_down(), end: VirtAddr(end).page_up() };
         let mut state = self.lock();
         let found = state
             .spaces
             .iter()
             .find(|(_, space)| space.pid == Some(pid) && space.standing() != Standing::Gone);
-        let Some(id) = found.map(|(id, _)| *id) else { return false };
+        let found = found.map(|(id, _)| *id);
+        if advice == ADVICE_REMOVE {
+            return self.remove(&mut state, pid, found, range);
+        }
+        let Some(id) = found else { return Advised::Elsewhere };
         match advice {
-            ADVICE_HOLD => {
-                state.generation += 1;
-                state.spaces.entry(id).and_modify(|space| space.moving += 1);
-                return true;
-            }
+            ADVICE_HOLD => return self.hold(&mut state, id, range),
             ADVICE_SETTLE => {
-                state
-                    .spaces
-                    .entry(id)
-                    .and_modify(|space| space.moving = space.moving.saturating_sub(1));
+                if let Some(space) = state.spaces.get_mut(&id)
+                    && let Some(at) = space.holds.iter().position(|hold| hold.range == range)
+                {
+                    space.holds.swap_remove(at);
+                }
                 self.learn(&mut state, id);
-                return true;
+                return Advised::Taken;
             }
             _ => {}
         }
         let space = state.spaces.get(&id).filter(|space| !space.stale);
-        let clip = |piece: &Piece| {
-            let (from, to) = (piece.range.start.max(start), piece.range.end.min(end));
-            (from < to).then(|| {
-                let first = piece.page + (from.0 - piece.range.start.0) / PAGE_SIZE;
-                (piece.region, first..first + (to.0 - from.0) / PAGE_SIZE)
-            })
-        };
-        let parts: Vec<(RegionId, Range<usize>)> =
-            space.map_or(Vec::new(), |space| space.layout.iter().filter_map(clip).collect());
+        let parts = space.map_or(Vec::new(), |space| clip(&space.layout, range));
         for (id, pages) in &parts {
             self.advise_pages(&mut state, *id, pages.clone(), advice);
         }
         self.work.notify_all();
-        !parts.is_empty()
+        if parts.is_empty() { Advised::Elsewhere } else { Advised::Taken }
+    }
+
+    /// A thread is about to grow a mapping: what it may come to map stays in until it has.
+    fn hold(&self, state: &mut State, id: SpaceId, range: VirtRange) -> Advised {
+        let unsure = |space: &Space| {
+            space.stale || !space.holds.is_empty() || space.standing() != Standing::Quiet
+        };
+        if state.spaces.get(&id).is_some_and(unsure) {
+            // The mapping may have become another one, by a thread that has not settled yet.
+            self.learn(state, id);
+        }
+        // What is on its way out may be of it.
+        state.generation += 1;
+        let Some(space) = state.spaces.get_mut(&id) else { return Advised::Elsewhere };
+        if space.holds.len() >= MAX_HOLDS {
+            return Advised::Failed;
+        }
+        let pages = space.pages_to_come(range);
+        space.holds.push(Hold { range, pages, since: Instant::now() });
+        Advised::Taken
+    }
+
+    /// Gives pages up, in the place of the kernel: all of them at one moment, whether in memory or
+    /// out. What is written after a thread has read zeros there stays.
+    fn remove(
+        &self,
+        state: &mut State,
+        pid: u32,
+        known: Option<SpaceId>,
+        range: VirtRange,
+    ) -> Advised {
+        let is_sure = |space: &&Space| {
+            !space.stale && space.holds.is_empty() && space.standing() == Standing::Quiet
+        };
+        let is_whole = |parts: &[(RegionId, Range<usize>)]| {
+            parts.iter().map(|(_, pages)| pages.len()).sum::<usize>() == range.pages()
+        };
+        let space = known.and_then(|id| state.spaces.get(&id)).filter(is_sure);
+        let mut parts = space.map_or(Vec::new(), |space| clip(&space.layout, range));
+        if !is_whole(&parts) {
+            // A process whose guard has not come is not known by its number, and its mappings are
+            // all the same what it says.
+            let regions: HashSet<u64> = state.regions.keys().map(|region| region.0).collect();
+            let Ok(layout) = scan(pid, &regions) else { return Advised::Failed };
+            parts = clip(&layout, range);
+        }
+        if !is_whole(&parts) {
+            return Advised::Elsewhere;
+        }
+        let done = parts.into_iter().all(|(id, pages)| self.discard(state, id, pages));
+        if done { Advised::Taken } else { Advised::Failed }
     }
 
     fn advise_pages(&self, state: &mut State, id: RegionId, pages: Range<usize>, advice: i32) {
@@ -408,7 +464,6 @@ impl Inner {
         const RANDOM: i32 = 1;
         const SEQUENTIAL: i32 = 2;
         const WILLNEED: i32 = 3;
-        const REMOVE: i32 = 9;
         const COLD: i32 = 20;
         const PAGEOUT: i32 = 21;
         let chunks = |pages: &Range<usize>| pages.start / 16..pages.end.div_ceil(16);
@@ -419,12 +474,7 @@ impl Inner {
             NORMAL => region.say(pages, Reading::Unknown),
             RANDOM => region.say(pages, Reading::Random),
             SEQUENTIAL => region.say(pages, Reading::Sequential),
-            WILLNEED => {
-                for run in region.runs(pages, PageState::is_out) {
-                    self.restore(state, id, run);
-                }
-            }
-            REMOVE => self.discard(state, id, pages),
+            WILLNEED => self.want_in(state, id, pages),
             COLD => {
                 for chunk in chunks(&pages).rev() {
                     let is_in = region.chunk_pages(chunk).any(|page| region.state(page).is_in());
@@ -441,18 +491,57 @@ impl Inner {
         }
     }
 
-    /// Pages are given up: they read as zeros.
-    pub fn discard(&self, state: &mut State, id: RegionId, pages: Range<usize>) {
-        let Some(region) = state.regions.get_mut(&id) else { return };
-        if punch(&region.memory, &pages).is_err() {
-            return;
+    /// Has pages brought in, as many as half of the limit holds, by the thread that answers
+    /// faults. No thread waits for them.
+    fn want_in(&self, state: &mut State, id: RegionId, pages: Range<usize>) {
+        let most = self.limit().map_or(usize::MAX, |limit| (limit / 2) as usize / PAGE_SIZE);
+        let queued: usize = state.wanted_in.iter().map(|(_, pages)| pages.len()).sum();
+        let Some(region) = state.regions.get(&id) else { return };
+        let mut left = most.saturating_sub(queued);
+        let mut end = pages.start;
+        while end < pages.end && left > 0 {
+            left -= usize::from(region.state(end).is_out());
+            end += 1;
         }
-        for page in pages.start..pages.end.min(region.pages()) {
+        if pages.start < end && state.wanted_in.len() < MAX_WANTED_IN {
+            state.wanted_in.push_back((id, pages.start..end));
+            self.tell_room();
+        }
+    }
+
+    /// Pages are given up: they read as zeros. False when they could not be.
+    fn discard(&self, state: &mut State, id: RegionId, pages: Range<usize>) -> bool {
+        let Some(region) = state.regions.get_mut(&id) else { return true };
+        // A mapping may be longer than what it maps.
+        let pages = pages.start.min(region.pages())..pages.end.min(region.pages());
+        if pages.is_empty() {
+            return true;
+        }
+        if punch(&region.memory, &pages).is_err() {
+            return false;
+        }
+        let all = is_hole(&region.memory, &pages);
+        for page in pages {
             self.store.free(region.slot(page), region.state(page));
-            region.set(page, PageState::Absent);
+            // A part of a huge page that could not be split is zeros, and still there.
+            let is_there = !all && !is_hole(&region.memory, &(page..page + 1));
+            region.set(page, if is_there { PageState::Present } else { PageState::Absent });
         }
         self.publish(&state.counts());
+        true
     }
+}
+
+/// The pages of regions that a range of addresses maps.
+fn clip(layout: &[Piece], range: VirtRange) -> Vec<(RegionId, Range<usize>)> {
+    let part = |piece: &Piece| {
+        let (from, to) = (piece.range.start.max(range.start), piece.range.end.min(range.end));
+        (from < to).then(|| {
+            let first = piece.page + (from.0 - piece.range.start.0) / PAGE_SIZE;
+            (piece.region, first..first + (to.0 - from.0) / PAGE_SIZE)
+        })
+    };
+    layout.iter().filter_map(part).collect()
 }
 
 impl State {
@@ -474,14 +563,30 @@ impl State {
             }
             all.extend(space.layout.iter().map(|piece| piece.region));
         }
+        for space in self.spaces.values() {
+            if space.holds.iter().any(|hold| hold.pages.is_none()) {
+                all.extend(space.layout.iter().map(|piece| piece.region));
+            }
+        }
         all
     }
 
+    /// True when there was nothing to make room of, a moment ago.
+    pub fn is_stuck(&self) -> bool {
+        self.stuck_until.is_some_and(|until| Instant::now() < until)
+    }
+
+    /// Pages of which nothing may go out while mappings of them grow.
+    pub fn held_pages(&self) -> Vec<(RegionId, Range<usize>)> {
+        let holds = self.spaces.values().flat_map(|space| &space.holds);
+        holds.filter_map(|hold| hold.pages.clone()).collect()
+    }
+
     /// True while what forbids going out is about to pass: a forked child whose guard is on its
-    /// way, a mapping that is being moved.
+    /// way, a mapping that is being grown.
     pub fn is_passing(&self) -> bool {
         self.spaces.values().any(|space| {
-            space.moving > 0
+            space.holds.iter().any(|hold| hold.since.elapsed() < HOLD_TIMEOUT)
                 || space.guard.is_none() && space.unguarded.elapsed() < CHILD_GUARD_TIMEOUT
         })
     }

@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use swaptide_ipc::Counter;
+use swaptide_ipc::shared::{ADVICE_HOLD, ADVICE_REMOVE, Advised, advise};
 use swaptide_shared::handle::{Reach, Say, View, forked};
 use swaptide_shared::{Host, SharedRegion};
 use swaptide_sys::sock::Name;
@@ -41,6 +42,9 @@ const CASES: &[(&str, fn())] = &[
     ("direct_io_holds", direct_io_holds),
     ("a_killed_pager", a_killed_pager),
     ("a_raw_clone", a_raw_clone),
+    ("a_raw_clone_gives_up", a_raw_clone_gives_up),
+    ("a_stopped_process", a_stopped_process),
+    ("more_is_wanted_than_the_limit", more_is_wanted_than_the_limit),
     ("without_capabilities", without_capabilities),
     ("without_any_right", without_any_right),
 ];
@@ -319,6 +323,15 @@ fn worker(arguments: &[String]) {
         }
         "changes" => changes(&region, &words, &mut mine, end),
         "raw" => raw_clone(&words, &mut mine),
+        "hold" => {
+            // As the hook in front of mremap, of which it does not come to the end.
+            let quarter = length / 4;
+            let start = region.as_ptr().as_ptr() as usize + length - quarter;
+            let held = advise(name.as_bytes(), start, quarter, ADVICE_HOLD);
+            assert_eq!(held, Some(Advised::Taken));
+            // SAFETY: stops this process alone.
+            unsafe { libc::raise(libc::SIGSTOP) };
+        }
         "sleep" => loop {
             std::thread::sleep(Duration::from_secs(1));
         },
@@ -585,7 +598,7 @@ fn advice() {
     until("all goes out again", || host.out() == pages);
     assert!(region.say(0, all / 4, Say::Discard));
     assert!(region.say(all / 4, all / 4, Say::WillNeed));
-    assert_eq!(host.out(), pages / 2);
+    until("the second quarter comes in", || host.out() == pages / 2);
     assert_eq!(words.word(5, 100).load(SeqCst), 0, "given up");
     let before = host.counter(Counter::Pgmajfault);
     (words.pages / 4..words.pages / 2).for_each(|page| words.check(page));
@@ -752,6 +765,69 @@ fn a_raw_clone() {
     let words = Words::of(&region);
     words.fill();
     join(vec![spawn(&host, &region, "raw", 0), spawn(&host, &region, "hammer", 1)]);
+    words.check_all();
+}
+
+/// A child that nobody stands guard for is not known by its number, and gives up what is out.
+fn a_raw_clone_gives_up() {
+    let (host, region) = start(512 * MIB, 24 * MIB);
+    let words = Words::of(&region);
+    words.fill();
+    let pages = words.pages as u64;
+    assert!(region.say(0, region.len(), Say::PageOut));
+    until("all goes out", || host.out() == pages);
+    // SAFETY: the child uses no lock that the guard's thread could hold.
+    let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) } as i32;
+    if child == 0 {
+        let at = region.as_ptr().as_ptr() as usize;
+        let done = advise(host.name.as_bytes(), at, 8 * PAGE, ADVICE_REMOVE);
+        let zeros = (0..8 * WORDS).all(|at| words.word(at / WORDS, at % WORDS).load(SeqCst) == 0);
+        // SAFETY: ends the child.
+        unsafe { libc::_exit(i32::from(done != Some(Advised::Taken) || !zeros)) }
+    }
+    assert_eq!(wait_for(child), 0);
+    assert_eq!(words.word(7, 100).load(SeqCst), 0, "for its parent as well");
+    (8..words.pages).for_each(|page| words.check(page));
+}
+
+fn a_stopped_process() {
+    let (host, region) = start(16 * MIB, 24 * MIB);
+    let words = Words::of(&region);
+    words.fill();
+    let mut holder = spawn(&host, &region, "hold", 7);
+    let mut status = 0;
+    // SAFETY: waits for a child of this process to stop.
+    unsafe { libc::waitpid(holder.id() as i32, &mut status, libc::WUNTRACED) };
+    assert!(libc::WIFSTOPPED(status), "{status:#x}");
+    let mut mine = Mine::new(0, words.pages, 3);
+    let end = Instant::now() + Duration::from_secs(20);
+    for _ in 0..3 {
+        words.check_all();
+        (0..words.pages).for_each(|_| mine.step(&words));
+        assert!(Instant::now() < end, "it goes on, and slowly");
+        assert!(host.view.bytes().0 < 18 * MIB, "{:?}", host.view.bytes());
+    }
+    mine.check_all(&words);
+    holder.kill().and_then(|()| holder.wait()).expect("killed");
+}
+
+fn more_is_wanted_than_the_limit() {
+    let path = std::env::temp_dir().join(format!("swaptide-wanted-{}", std::process::id()));
+    let host = Pager::start(32 * MIB, Some(&path));
+    let region = SharedRegion::create(host.name, 96 << 20).expect("a region");
+    let words = Words::of(&region);
+    words.fill();
+    until("it keeps to the limit", || host.view.bytes().0 < 32 * MIB);
+    let came = || host.counter(Counter::Zswpin) + host.counter(Counter::Pswpin);
+    let before = came();
+    assert!(region.say(0, region.len(), Say::WillNeed));
+    let end = Instant::now() + Duration::from_secs(2);
+    while Instant::now() < end {
+        assert!(host.view.bytes().0 < 33 * MIB, "{:?}", host.view.bytes());
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    let came = came() - before;
+    assert!((64..=16 * MIB / PAGE as u64).contains(&came), "{came} pages of its beginning");
     words.check_all();
 }
 

@@ -404,6 +404,116 @@ static void both(void) {
         check_page(private + page * PAGE, key_of(given.seed, page, 2), "private memory in the end");
 }
 
+/* Pages are given up without end, and another thread writes to one as soon as it has seen that it
+ * is gone: what it wrote stays. */
+static size_t given_up;
+static volatile uint64_t begun, written;
+
+static void *write_behind(void *nothing) {
+    for (uint64_t seen = 0;;) {
+        while (begun == seen) {}
+        seen = begun;
+        if (seen == UINT64_MAX) return nothing;
+        while (*word(given_up, 0) != 0) {}
+        *word(given_up, 0) = seen << 8;
+        written = seen;
+    }
+}
+
+static void removes(void) {
+    pthread_t thread;
+    uint64_t random = given.seed;
+    given_up = given.pages / 8;
+    MUST(pthread_create(&thread, NULL, write_behind, NULL) == 0);
+    for (uint64_t number = 1; now() < end; number++) {
+        *word(given_up, 0) = 77;
+        *word(given_up, 9) = 78;
+        begun = number;
+        MUST(madvise((void *)word(given_up, 0), PAGE, MADV_REMOVE) == 0);
+        while (written != number) {}
+        uint64_t found = *word(given_up, 0);
+        if (found != number << 8)
+            mismatch((const void *)word(given_up, 0), number << 8, found,
+                     "a write after MADV_REMOVE is lost");
+        if (*word(given_up, 9) != 0)
+            mismatch((const void *)word(given_up, 9), 0, *word(given_up, 9), "given up");
+        /* What is out is given up, too. */
+        size_t page = given_up + 1 + below(&random, given.pages / 2);
+        MUST(madvise((void *)word(page, 0), 3 * PAGE, MADV_REMOVE) == 0);
+        for (size_t at = 0; at < 3 * WORDS; at++)
+            if (*word(page, at) != 0)
+                mismatch((const void *)word(page, at), 0, *word(page, at), "given up");
+        for (size_t at = 0; at < 3 * WORDS; at++)
+            *word(page, at) = at % WORDS < WORKERS
+                                  ? own(page + at / WORDS, (unsigned)(at % WORDS), 0)
+                                  : word_of(key_of(given.seed, page + at / WORDS, 1), at % WORDS);
+    }
+    begun = UINT64_MAX;
+    pthread_join(thread, NULL);
+    for (size_t at = 0; at < WORDS; at++)
+        *word(given_up, at) = word_of(key_of(given.seed, given_up, 1), at);
+    /* As without swaptide: locked memory is refused, and so is what is not mapped. */
+    void *last = (void *)word(given.pages - 1, 0);
+    MUST(mlock(last, PAGE) == 0);
+    MUST(madvise(last, PAGE, MADV_REMOVE) == -1 && errno == EINVAL);
+    MUST(munlock(last, PAGE) == 0);
+    MUST(madvise((char *)last + 1, PAGE, MADV_REMOVE) == -1 && errno == EINVAL);
+}
+
+/* A process is stopped at any moment of a call that grows its mapping: others go on. */
+static void stopped(void) {
+    volatile uint64_t *walked =
+        mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    MUST(walked != MAP_FAILED);
+    pid_t walker = fork();
+    MUST(walker >= 0);
+    if (walker == 0)
+        for (;;)
+            for (size_t page = 0; page < given.pages; page++, ++*walked)
+                *word(page, 0) += 1ull << 40;
+    size_t whole = given.pages * PAGE, part = whole / 4 * 3;
+    pid_t mover = fork();
+    MUST(mover >= 0);
+    if (mover == 0) {
+        char *at = (char *)region;
+        for (;;) {
+            at = mremap(at, whole, part, MREMAP_MAYMOVE);
+            MUST(at != MAP_FAILED);
+            at = mremap(at, part, whole, MREMAP_MAYMOVE);
+            MUST(at != MAP_FAILED);
+        }
+    }
+    uint64_t random = given.seed;
+    while (now() < end) {
+        usleep((useconds_t)(20000 + below(&random, 20000)));
+        MUST(kill(mover, SIGSTOP) == 0);
+        double late = now() + 10;
+        /* Further than what is in memory: more must come in. */
+        for (uint64_t before = *walked; *walked < before + given.pages;) {
+            if (now() > late) {
+                kill(mover, SIGKILL);
+                kill(walker, SIGKILL);
+                die("one process is stopped, and another one does not go on");
+            }
+            usleep(1000);
+        }
+        MUST(kill(mover, SIGCONT) == 0);
+    }
+    kill(mover, SIGKILL);
+    kill(walker, SIGKILL);
+    MUST(waitpid(mover, NULL, 0) == mover && waitpid(walker, NULL, 0) == walker);
+}
+
+/* Wanted is more than the budget has. */
+static void wanted(void) {
+    uint64_t random = given.seed;
+    while (now() < end) {
+        MUST(madvise((void *)region, given.pages * PAGE, MADV_WILLNEED) == 0);
+        steps(0, &random, 20000);
+    }
+    check_own(0);
+}
+
 int main(int count, char **words) {
     given = parse(count, words, "hammer");
     region =
@@ -419,6 +529,7 @@ int main(int count, char **words) {
     } modes[] = {
         {"hammer", hammer},     {"chains", chains}, {"killed", killed}, {"changes", changes},
         {"meetings", meetings}, {"starts", starts}, {"raw", raw},       {"both", both},
+        {"removes", removes},   {"stopped", stopped}, {"wanted", wanted},
     };
     for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
         if (strcmp(modes[i].name, given.mode) == 0) {

@@ -3,9 +3,9 @@
 use std::ffi::{c_int, c_void};
 
 use linux_raw_sys::general::{
-    __NR_mmap, MADV_COLD, MADV_DONTNEED, MADV_NORMAL, MADV_PAGEOUT, MADV_RANDOM, MADV_SEQUENTIAL,
-    MADV_WILLNEED, MAP_ANONYMOUS, MAP_GROWSDOWN, MAP_HUGETLB, MAP_NORESERVE, MAP_POPULATE,
-    MAP_PRIVATE, MAP_TYPE, PROT_WRITE,
+    __NR_mmap, MADV_COLD, MADV_DONTNEED, MADV_NORMAL, MADV_PAGEOUT, MADV_RANDOM, MADV_REMOVE,
+    MADV_SEQUENTIAL, MADV_WILLNEED, MAP_ANONYMOUS, MAP_GROWSDOWN, MAP_HUGETLB, MAP_NORESERVE,
+    MAP_POPULATE, MAP_PRIVATE, MAP_TYPE, PROT_WRITE,
 };
 use swaptide_engine::requests::Hint;
 use swaptide_sys::Errno;
@@ -32,7 +32,8 @@ fn hint_of(advice: c_int) -> Option<Hint> {
 
 /// Gives the advice, and tells the engine of it as a hint. Returns 0 or an error number.
 pub fn advise(addr: usize, len: usize, advice: c_int) -> c_int {
-    let result = mappings::advise(addr, len, advice);
+    let removed = if advice as u32 == MADV_REMOVE { shmem::remove(addr, len) } else { None };
+    let result = removed.unwrap_or_else(|| mappings::advise(addr, len, advice));
     if seccomp::is() {
         return -result as c_int;
     }

@@ -43,7 +43,7 @@ const MAX_TRIES: usize = 64;
 /// mremap(2) as the program meant it. Answers with the kernel's word.
 pub fn remap(old: usize, old_len: usize, new_len: usize, flags: c_int, to: usize) -> isize {
     const ENOMEM: isize = -(linux_raw_sys::errno::ENOMEM as isize);
-    shmem::around(old, old_len.max(new_len), || remap_private(old, old_len, new_len, flags, to))
+    shmem::around(old, old_len, new_len, flags, || remap_private(old, old_len, new_len, flags, to))
         .unwrap_or(ENOMEM)
 }
 
