@@ -86,7 +86,12 @@ fn hear(conn: &Conn, buf: &mut [u8], fds: &mut [Option<OwnedFd>]) -> Result<usiz
             return Err(Errno::TIMEDOUT);
         }
     }
-    conn.recv(buf, fds).map(|(n, _)| n)
+    let received = match conn.recv(buf, fds) {
+        // The parent's end was closed with the hello unread: its last word lies behind this error.
+        Err(Errno::CONNRESET) => conn.recv(buf, fds),
+        received => received,
+    };
+    received.map(|(n, _)| n)
 }
 
 /// Waits until the parent's handler says that all memory is there. True when this process may
