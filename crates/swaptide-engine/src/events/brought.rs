@@ -88,6 +88,11 @@ impl BroughtPages {
         self.pages.len()
     }
 
+    /// True when there may not be room for what comes in with another fault.
+    pub(crate) fn is_full(&self) -> bool {
+        self.pages.len() > MAX_HELPED_PAGES - MAX_PAGES_PER_FAULT
+    }
+
     /// True when pages came in that are not on record.
     pub(crate) fn has_overflowed(&self) -> bool {
         self.has_overflowed

@@ -47,6 +47,8 @@ use crate::sched::deadline::Deadline;
 const HELLO_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long it may take to take over when it has everything.
 const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long the child of a fork that counts as torn is waited for after its parent has returned.
+const TORN_HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long other threads' faults wait for a child that says nothing, before one is answered.
 const STALLED: Duration = Duration::from_millis(200);
 /// The timeouts where a test wants to see what happens then.
@@ -90,6 +92,7 @@ impl ForkServer {
         let mut children = vec![recipient(&mut pager.path, child, !self.torn)];
         let mut served: Vec<u64> = Vec::new();
         let began = now();
+        let mut done_at = None;
         let mut patience = Deadline::new(bound(engine, HELLO_TIMEOUT));
         stand_still(&engine.start.segment.header, Standstill::HandingOver);
         if door.is_none() {
@@ -153,8 +156,11 @@ impl ForkServer {
             }
             if self.torn && pager.path.reader.fork.is_done {
                 // The child that came through the hook gets all its memory in any case, and may be
-                // gone: nothing is gained by waiting for it.
-                return self.abandon(pager, &mut children, door);
+                // gone.
+                let done_at = *done_at.get_or_insert_with(now);
+                if now().since(done_at) > TORN_HELLO_TIMEOUT {
+                    return self.abandon(pager, &mut children, door);
+                }
             }
             if patience.is_over(is_new_child_stopped) {
                 (engine.start.log)(

@@ -30,7 +30,7 @@ use std::sync::atomic::Ordering::Release;
 use std::time::Duration;
 
 use swaptide_sys::process::waits_outside_fork;
-use swaptide_sys::thread::{Nanos, Tid, cpu_time_of};
+use swaptide_sys::thread::{Nanos, Tid, cpu_time_of, now};
 use swaptide_sys::uffd::Coverage;
 
 use crate::fork::allow_fork::allow_fork_of_regions;
@@ -43,25 +43,40 @@ use crate::vma::madvise::hint;
 /// CPU time after which the forking thread is taken to spin for a lock.
 const SPIN_CPU_TIME: Duration = Duration::from_millis(20);
 
+/// CPU time that no fork(2) takes. The thread spins for a lock then, though it is never seen outside.
+const MAX_FORK_CPU_TIME: Duration = Duration::from_secs(5);
+
+/// How long other threads wait when there is no more room to record the pages they bring in.
+const MAX_FULL_TIME: Duration = Duration::from_secs(5);
+
 /// What is known of the forking thread.
 pub(super) struct Forker {
     tid: u32,
     /// Its CPU time when it was first seen to continue.
     began: Option<Nanos>,
+    /// When the record of pages that came in was first seen to be full.
+    full_since: Option<Nanos>,
 }
 
 impl Forker {
     pub(super) fn new(tid: u32) -> Forker {
-        Forker { tid, began: None }
+        Forker { tid, began: None, full_since: None }
     }
 
     fn waits(&self) -> bool {
         waits_outside_fork(self.tid)
     }
 
-    fn spins(&mut self) -> bool {
-        let Some(used) = cpu_time_of(Tid(self.tid)) else { return false };
-        used.since(*self.began.get_or_insert(used)) >= SPIN_CPU_TIME
+    /// CPU time that it has used since it was first seen to go on.
+    fn used(&mut self) -> Duration {
+        let Some(used) = cpu_time_of(Tid(self.tid)) else { return Duration::ZERO };
+        used.since(*self.began.get_or_insert(used))
+    }
+
+    /// True when the record has been full for so long that the forking thread is taken to spin for
+    /// a lock, rather than to be in fork(2). Then pages that the child lacks are bus errors there.
+    fn is_long_full(&mut self) -> bool {
+        now().since(*self.full_since.get_or_insert_with(now)) > MAX_FULL_TIME
     }
 
     /// Helps one of the threads that wait, if the forking thread may be waiting for it (invariant
@@ -79,14 +94,16 @@ impl Forker {
             return false;
         }
         let waits = self.waits();
+        let used = self.used();
         if !waits
-            && (!self.spins() || reader.uffd.coverage(engine.bells.range()) == Coverage::Changing)
+            && (used < SPIN_CPU_TIME
+                || reader.uffd.coverage(engine.bells.range()) == Coverage::Changing)
         {
             return false;
         }
         reader.fork.seen_waiting = false;
         let mut fault = None;
-        if waits || !engine.followed {
+        if waits || !engine.followed || used > MAX_FORK_CPU_TIME {
             // No copy was made yet: the child will have what is here now.
             reader.fork.brought.clear();
             reader.apply_noted();
@@ -99,6 +116,11 @@ impl Forker {
             fault = fault.or(pager.path.reader.pending.remove(at));
         }
         let reader = &mut pager.path.reader;
+        if reader.record().is_some_and(|record| record.is_full()) && !self.is_long_full() {
+            // A fork(2) that copies a large process is over soon.
+            reader.pending.extend(fault);
+            return false;
+        }
         if let Some(fault) = fault {
             pager.answer(fault);
         } else if reader.take_request(HandlerRequest::Fence) {
