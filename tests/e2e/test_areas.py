@@ -43,7 +43,7 @@ def test_areas(case):
         while not (seen := devices(pid)) or seen[first]["used_bytes"] < 16 << 20:
             assert time.monotonic() < until, f"nothing goes to the swap area: {seen}"
             time.sleep(0.05)
-        assert "no room" in asked(2, "swapoff", first, "--pid", pid), "the only one is in use"
+        assert "do not fit" in asked(2, "swapoff", first, "--pid", pid), "the only one is in use"
         asked(2, "swapoff", "nonsense", "--pid", pid)
         asked(2, "swapon", f"file:{place}/no/such/place", "--pid", pid)
         asked(2, "swapon", "zram:4M", "--pid", pid)

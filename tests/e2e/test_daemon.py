@@ -111,7 +111,7 @@ def test_daemon_joins(case):
         f"after a device was listed: {names()}"
     )
     for wrong, named in (
-        (f'"file:{place}:2G"', "off the list"),
+        (f'"file:{place}:2G"', "from the list"),
         (f'{old}, "file:/no/such/place:64M"', "no/such"),
     ):
         daemon.config.write_text(config.replace(old, wrong).replace('"64M"', '"32M"'))

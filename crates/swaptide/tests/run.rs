@@ -329,7 +329,7 @@ fn bad_input_is_one_line_that_names_the_flag_and_status_2() {
         (vec!["--ram", "lots", "--", "true"], ["--ram", "lots"]),
         (vec!["--ram", "-5M", "--", "true"], ["--ram", "-5M"]),
         (vec!["--ram", "1M", "--", "true"], ["--ram", "16M"]),
-        (vec!["--ram", "0%", "--", "true"], ["--ram", "no memory"]),
+        (vec!["--ram", "0%", "--", "true"], ["--ram", "not more than zero"]),
         (vec!["--swap", "floppy", "--", "true"], ["--swap", "floppy"]),
         (vec!["--swap", "file:/no/such/place", "--", "true"], ["--swap", "/no/such/place"]),
         (vec!["--swap", "file:/proc", "--", "true"], ["--swap", "/proc"]),

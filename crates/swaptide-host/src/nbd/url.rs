@@ -411,9 +411,9 @@ mod tests {
     #[test]
     fn what_is_wrong_is_named_with_what_would_be_right() {
         for (text, part) in [
-            ("file:/x", "is no NBD URL"),
-            ("http://store/x", "is no NBD URL"),
-            ("nbd:/store/x", "is no NBD URL"),
+            ("file:/x", "is not an NBD URL"),
+            ("http://store/x", "is not an NBD URL"),
+            ("nbd:/store/x", "is not an NBD URL"),
             ("nbd:///x", "no host"),
             ("nbd://:10809/x", "no host"),
             ("nbd://[::1/x", "no host"),
@@ -439,7 +439,7 @@ mod tests {
         ] {
             let message = refused(text);
             assert!(message.contains(part), "{text}: {message}");
-            assert!(message.contains(text) || part == "is no NBD URL", "{text}: {message}");
+            assert!(message.contains(text) || part == "is not an NBD URL", "{text}: {message}");
         }
         let long = format!("nbd://store/{}", "x".repeat(4097));
         assert!(refused(&long).len() < 200);
