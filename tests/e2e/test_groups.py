@@ -88,7 +88,7 @@ def test_groups(case):
     ctl.refused("web", "group", "web", "ram.max=1G")
     ctl.refused("ram.max", "group", "/made", "ram.max=lots")
     ctl.refused("/made", "group", "/made")
-    ctl.refused("1 is no process", "group", "/web", "processes=1")
+    ctl.refused("1 is not a process", "group", "/web", "processes=1")
     assert ctl.value("/web/front", "ram.max") == "max", (
         "something was set that was refused as a whole"
     )

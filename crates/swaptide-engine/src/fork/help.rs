@@ -43,7 +43,8 @@ use crate::vma::madvise::hint;
 /// CPU time after which the forking thread is taken to spin for a lock.
 const SPIN_CPU_TIME: Duration = Duration::from_millis(20);
 
-/// CPU time that no fork(2) takes. The thread spins for a lock then, though it is never seen outside.
+/// CPU time that no fork(2) takes. The thread spins for a lock then, though it is never seen
+/// outside.
 const MAX_FORK_CPU_TIME: Duration = Duration::from_secs(5);
 
 /// How long other threads wait when there is no more room to record the pages they bring in.
