@@ -7,7 +7,7 @@
 //! [`Batch::store`] (no lock: compress from the frames; a touch now finds the folio in the swap
 //! cache and copies the page back), [`Batch::finish`] (memory lock held: what was not cancelled
 //! becomes a shadow; the frames are free). Taking and storing may be done by two threads:
-//! between the two the batch stands in [`Jobs`].
+//! between the two the batch stands in [`Jobs`](crate::mm::batch::Jobs).
 //!
 //! Invariants
 //! 1. Between take and finish, the frames of the slab are read by the batch's holder alone and

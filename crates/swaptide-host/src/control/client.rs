@@ -1,7 +1,7 @@
 //! Clients of a run or the daemon.
 //!
 //! Owns: which of them is asked about a process, and how long an answer is waited for. Which
-//! sockets are trusted, [`trust`] says.
+//! sockets are trusted, `trust.rs` says.
 //!
 //! Locks: none.
 

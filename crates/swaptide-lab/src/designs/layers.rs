@@ -2,8 +2,8 @@
 //!
 //! | layer       | allocator | count and group | swap cache |
 //! |-------------|-----------|-----------------|------------|
-//! | [`Before`] of [`ScanAllocator`] | one lock, free clusters only | static arrays | trees |
-//! | [`Before`] of [`ClusterAllocator`] | cluster lists | static arrays | trees |
+//! | [`Before`] of `ScanAllocator` | one lock, free clusters only | static arrays | trees |
+//! | [`Before`] of `ClusterAllocator` | cluster lists | static arrays | trees |
 //! | [`SwapTable`] | swaptide's core | in the table | the table |
 //!
 //! What the old layers do one after the other (mark the map, then insert in the tree; take out of
@@ -44,9 +44,9 @@ pub trait Layer: Sync {
 
 /// What [`Before`] asks of an allocator over a static map.
 pub trait Allocator: Sync {
-    /// See [`ScanAllocator::alloc`], [`ClusterAllocator::alloc`].
+    /// See `ScanAllocator::alloc`, `ClusterAllocator::alloc`.
     fn alloc(&self, cpu: usize, order: usize) -> Option<u32>;
-    /// See [`ScanAllocator::free`], [`ClusterAllocator::free`].
+    /// See `ScanAllocator::free`, `ClusterAllocator::free`.
     fn free(&self, cpu: usize, off: u32, n: u32);
     /// Changes bytes of the map under the cluster's lock.
     fn change(&self, off: u32, n: u32, new: impl Fn(u8) -> u8);
