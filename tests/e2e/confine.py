@@ -18,6 +18,21 @@ from pathlib import Path
 PROFILE = Path(__file__).resolve().parents[2] / "packaging" / "seccomp.json"
 """What container engines are to be given for swaptide."""
 
+
+def run_confined(case, confine, words, report, env=None):
+    """Runs a program under swaptide with the case's budget, by a command of this file
+    (`confine`).
+    """
+    run = [case.swaptide, "run", "--ram", f"{case.budget}M", "--quiet", "--report", report, "--"]
+    return subprocess.run(
+        [str(word) for word in (*confine, *run, *words)],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env=env,
+    )
+
+
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, EQUAL, GREATER, RETURN = 0x20, 0x15, 0x35, 0x06
 ARCH_X86_64 = 0xC000003E

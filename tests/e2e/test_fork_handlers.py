@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from confine import PROFILE
+from confine import PROFILE, run_confined
 from harness import HERE, Failure, param
 from processes import descendants
 from redis_client import Redis
@@ -85,6 +85,18 @@ def test_fork_changes(case):
 def test_fork_followed(case, mode):
     """Followed forks, with threads that fault on what is out while the copy is made."""
     run_forklock(case, mode, managed=False)
+
+
+@pytest.mark.unprivileged
+@pytest.mark.full
+@pytest.mark.swaptide(budget=24, allowance=200, forks=True, limit=120)
+def test_fork_followed_stuck(case):
+    """A fork handler spins for a lock whose holder waits until a moved mapping is known: it goes
+    on, and the child is stopped rather than given what may be wrong.
+    """
+    case.run_c("forklock", "moves-spins", megabytes=64, seconds=3, env=logged(case))
+    said = "stopped rather than given wrong data" in agent_log(case)
+    assert case.native or said, f"no child was stopped: {agent_log(case)[-300:]!r}"
 
 
 @pytest.mark.swaptide(budget=24, allowance=160, forks=True)
@@ -265,25 +277,7 @@ def test_fork_door(case):
         ([case.binary("forks"), 96, 3, case.seed, "tree"], "OK forks tree"),
         ([case.binary("forklock"), 64, 3, case.seed, "maps"], "OK forklock maps"),
     ):
-        command = [
-            *confine,
-            case.swaptide,
-            "run",
-            "--ram",
-            f"{case.budget}M",
-            "--quiet",
-            "--report",
-            report,
-            "--",
-            *words,
-        ]
-        ended = subprocess.run(
-            [str(word) for word in command],
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            env=logged(case),
-        )
+        ended = run_confined(case, confine, words, report, env=logged(case))
         assert ended.returncode == 0 and last in ended.stdout, (
             f"{words}: {ended.returncode}: {ended.stdout[-200:]!r} {ended.stderr[-400:]!r}"
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from confine import PROFILE
+from confine import PROFILE, run_confined
 from ctl import Ctl, until, wait_for_line
 from harness import HERE, MIB, param
 from processes import descendants, open_files
@@ -154,24 +154,7 @@ def test_profile(case):
         ([case.binary("forks"), 96, 3, case.seed, "tree"], "OK forks tree"),
     ):
         report = case.directory / "report.json"
-        command = [
-            *confine,
-            case.swaptide,
-            "run",
-            "--ram",
-            f"{case.budget}M",
-            "--quiet",
-            "--report",
-            report,
-            "--",
-            *words,
-        ]
-        done = subprocess.run(
-            [str(word) for word in command],
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-        )
+        done = run_confined(case, confine, words, report)
         assert done.returncode == 0 and last in done.stdout, (
             f"{words}: {done.returncode}: {done.stdout[-200:]!r} {done.stderr[-400:]!r}"
         )

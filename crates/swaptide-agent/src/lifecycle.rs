@@ -264,7 +264,7 @@ fn prepare_engine(
 /// Closes the userfaultfd of an engine that did not start: a fork would wait for ever for its event
 /// to be read.
 fn close_unused(engine: &Engine) {
-    // SAFETY: nobody else knows this engine, and it is not used again.
+    // SAFETY: no other thread has seen this engine, and it is not used again.
     unsafe { engine.close_uffd() };
 }
 

@@ -344,7 +344,7 @@ extern "C" fn guard(_: usize) {
               than given wrong data",
         ]);
     }
-    // Nothing was out: the memory is the kernel's again, and nobody is asked about it.
+    // Nothing was out: the memory is the kernel's again, and no request concerns it any more.
     COUNT.store(0, Release);
     drop(guard);
     exit_thread()

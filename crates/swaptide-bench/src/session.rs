@@ -126,7 +126,7 @@ impl Session<'_> {
     }
 
     /// The runs of `peer` and of swaptide, in turns.
-    pub(crate) fn beside(
+    pub(crate) fn compare_with(
         &self,
         peer: KernelPeer,
         job: &Workload,

@@ -437,11 +437,13 @@ impl<const M: usize> Pages<M> {
     /// Page `i`.
     #[inline]
     pub fn get(&self, i: usize) -> Option<&Paged<AtomicU64, M>> {
+        if i >= self.words / M {
+            return None;
+        }
         // SAFETY: `words / M` pages fit the memory (`new`), which is page-aligned, was zeros, a
         // value of `AtomicU64` like every other, and is written through references like this one
         // only; it stays as long as `self`.
-        (i < self.words / M)
-            .then(|| unsafe { self.first.cast::<Paged<AtomicU64, M>>().add(i).as_ref() })
+        Some(unsafe { self.first.cast::<Paged<AtomicU64, M>>().add(i).as_ref() })
     }
 
     /// Word `i` of all, counted through the pages.

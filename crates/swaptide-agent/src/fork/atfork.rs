@@ -30,7 +30,7 @@ use crate::seccomp;
 use crate::shmem;
 
 /// The process that forked last, or forks now: the child of a raw clone has a copy of a lock that
-/// nobody will free.
+/// no thread of it will release.
 static FORKER_PID: AtomicU32 = AtomicU32::new(0);
 /// The signal mask of the forking thread, from its prepare handler to the other end.
 static FORK_MASK: AtomicU64 = AtomicU64::new(0);

@@ -163,7 +163,7 @@ pub unsafe fn with_environment(envp: Strings, mut f: impl FnMut(Strings) -> c_in
     }
     let bytes = VirtAddr(words * size_of::<usize>()).page_up().0;
     let Ok(room) = map_scratch(bytes) else { return f(envp) };
-    // SAFETY: the room is large enough, and used by nobody else.
+    // SAFETY: the buffer is large enough, and no other thread uses it.
     unsafe { write(envp, &missing, room.as_ptr().cast()) };
     let result = f(room.as_ptr().cast::<*const c_char>());
     let start = VirtAddr(room.as_ptr() as usize);

@@ -105,7 +105,7 @@ pub(crate) fn bgsave(session: &Session<'_>) -> Result<BenchReport, Failed> {
     );
     let mut report = session.report("bgsave", &title, "s", Better::Lower, data);
     for &peer in &session.peers {
-        report.pairs.push(session.beside(peer, &job, session.ram, Better::Lower, &value)?.0);
+        report.pairs.push(session.compare_with(peer, &job, session.ram, Better::Lower, &value)?.0);
     }
     if session.peers.is_empty() {
         report.alone = Some(session.ours(&job, session.ram, &value)?.side(None)?);

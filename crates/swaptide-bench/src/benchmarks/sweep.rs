@@ -77,8 +77,8 @@ pub(crate) fn sweep(session: &Session<'_>) -> Result<BenchReport, Failed> {
     let alone = ours.iter().find(|p| p.side.limit == first).map(|p| p.side.clone());
     let mut pairs = Vec::new();
     for peer in report.points.iter().filter(smallest).filter(|p| p.name != SWAPTIDE) {
-        let beside = ours.iter().find(|p| p.beside.as_ref().is_some_and(|b| b.0 == peer.name));
-        if let Some(ours) = beside {
+        let against = ours.iter().find(|p| p.against.as_ref().is_some_and(|b| b.0 == peer.name));
+        if let Some(ours) = against {
             let (name, peer, swaptide) = (peer.name.clone(), peer.side.clone(), ours.side.clone());
             pairs.push(Pairing { name, peer, other: None, absent: None, swaptide });
         }
@@ -96,7 +96,7 @@ fn cell(
 ) -> Result<(), Failed> {
     let machine = session.runner.restorer.machine();
     let mut bare = SideRuns::default();
-    let mut beside: Vec<PeerCell> = session.peers.iter().map(|_| PeerCell::default()).collect();
+    let mut against: Vec<PeerCell> = session.peers.iter().map(|_| PeerCell::default()).collect();
     let kind = format!("data {}:1", job.content.name());
     for run in 1..=session.runs {
         let at = |who: &str, ram| session.say(&format!("{kind}: {who}"), ram, run);
@@ -108,7 +108,7 @@ fn cell(
                 return Ok(());
             }
         }
-        'peers: for (peer, beside) in session.peers.iter().zip(&mut beside) {
+        'peers: for (peer, against) in session.peers.iter().zip(&mut against) {
             let cgroups = peer.check(machine)?;
             let mut pool = u64::MAX;
             for (which, folios) in Folios::choices(machine).into_iter().enumerate() {
@@ -121,14 +121,14 @@ fn cell(
                             peer.name(),
                             human(budget)
                         ));
-                        *beside = PeerCell::default();
+                        *against = PeerCell::default();
                         continue 'peers;
                     }
                 };
-                if beside.theirs.len() <= which {
-                    beside.theirs.push((folios, SideRuns::default()));
+                if against.theirs.len() <= which {
+                    against.theirs.push((folios, SideRuns::default()));
                 }
-                beside.theirs[which].1.add(outcome.total_mb_per_s(), budget, &outcome);
+                against.theirs[which].1.add(outcome.total_mb_per_s(), budget, &outcome);
                 pool = pool.min(if outcome.pool_inside { 0 } else { outcome.pool_bytes });
             }
             // A peer without a pool of its own had what swaptide has just had.
@@ -136,7 +136,7 @@ fn cell(
                 at(SWAPTIDE, budget + pool);
                 match session.runner.swaptide(job, budget + pool) {
                     Ok(outcome) => {
-                        let ours = beside.ours.get_or_insert_default();
+                        let ours = against.ours.get_or_insert_default();
                         ours.add(outcome.total_mb_per_s(), budget + pool, &outcome);
                     }
                     Err(e) => report
@@ -148,20 +148,20 @@ fn cell(
     }
     let mut bare = point(SWAPTIDE, job.content, budget, &bare, None)?;
     let mut points = Vec::new();
-    for (peer, beside) in session.peers.iter().zip(&beside) {
+    for (peer, against) in session.peers.iter().zip(&against) {
         let median = |runs: &SideRuns| Spread::of(&runs.values).map_or(0.0, |s| s.median);
-        let best = beside.theirs.iter().max_by(|a, b| median(&a.1).total_cmp(&median(&b.1)));
+        let best = against.theirs.iter().max_by(|a, b| median(&a.1).total_cmp(&median(&b.1)));
         let Some((folios, theirs)) = best else { continue };
         let versus = |speed: f64| {
             Some((peer.name().to_owned(), Better::Higher.ratio(speed, median(theirs))))
         };
-        match &beside.ours {
+        match &against.ours {
             Some(ours) => {
                 let mut ours = point(SWAPTIDE, job.content, budget, ours, None)?;
-                ours.beside = versus(ours.side.stats.median);
+                ours.against = versus(ours.side.stats.median);
                 points.push(ours);
             }
-            None => bare.beside = versus(bare.side.stats.median),
+            None => bare.against = versus(bare.side.stats.median),
         }
         points.push(point(peer.name(), job.content, budget, theirs, Some(*folios))?);
     }
@@ -191,6 +191,6 @@ fn point(
         wall_s: median(runs.outcomes.iter().map(|o| o.wall_s).collect()).unwrap_or(0.0),
         verified: runs.outcomes.iter().map(RunOutcome::verified_bytes).min().unwrap_or(0),
         capped: runs.outcomes.iter().any(RunOutcome::capped),
-        beside: None,
+        against: None,
     })
 }

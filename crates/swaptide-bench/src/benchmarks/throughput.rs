@@ -32,7 +32,8 @@ pub(crate) fn memory(
     );
     let mut report = session.report(name, &title, "MB/s", Better::Higher, data);
     for &peer in &session.peers {
-        let (pair, capped) = session.beside(peer, &job, session.ram, Better::Higher, &value)?;
+        let (pair, capped) =
+            session.compare_with(peer, &job, session.ram, Better::Higher, &value)?;
         report.pairs.push(pair);
         if capped {
             report.notes.push(format!(
@@ -75,7 +76,8 @@ pub(crate) fn pressure(session: &Session<'_>) -> Result<BenchReport, Failed> {
     );
     let mut report = session.report("pressure", &title, "MB/s", Better::Higher, data);
     for &peer in &session.peers {
-        let (pair, capped) = session.beside(peer, &job, session.ram, Better::Higher, &value)?;
+        let (pair, capped) =
+            session.compare_with(peer, &job, session.ram, Better::Higher, &value)?;
         let written = |side: &Side| human(side.written);
         let (theirs, ours) = (written(&pair.peer), written(&pair.swaptide));
         report.notes.push(format!(
@@ -117,7 +119,7 @@ pub(crate) fn pool(session: &Session<'_>) -> Result<BenchReport, Failed> {
     );
     let mut report = session.report("pool", &title, "x", Better::Higher, data);
     for &peer in &session.peers {
-        report.pairs.push(session.beside(peer, &job, session.ram, Better::Higher, &value)?.0);
+        report.pairs.push(session.compare_with(peer, &job, session.ram, Better::Higher, &value)?.0);
     }
     if session.peers.is_empty() {
         report.alone = Some(session.ours(&job, session.ram, &value)?.side(None)?);

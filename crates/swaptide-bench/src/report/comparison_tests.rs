@@ -142,7 +142,7 @@ fn a_sweep_lists_its_points_and_what_was_not_measured_is_null() {
         wall_s: 12.5,
         verified: 3 << 20,
         capped,
-        beside: (name == SWAPTIDE).then(|| ("kernel-file".to_owned(), 1.5)),
+        against: (name == SWAPTIDE).then(|| ("kernel-file".to_owned(), 1.5)),
     };
     report.points =
         vec![point(SWAPTIDE, 300.0, 64 << 20, true), point("kernel-zram", 200.0, 64 << 20, false)];

@@ -28,7 +28,7 @@ pub struct Point {
     /// Whether a limit of time cut something short.
     pub capped: bool,
     /// The peer that had as much memory, and the ratio to it (above 1 where swaptide is better).
-    pub beside: Option<(String, f64)>,
+    pub against: Option<(String, f64)>,
 }
 
 impl Point {
@@ -58,8 +58,8 @@ impl Point {
             ("verified_bytes", json!(self.verified)),
             ("peak_over_budget", json!(self.peak_over_budget().map(round))),
             ("capped", json!(self.capped)),
-            ("peer", json!(self.beside.as_ref().map(|b| &b.0))),
-            ("ratio_to_peer", json!(self.beside.as_ref().map(|b| round(b.1)))),
+            ("peer", json!(self.against.as_ref().map(|b| &b.0))),
+            ("ratio_to_peer", json!(self.against.as_ref().map(|b| round(b.1)))),
         ] {
             map.insert(key.into(), value);
         }
@@ -126,7 +126,7 @@ pub fn table(points: &[Point], out: &mut String) {
             let peak = point.side.total(point.name == SWAPTIDE).map_or("-".into(), human);
             let over = point.peak_over_budget().map_or("-".into(), |x| format!("{x:.3}"));
             let _ = write!(out, " {:>8.1} {peak:>8} {over:>11}", point.wall_s);
-            if let Some((peer, ratio)) = &point.beside {
+            if let Some((peer, ratio)) = &point.against {
                 let _ = write!(out, "  {ratio:.2} x {peer}");
             }
             if point.capped {

@@ -258,7 +258,7 @@ mod tests {
                 for content in [PageContent::Four, PageContent::Two] {
                     let side = side(speed * (i + 1) as f64, limit << 20);
                     let (name, budget, phases) = (name.into(), limit << 20, vec![]);
-                    let (wall_s, verified, capped, beside) = (1.0, 0, false, None);
+                    let (wall_s, verified, capped, against) = (1.0, 0, false, None);
                     report.points.push(Point {
                         name,
                         content,
@@ -268,7 +268,7 @@ mod tests {
                         wall_s,
                         verified,
                         capped,
-                        beside,
+                        against,
                     });
                 }
             }

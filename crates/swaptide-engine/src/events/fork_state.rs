@@ -69,6 +69,9 @@ pub(crate) struct ForkState {
     /// The engine's memory may have changed while it was copied: more was noted than there was room
     /// for, or another thread's child was attended to.
     pub(crate) is_torn: bool,
+    /// Changes were applied although the copy may have been made before them: nothing tells what
+    /// the child would lack.
+    pub(crate) is_lost: bool,
 }
 
 impl ForkState {
@@ -87,6 +90,7 @@ impl ForkState {
             brought: BroughtPages::new(followed)?,
             seen_waiting: false,
             is_torn: false,
+            is_lost: false,
         })
     }
 

@@ -42,6 +42,8 @@ use crate::mm::vma_change::VmaChange;
 const MSG_STARTED: u8 = b'B';
 /// Its second: its userfaultfd comes with it.
 const MSG_REGISTERED: u8 = b'A';
+/// The handler's answer to the first: the child cannot have its memory, and ends.
+const MSG_REFUSED: u8 = b'R';
 /// The handler's: it has it.
 const MSG_RECEIVED: u8 = b'G';
 /// All is in doubt: the child arms what bears the mark, whatever its table lists.
@@ -136,6 +138,13 @@ pub(super) fn receive_child_uffd(
     let answered = match conn.recv(&mut word, &mut fds) {
         // There is no child: the forking thread has closed its end, and rings in a moment.
         Ok((0, _)) => return reader.read_within(Some(patience)),
+        Ok((1, _)) if word[0] == MSG_STARTED && reader.fork.is_lost => {
+            (reader.engine.start.log)(
+                "a fork took longer than the engine could keep what its child needs: the child is \
+                stopped rather than given wrong data",
+            );
+            conn.send(&[MSG_REFUSED], &[])
+        }
         Ok((1, _)) if word[0] == MSG_STARTED => {
             // The copy was made: memory may be allocated again.
             reader.fork.phase = ForkPhase::Forked;

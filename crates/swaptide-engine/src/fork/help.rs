@@ -22,7 +22,9 @@
 //!    whenever the forking thread is seen outside of fork(2).
 //! 5. Where forks are followed, no change of mappings is applied and no range released unless the
 //!    forking thread is seen waiting outside of fork(2): the table must know all that the child may
-//!    lack, where the child has it.
+//!    lack, where the child has it. A thread that spins for [`MAX_FORK_CPU_TIME`] would have all
+//!    others wait for ever; then changes are applied, and a child that is made before the thread is
+//!    seen outside again is ended ([`child_uffd`](crate::fork::child_uffd)).
 //!
 //! Locks: the memory lock, never while it waits.
 
@@ -43,8 +45,8 @@ use crate::vma::madvise::hint;
 /// CPU time after which the forking thread is taken to spin for a lock.
 const SPIN_CPU_TIME: Duration = Duration::from_millis(20);
 
-/// CPU time that no fork(2) takes. The thread spins for a lock then, though it is never seen
-/// outside.
+/// CPU time after which the forking thread is taken to spin for a lock rather than to be in
+/// fork(2), though it is not seen outside. Should it be in there all the same, its child is ended.
 const MAX_FORK_CPU_TIME: Duration = Duration::from_secs(5);
 
 /// How long other threads wait when there is no more room to record the pages they bring in.
@@ -68,7 +70,7 @@ impl Forker {
         waits_outside_fork(self.tid)
     }
 
-    /// CPU time that it has used since it was first seen to go on.
+    /// CPU time that it has used since it was first seen to continue.
     fn used(&mut self) -> Duration {
         let Some(used) = cpu_time_of(Tid(self.tid)) else { return Duration::ZERO };
         used.since(*self.began.get_or_insert(used))
@@ -103,20 +105,25 @@ impl Forker {
             return false;
         }
         reader.fork.seen_waiting = false;
+        let is_outside = waits || !engine.followed;
         let mut fault = None;
-        if waits || !engine.followed || used > MAX_FORK_CPU_TIME {
-            // No copy was made yet: the child will have what is here now.
-            reader.fork.brought.clear();
-            reader.apply_noted();
-            fault = reader.pending.pop_front();
-        } else {
+        if !is_outside {
             // It may be in fork(2), or behind it: the table stays what the child may have.
             let path = &pager.path;
             let at = path.reader.pending.iter().position(|f| can_answer(path, PageNo::of(f.addr)));
-            let Some(at) = at else { return false };
-            fault = fault.or(pager.path.reader.pending.remove(at));
+            fault = at.and_then(|at| pager.path.reader.pending.remove(at));
+            if fault.is_none() && used <= MAX_FORK_CPU_TIME {
+                return false;
+            }
         }
         let reader = &mut pager.path.reader;
+        if fault.is_none() {
+            // If it is outside, no copy was made yet: the child will have what is here now.
+            reader.fork.is_lost = !is_outside;
+            reader.fork.brought.clear();
+            reader.apply_noted();
+            fault = reader.pending.pop_front();
+        }
         if reader.record().is_some_and(|record| record.is_full()) && !self.is_long_full() {
             // A fork(2) that copies a large process is over soon.
             reader.pending.extend(fault);

@@ -140,6 +140,7 @@ impl ForkServer {
             if let Some(at) = reader.pending.iter().position(|fault| fault.tid == forker) {
                 let Some(fault) = reader.pending.remove(at) else { continue };
                 // The forking thread is not in fork(2) yet: its child will have what is here now.
+                reader.fork.is_lost = false;
                 reader.fork.brought.clear();
                 reader.apply_noted();
                 pager.answer(fault);
@@ -219,6 +220,7 @@ impl ForkServer {
         reader.fork.phase = ForkPhase::None;
         reader.fork.is_done = false;
         reader.fork.is_torn = false;
+        reader.fork.is_lost = false;
         self.torn = false;
         reader.fork.brought.clear();
         reader.apply_noted();

@@ -201,16 +201,12 @@ impl Batch {
                 }
             }
             *moves += 1;
+            let bytes = attempt * PAGE_SIZE;
             // SAFETY: the destination is a frame of this batch's own empty slab; the source are
-            // pages of the program whose words say that the program has them, and the move is
-            // atomic against its touches.
-            let progress =
-                unsafe { engine.uffd().move_pages(to, page.addr(), attempt * PAGE_SIZE, flags) };
-            let done = mm.staging.moved(
-                progress,
-                VirtRange { start: to, end: to.offset(attempt * PAGE_SIZE) },
-                true,
-            );
+            // pages of the program that it has by their words, and the move is atomic.
+            let progress = unsafe { engine.uffd().move_pages(to, page.addr(), bytes, flags) };
+            let done =
+                mm.staging.moved(progress, VirtRange { start: to, end: to.offset(bytes) }, true);
             mm.staging.filled(slab, run.place + at, done);
             for k in at..at + done {
                 let page = run.page.plus(k);
