@@ -2,9 +2,11 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import random
+import resource
 import select
 import signal
 import subprocess
@@ -70,6 +72,38 @@ def test_bad_input(case):
         assert len(lines) == 1 and named in lines[0], (
             f"{said}; expected one line that names {named}"
         )
+
+
+@pytest.mark.swaptide(budget=32, swaps=False, native=False)
+def test_doctor_fix(case):
+    """A check that fails has the command that repairs it, in JSON as in the text."""
+    environment = os.environ | {"SWAPTIDE_AGENT": "/no/agent.so"}
+
+    def doctor(*words):
+        done = subprocess.run(
+            [case.swaptide, "doctor", *words],
+            env=environment,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
+        assert done.returncode == 1, f"exit status {done.returncode}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    findings = json.loads(doctor("--json"))["findings"]
+    failed = {found["name"]: found["fix"] for found in findings if not found["ok"]}
+    assert {"library", "open files"} <= failed.keys(), f"not failed as expected: {findings}"
+    assert all(failed.values()), f"without a command: {failed}"
+    lines = doctor().splitlines()
+    for found in findings:
+        line = next(line for line in lines if line[4:].startswith(f"{found['name']}:"))
+        if found["ok"]:
+            assert found["fix"] is None and line.startswith("ok "), f"{found}, {line}"
+        else:
+            assert line.startswith("NO ") and line.endswith(f" : {found['fix']}"), (
+                f"{found}, {line}"
+            )
 
 
 @pytest.mark.swaptide(budget=32, swaps=False)

@@ -57,12 +57,15 @@ pub struct Finding {
     /// What was found.
     pub found: String,
     /// The command that fixes it; `None` where it is ok.
-    pub mend: Option<String>,
+    pub fix: Option<String>,
+    /// The name that `fix` had in 0.1; 0.2 writes both.
+    mend: Option<String>,
 }
 
 impl Finding {
-    fn new(name: &'static str, ok: bool, found: impl Into<String>, mend: &str) -> Finding {
-        Finding { name, ok, found: found.into(), mend: (!ok).then(|| mend.to_owned()) }
+    fn new(name: &'static str, ok: bool, found: impl Into<String>, fix: &str) -> Finding {
+        let fix = (!ok).then(|| fix.to_owned());
+        Finding { name, ok, found: found.into(), mend: fix.clone(), fix }
     }
 }
 
@@ -99,9 +102,9 @@ pub fn examine() -> Diagnosis {
 impl std::fmt::Display for Diagnosis {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         for finding in &self.findings {
-            let Finding { name, ok, found, mend } = finding;
+            let Finding { name, ok, found, fix, .. } = finding;
             write!(f, "{}  {name}: {found}", if *ok { "ok" } else { "NO" })?;
-            match mend {
+            match fix {
                 Some(command) => writeln!(f, " : {command}")?,
                 None => writeln!(f)?,
             }
@@ -210,13 +213,13 @@ fn seccomp() -> Finding {
     )
 }
 
-fn number(name: &'static str, path: &str, least: u64, mend: &str) -> Finding {
+fn number(name: &'static str, path: &str, least: u64, fix: &str) -> Finding {
     match std::fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok()) {
         Some(value) => {
-            Finding::new(name, value >= least, format!("{value}, at least {least} is needed"), mend)
+            Finding::new(name, value >= least, format!("{value}, at least {least} is needed"), fix)
         }
         None => {
-            Finding::new(name, true, format!("{path} cannot be read; assuming the default"), mend)
+            Finding::new(name, true, format!("{path} cannot be read; assuming the default"), fix)
         }
     }
 }
@@ -241,7 +244,7 @@ fn descriptors() -> Finding {
 
 fn swap_space() -> Finding {
     let name = "swap file";
-    let mend = "export TMPDIR=/a/directory/on/a/disk/with/space";
+    let fix = "export TMPDIR=/a/directory/on/a/disk/with/space";
     let mut refused = String::from("no directory");
     for place in default_places() {
         match crate::swap::spec::open(
@@ -266,13 +269,13 @@ fn swap_space() -> Finding {
                     name,
                     free >= MIN_SWAP_BYTES,
                     format!("{}: {} free, {how}", place.display(), human(free)),
-                    mend,
+                    fix,
                 );
             }
             Err(error) => refused = error.to_string(),
         }
     }
-    Finding::new(name, false, refused, mend)
+    Finding::new(name, false, refused, fix)
 }
 
 fn file_in(place: &Path) -> crate::swap::spec::DeviceKind {
@@ -307,11 +310,11 @@ mod tests {
     }
 
     #[test]
-    fn every_line_says_ok_or_what_mends_it() {
+    fn every_line_says_ok_or_what_fixes_it() {
         let diagnosis = examine();
         assert_eq!(diagnosis.ok, diagnosis.findings.iter().all(|finding| finding.ok));
         for finding in &diagnosis.findings {
-            assert_eq!(finding.mend.is_none(), finding.ok, "{finding:?}");
+            assert_eq!(finding.fix.is_none(), finding.ok, "{finding:?}");
         }
         let text = diagnosis.to_string();
         assert_eq!(text.lines().count(), diagnosis.findings.len());
@@ -325,6 +328,6 @@ mod tests {
     #[test]
     fn a_missing_permission_names_one_command() {
         let finding = Finding::new("userfaultfd", false, "refused", permission());
-        assert!(!finding.mend.expect("a command").contains('\n'));
+        assert!(!finding.fix.expect("a command").contains('\n'));
     }
 }
