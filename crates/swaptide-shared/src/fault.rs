@@ -280,12 +280,7 @@ impl Inner {
                 self.learn(state, id);
                 let Some(space) = state.spaces.get(&id) else { return };
                 if space.stale && space.rescued {
-                    // Nothing of it is out, and nothing goes: what is missing was never touched,
-                    // wherever it is.
-                    let at = VirtRange::from_len(addr, PAGE_SIZE);
-                    let _ = space.uffd.zero_pages(at, false);
-                    let _ = space.uffd.write_protect(at, false);
-                    let _ = space.uffd.wake(at);
+                    self.answer_unknown(state, id, addr, wp);
                     return;
                 }
                 if space.stale {
@@ -349,6 +344,31 @@ impl Inner {
             }
         }
         self.wake(state, id, at);
+    }
+
+    /// Answers a fault in a space whose mappings are not known, and for which everything was
+    /// brought back: what is missing was never touched, wherever it is, or is lost.
+    fn answer_unknown(&self, state: &mut State, id: SpaceId, addr: VirtAddr, wp: bool) {
+        let counts = state.counts();
+        if counts.out() > counts.lost {
+            // Something could not be brought back for want of memory: it is tried again.
+            self.rescue(state, id);
+            let counts = state.counts();
+            if counts.out() > counts.lost {
+                state.held.push((id, addr, wp));
+                return;
+            }
+        }
+        let Some(space) = state.spaces.get(&id) else { return };
+        let at = VirtRange::from_len(addr, PAGE_SIZE);
+        if !wp && state.counts().lost > 0 {
+            // It may be a page that is lost: never zeros.
+            let _ = space.uffd.poison(at);
+        } else {
+            let _ = space.uffd.zero_pages(at, false);
+            let _ = space.uffd.write_protect(at, false);
+        }
+        let _ = space.uffd.wake(at);
     }
 
     fn wake(&self, state: &State, id: SpaceId, at: VirtRange) {

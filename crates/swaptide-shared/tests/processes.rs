@@ -43,6 +43,7 @@ const CASES: &[(&str, fn())] = &[
     ("a_killed_pager", a_killed_pager),
     ("a_raw_clone", a_raw_clone),
     ("a_raw_clone_gives_up", a_raw_clone_gives_up),
+    ("a_raw_clone_reads_no_zeros", a_raw_clone_reads_no_zeros),
     ("a_stopped_process", a_stopped_process),
     ("more_is_wanted_than_the_limit", more_is_wanted_than_the_limit),
     ("without_capabilities", without_capabilities),
@@ -788,6 +789,46 @@ fn a_raw_clone_gives_up() {
     assert_eq!(wait_for(child), 0);
     assert_eq!(words.word(7, 100).load(SeqCst), 0, "for its parent as well");
     (8..words.pages).for_each(|page| words.check(page));
+}
+
+/// A child that nobody stands guard for, and whose mappings have changed, touches what is lost.
+fn a_raw_clone_reads_no_zeros() {
+    let path = std::env::temp_dir().join(format!("swaptide-lost-{}", std::process::id()));
+    let host = Pager::start(16 * MIB, Some(&path));
+    let region = SharedRegion::create(host.name, 96 << 20).expect("a region");
+    let words = Words::of(&region);
+    words.fill();
+    until("much is in the file", || host.view.bytes().2 > 32 * MIB);
+    // SAFETY: the child uses no lock that the guard's thread could hold.
+    let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) } as i32;
+    if child == 0 {
+        // All that can be brought back is, by then.
+        std::thread::sleep(Duration::from_millis(2500));
+        let end = region.as_ptr().as_ptr() as usize + region.len() - PAGE;
+        // SAFETY: the last page, which nobody uses here.
+        unsafe { libc::munmap(end as *mut libc::c_void, PAGE) };
+        let zeros = (0..words.pages - 1).any(|page| words.word(page, WORKERS).load(SeqCst) == 0);
+        // SAFETY: ends the child.
+        unsafe { libc::_exit(i32::from(zeros)) }
+    }
+    damage(host.process.id(), &path);
+    let status = wait_for(child);
+    assert!(host.counter(Counter::PagesPoisoned) > 0, "pages are lost");
+    assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGBUS, "{status:#x}");
+}
+
+/// Overwrites the swap file that a pager has open and that has no name any more.
+fn damage(pager: u32, path: &std::path::Path) {
+    let is_it = |fd: &std::path::PathBuf| {
+        std::fs::read_link(fd)
+            .is_ok_and(|to| to.to_string_lossy().starts_with(&*path.to_string_lossy()))
+    };
+    let fds = std::fs::read_dir(format!("/proc/{pager}/fd")).expect("its descriptors");
+    let found = fds.map(|fd| fd.expect("a name").path()).find(is_it).expect("the swap file");
+    let mut file = File::options().write(true).open(found).expect("the file");
+    for _ in 0..256 {
+        file.write_all(&[0x5a; 1 << 20]).expect("written");
+    }
 }
 
 fn a_stopped_process() {
