@@ -62,6 +62,14 @@ def test_endings(case):
     case.run_c("endings", "mixed", megabytes=24, seconds=5)
 
 
+@pytest.mark.swaptide(budget=16, allowance=24, forks=True, complaint="still ran on its memory")
+def test_endings_vfork(case):
+    """What is out of the memory of a killed process is lost to the child of its vfork: SIGBUS and
+    EFAULT, no zeros.
+    """
+    case.run_c("endings", "vfork", megabytes=24, seconds=5)
+
+
 @pytest.mark.long
 @pytest.mark.swaptide(budget=16, limit=600, allowance=24, forks=True)
 def test_endings_thousand(case):

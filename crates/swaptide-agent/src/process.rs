@@ -193,12 +193,20 @@ pub(crate) static HOLD_CONN: AtomicI32 = AtomicI32::new(-1);
 /// How long the supervisor may take to close it.
 pub(crate) const RELEASE_TIMEOUT: Duration = Duration::from_millis(200);
 
+/// How long the supervisor may take to hold it.
+const HOLD_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// Has the supervisor hold the engine's userfaultfd, so that it outlives the engine's threads when
-/// the process ends. Refused, the end is as without.
+/// the process ends. Returns when it is held: a process may be killed at once after its pages went
+/// out, and a request of the dead is refused. Refused, the end is as without.
 pub(crate) fn request_hold(engine: &Engine) {
     let (name, len) = *SOCKET.lock();
     let sent = Conn::connect_abstract(&name[..len]).and_then(|conn| {
         conn.send(&[Request::Hold as u8], &[engine.uffd().as_fd()])?;
+        // Where a limit on files forbids to poll, the answer is waited for.
+        if poll_readable(&[conn.as_fd()], Some(HOLD_TIMEOUT)) != Ok(0) {
+            conn.recv(&mut [0u8; 8], &mut [])?;
+        }
         Ok(conn)
     });
     HOLD_CONN.store(sent.map_or(-1, |conn| conn.into_fd().into_raw_fd()), Relaxed);

@@ -18,7 +18,7 @@ use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use rustix::io::Errno;
 
 use crate::errno::ErrnoName;
-use crate::page::{VirtAddr, VirtRange};
+use crate::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use crate::raw::syscall;
 
 // ---------------------------------------------------------------------------------------------
@@ -570,6 +570,43 @@ impl Uffd {
         }
     }
 
+    /// True when the address space of this descriptor is gone: no process runs on it any more. What
+    /// is no userfaultfd has none.
+    pub fn is_gone(&self) -> bool {
+        // The stack lies lower: nothing is ever mapped there, and CONTINUE changes nothing.
+        let top = VirtRange::new(VirtAddr(END_OF_ADDRESSES.0 - PAGE_SIZE), END_OF_ADDRESSES);
+        let error = self.fill(UFFDIO_CONTINUE, top, DONT_WAKE).error;
+        matches!(error, Some(Errno::SRCH | Errno::NOTTY))
+    }
+
+    /// As [`read`](Uffd::read), and never waits, whatever another holder of the descriptor has set.
+    /// Before Linux 6.10, which cannot be told so in the call, the descriptor is set to that first.
+    pub fn read_nowait(&self, buf: &mut [Message]) -> Result<usize, Errno> {
+        buf.iter_mut().for_each(|m| drop(core::mem::take(m)));
+        let part = [buf.as_mut_ptr() as usize, size_of_val(buf)];
+        // SAFETY: `part` is one iovec of a buffer that takes whole messages; every bit pattern is a
+        // Message.
+        let bytes = unsafe {
+            syscall!(
+                k::__NR_preadv2,
+                self.0.as_raw_fd(),
+                part.as_ptr() as usize,
+                1usize,
+                usize::MAX,
+                0usize,
+                k::RWF_NOWAIT
+            )
+        };
+        match bytes {
+            Ok(bytes) => Ok(bytes / size_of::<Message>()),
+            Err(Errno::OPNOTSUPP) => {
+                self.set_nonblocking(true)?;
+                self.read(buf)
+            }
+            Err(errno) => Err(errno),
+        }
+    }
+
     /// Reads messages into `buf`, at least one and at most what is there; `EAGAIN` when there is
     /// none and the descriptor does not block. A fork descriptor left in `buf` from before is
     /// closed.
@@ -583,6 +620,9 @@ impl Uffd {
         Ok(bytes / size_of::<Message>())
     }
 }
+
+/// The end of the addresses a process may have on x86-64 without asking for more (2^47 less a page).
+const END_OF_ADDRESSES: VirtAddr = VirtAddr(0x7fff_ffff_f000);
 
 impl AsFd for Uffd {
     fn as_fd(&self) -> BorrowedFd<'_> {

@@ -1,6 +1,7 @@
 /* Processes that end, or become another program, while their threads write memory that is out.
  * Whatever leaves such a process is right, however little it is: no page of zeros. MODE is how they
- * end: exit, killed, exec, abort, fault; `mixed` takes them in turn. Each process writes to a
+ * end: exit, killed, exec, abort, fault (`mixed`: in turn), or vfork: the process is killed while
+ * the child of a vfork still runs on its memory, and writes it. Each process writes to a
  * socket, a pipe or a file, which its parent reads. MB is the memory of one process; SECONDS, if
  * below 1000, else the number of processes. */
 #include "common.h"
@@ -38,6 +39,21 @@ static void *writes(void *x) {
     }
 }
 
+/* The child of a vfork whose parent is killed: the memory lives on, and nobody can bring back what
+ * is out. */
+static void outlive(struct way *way) {
+    pid_t parent = getppid();
+    kill(parent, SIGKILL);
+    while (getppid() == parent) usleep(1000);
+    usleep(50000);
+    for (size_t page = 0; page < way->pages; page += 16) {
+        *(uint64_t *)way->head = page;
+        struct iovec parts[2] = {{way->head, HEAD}, {way->data + page * PAGE, PAGE}};
+        if (writev(way->fd, parts, 2) != (ssize_t)(HEAD + PAGE)) _exit(1);
+    }
+    _exit(0);
+}
+
 static void become(const char *how, int fd, useconds_t delay) {
     struct way way = {.fd = fd, .pages = given.pages};
     struct rlimit none = {0, 0};
@@ -49,6 +65,10 @@ static void become(const char *how, int fd, useconds_t delay) {
     for (size_t page = 0; page < given.pages; page++)
         for (size_t at = 0; at < WORDS; at++)
             ((uint64_t *)(way.data + page * PAGE))[at] = word_at(page);
+    if (!strcmp(how, "vfork")) {
+        if (vfork() == 0) outlive(&way);
+        _exit(0);
+    }
     pthread_t thread;
     MUST(pthread_create(&thread, NULL, writes, &way) == 0);
     usleep(delay);
@@ -91,6 +111,8 @@ int main(int count, char **words) {
     while (processes < most && (given.seconds >= 1000 || now() < until)) {
         const char *how = strcmp(given.mode, "mixed") ? given.mode : ends[processes % 5],
                    *through = ways[processes / 5 % 3];
+        /* Only the end of a stream tells that the child of a vfork has ended. */
+        if (!strcmp(how, "vfork") && !strcmp(through, "file")) through = "pipe";
         useconds_t delay = 10000 + below(&state, 20000);
         int pair[2] = {-1, -1};
         if (!strcmp(through, "socket")) {

@@ -117,6 +117,11 @@ impl AgentServer {
         })
     }
 
+    /// What is to be said since this was asked last.
+    pub fn take_notes(&self) -> Vec<String> {
+        self.holds.take_notes()
+    }
+
     /// The name for the environment of the tree.
     pub fn name(&self) -> &str {
         &self.name
@@ -219,7 +224,10 @@ impl AgentServer {
             return Some(request);
         }
         if request == Request::Hold {
-            self.holds.add(pid, client, fd.filter(is_userfaultfd)?);
+            let uffd = fd.filter(is_userfaultfd)?;
+            // It waits for this; by the time it goes on, the descriptor is on the list.
+            client.send(&message[..1], &[]).ok()?;
+            self.holds.add(pid, client, uffd);
             return Some(request);
         }
         if request.is_shared() {

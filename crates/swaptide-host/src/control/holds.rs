@@ -11,17 +11,20 @@
 //! | on the connection | meaning | what is done |
 //! |---|---|---|
 //! | a byte | the process is detached | the userfaultfd is closed, then the connection |
-//! | its end | the engine's threads are gone | it is closed as soon as no thread has SIGKILL pending |
+//! | its end | the engine's threads are gone | it is released when no thread has SIGKILL pending |
 //!
 //! A process ends, or executes another program, by a SIGKILL pending for each of its threads. A
 //! thread that is in a system call keeps it pending until it has left that. So nobody copies when
 //! no thread has it pending. The check is also what lets execve continue: its thread may meet a
 //! missing page of the old memory (the list of robust mutexes) when no other thread exists.
 //!
+//! Another process may run on the same memory, as the child of a vfork does. So a userfaultfd that
+//! is released is not closed but goes to [`Orphans`], until the memory is gone.
+//!
 //! Owns: the descriptors, and a thread that waits for the connections. It starts with the first.
 //!
 //! Invariants
-//! 1. A held userfaultfd is never read.
+//! 1. A held userfaultfd is never read while its process has an engine.
 //! 2. Holds use at most a quarter of the descriptors that the supervisor may have, and a process
 //!    has at most [`MAX_HOLDS_PER_PROCESS`]. A process beyond that is not held for: at its end it
 //!    is as without.
@@ -33,6 +36,9 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use swaptide_sys::sock::Conn;
+use swaptide_sys::uffd::Uffd;
+
+use crate::control::orphans::Orphans;
 
 /// Holds of one process: of its engine, of one before it whose end is being looked at, and some
 /// more.
@@ -44,7 +50,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(2);
 /// closed.
 struct Hold {
     pid: u32,
-    _uffd: OwnedFd,
+    uffd: OwnedFd,
     conn: Conn,
     /// The connection has ended.
     is_ending: bool,
@@ -54,6 +60,7 @@ struct Hold {
 #[derive(Default)]
 pub struct Holds {
     new: Arc<Mutex<Vec<Hold>>>,
+    orphans: Arc<Orphans>,
     /// Wakes the thread; `None` where there can be none.
     wake: OnceLock<Option<Conn>>,
 }
@@ -63,10 +70,10 @@ impl Holds {
     pub fn add(&self, pid: u32, conn: Conn, uffd: OwnedFd) {
         let wake = self.wake.get_or_init(|| {
             let (wake, woken) = Conn::pair().ok()?;
-            let new = Arc::clone(&self.new);
+            let (new, orphans) = (Arc::clone(&self.new), Arc::clone(&self.orphans));
             std::thread::Builder::new()
                 .name("holds".into())
-                .spawn(move || hold(&new, &woken))
+                .spawn(move || hold(&new, &orphans, &woken))
                 .ok()?;
             Some(wake)
         });
@@ -74,10 +81,15 @@ impl Holds {
         self.new.lock().unwrap_or_else(PoisonError::into_inner).push(Hold {
             pid,
             conn,
-            _uffd: uffd,
+            uffd,
             is_ending: false,
         });
         let _ = wake.send(b"+", &[]);
+    }
+
+    /// What is to be said of memory whose process has ended, since this was asked last.
+    pub fn take_notes(&self) -> Vec<String> {
+        self.orphans.take_notes()
     }
 }
 
@@ -89,7 +101,7 @@ fn most() -> usize {
 }
 
 /// The thread.
-fn hold(new: &Mutex<Vec<Hold>>, woken: &Conn) {
+fn hold(new: &Mutex<Vec<Hold>>, orphans: &Orphans, woken: &Conn) {
     let mut holds: Vec<Hold> = Vec::new();
     loop {
         let mut polls: Vec<libc::pollfd> = std::iter::once(woken.as_fd())
@@ -106,27 +118,23 @@ fn hold(new: &Mutex<Vec<Hold>>, woken: &Conn) {
         unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, patience) };
         let is_ready = |fd: i32| polls.iter().any(|poll| poll.fd == fd && poll.revents != 0);
         holds.retain_mut(|hold| {
-            if hold.is_ending {
-                return is_killed(hold.pid);
-            }
-            if !is_ready(hold.conn.as_fd().as_raw_fd()) {
+            if hold.is_ending || !is_ready(hold.conn.as_fd().as_raw_fd()) {
                 return true;
             }
-            match hold.conn.recv(&mut [0u8; 8], &mut []) {
-                Ok((length, _)) if length > 0 => false,
-                _ => {
-                    hold.is_ending = true;
-                    is_killed(hold.pid)
-                }
-            }
+            let received = hold.conn.recv(&mut [0u8; 8], &mut []);
+            hold.is_ending = !received.is_ok_and(|(length, _)| length > 0);
+            hold.is_ending
         });
+        for hold in holds.extract_if(.., |hold| hold.is_ending && !is_killed(hold.pid)) {
+            orphans.add(hold.pid, Uffd::from_fd(hold.uffd), most());
+        }
         if is_ready(woken.as_fd().as_raw_fd()) {
             if !woken.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0) {
                 return;
             }
             for hold in std::mem::take(&mut *new.lock().unwrap_or_else(PoisonError::into_inner)) {
                 let of_one = holds.iter().filter(|other| other.pid == hold.pid).count();
-                if holds.len() < most() && of_one < MAX_HOLDS_PER_PROCESS {
+                if holds.len() + orphans.count() < most() && of_one < MAX_HOLDS_PER_PROCESS {
                     holds.push(hold);
                 }
             }

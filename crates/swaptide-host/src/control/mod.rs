@@ -6,6 +6,7 @@ pub mod client;
 pub mod daemon_client;
 pub mod fork_tracer;
 pub(crate) mod holds;
+mod orphans;
 pub mod peer;
 pub mod server;
 pub(crate) mod trust;

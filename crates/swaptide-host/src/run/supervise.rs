@@ -791,6 +791,9 @@ impl Supervisor {
             }
             self.attend_forks();
             self.follow_signals();
+            for note in self.counter.take_notes() {
+                self.say(note);
+            }
             if !self.look_at_children() {
                 // The keeper ends with its channel.
                 let _ = self.keeper.as_ref().map(|keeper| keeper.send(controller::Request::Stop));
