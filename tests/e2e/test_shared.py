@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import param
+from harness import HERE, param
 from processes import descendants, is_zombie
 
 
@@ -34,6 +34,13 @@ from processes import descendants, is_zombie
 )
 def test_shared(case, mode):
     case.run_c("shared", mode, megabytes=64, options=["--shared"])
+
+
+@pytest.mark.swaptide(budget=32, swaps=False, native=False)
+def test_shared_huge(case):
+    """Advice to make huge pages of shared memory, whose parts could not go out, does nothing."""
+    done = case.run([case.python, HERE / "py" / "shared_huge.py"], options=["--shared"])
+    assert done.text() == "OK\n"
 
 
 @pytest.mark.swaptide(budget=32, allowance=64, swaps=False, forks=True, native=False)

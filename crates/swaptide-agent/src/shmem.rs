@@ -199,6 +199,19 @@ pub fn remove(addr: usize, len: usize) -> Option<isize> {
     Some(if gap { -ENOMEM } else { 0 })
 }
 
+/// What is answered to advice that makes huge pages of a range that may be of a region: a part of
+/// one could not go out. `None`: the kernel shall do it.
+pub fn refuse_huge_pages(addr: usize, len: usize, advice: c_int) -> Option<isize> {
+    const MADV_HUGEPAGE: u32 = k::MADV_HUGEPAGE;
+    const MADV_COLLAPSE: u32 = k::MADV_COLLAPSE;
+    match advice as u32 {
+        MADV_HUGEPAGE if concerns(addr, len) => Some(0),
+        // As the kernel answers where it has no huge page to give.
+        MADV_COLLAPSE if concerns(addr, len) => Some(-EAGAIN),
+        _ => None,
+    }
+}
+
 fn kernel_removes(part: VirtRange) -> isize {
     const SYS_MADVISE: u32 = k::__NR_madvise;
     const MADV_REMOVE: usize = k::MADV_REMOVE as usize;

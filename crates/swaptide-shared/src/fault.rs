@@ -190,8 +190,9 @@ impl Inner {
         }
     }
 
-    /// Brings everything back that an address space may need which nobody stands guard for.
-    fn rescue(&self, state: &mut State, id: SpaceId) {
+    /// Brings everything back that an address space may need which nobody stands guard for, or
+    /// whose faults somebody else answers.
+    pub fn rescue(&self, state: &mut State, id: SpaceId) {
         let regions: Vec<RegionId> = match state.spaces.get_mut(&id) {
             Some(space) => {
                 space.rescued = true;

@@ -29,6 +29,7 @@
 
 pub mod fault;
 pub mod handle;
+mod huge_pages;
 pub mod pager;
 pub mod pinned;
 pub mod reclaim;

@@ -47,6 +47,7 @@ use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::page::PAGE_SIZE;
 
+use crate::huge_pages::HugePages;
 use crate::pinned::pinned;
 use crate::region::{PageState, RegionId};
 use crate::space::{SpaceId, Standing};
@@ -66,6 +67,7 @@ struct Worker {
     compressor: Compressor,
     unpacker: Unpacker,
     buffer: Vec<u8>,
+    huge_pages: HugePages,
 }
 
 /// Pages on their way out.
@@ -110,6 +112,7 @@ pub(crate) fn run(inner: Arc<Inner>) {
         compressor: compressor(inner.segment),
         unpacker: Unpacker::new(),
         buffer: Vec::new(),
+        huge_pages: HugePages::new(),
     };
     let mut waits = Duration::ZERO;
     while inner.stop.load(Relaxed) & STOP_ROOM == 0 {
@@ -171,6 +174,10 @@ impl Worker {
     }
 
     fn batch(&mut self, inner: &Inner, pages: usize) -> Outcome {
+        if self.huge_pages.come_unasked() {
+            inner.keep_all();
+            return Outcome::Nothing;
+        }
         let batch = match inner.protect(pages) {
             Ok(Some(batch)) => batch,
             Ok(None) => return Outcome::Nothing,
@@ -322,6 +329,21 @@ impl Inner {
             percent => u64::from(percent),
         };
         self.store.set_pool_limit(limit, percent);
+    }
+
+    /// Nothing goes out any more of what there is now: it may consist of huge pages.
+    fn keep_all(&self) {
+        let mut kept = 0;
+        for region in self.lock().regions.values_mut() {
+            kept += usize::from(!std::mem::replace(&mut region.kept, true));
+        }
+        if kept > 0 {
+            (self.log)(
+                "shared memory: the kernel gives it huge pages unasked, and parts of those cannot \
+                 go out: it stays in memory; set transparent_hugepage/shmem_enabled to never or \
+                 advise",
+            );
+        }
     }
 
     /// Publishes what the keeper and the report ask for.

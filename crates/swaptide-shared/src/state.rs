@@ -28,6 +28,7 @@ use swaptide_sys::sock::Conn;
 use swaptide_sys::uffd::Uffd;
 use swaptide_sys::{AsFd, AsRawFd, BorrowedFd, Errno, OwnedFd};
 
+use crate::huge_pages::HugePages;
 use crate::region::{Counts, PageState, Region, RegionId, SlotSpace};
 use crate::space::{Hold, Piece, Space, SpaceId, Standing, scan};
 use crate::store::{SLOTS, Store};
@@ -178,12 +179,7 @@ impl Inner {
             .checked_next_multiple_of(PAGE_SIZE as u64)
             .filter(|bytes| (1..=MAX_REGION_BYTES).contains(bytes));
         let bytes = bytes.ok_or(Errno::INVAL)?;
-        // There is no advice against huge pages that the kernel would heed then, and a part of one
-        // cannot go out.
-        let forced = |text: String| text.contains("[force]");
-        if std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-            .is_ok_and(forced)
-        {
+        if HugePages::new().come_unasked() {
             return Err(Errno::NOTSUP);
         }
         let memory = File::from(memfd_create(REGION_NAME, bytes)?);
@@ -269,14 +265,16 @@ impl Inner {
                     space.stale = false;
                     break;
                 }
-                // Another userfaultfd has it.
+                // Another userfaultfd has it, which knows nothing of what is out.
                 Some(Errno::BUSY) => {
                     space.broken = true;
+                    self.rescue(state, id);
                     break;
                 }
                 Some(_) => {}
             }
         }
+        let Some(space) = state.spaces.get(&id) else { return };
         if space.stale && space.standing() == Standing::Gone {
             self.forget_space(state, id);
         }

@@ -32,8 +32,11 @@ fn hint_of(advice: c_int) -> Option<Hint> {
 
 /// Gives the advice, and tells the engine of it as a hint. Returns 0 or an error number.
 pub fn advise(addr: usize, len: usize, advice: c_int) -> c_int {
-    let removed = if advice as u32 == MADV_REMOVE { shmem::remove(addr, len) } else { None };
-    let result = removed.unwrap_or_else(|| mappings::advise(addr, len, advice));
+    let shared = match advice as u32 {
+        MADV_REMOVE => shmem::remove(addr, len),
+        _ => shmem::refuse_huge_pages(addr, len, advice),
+    };
+    let result = shared.unwrap_or_else(|| mappings::advise(addr, len, advice));
     if seccomp::is() {
         return -result as c_int;
     }
