@@ -621,7 +621,7 @@ impl Uffd {
     }
 }
 
-/// The end of the addresses a process may have on x86-64 without asking for more (2^47 less a page).
+/// The end of the addresses that a process on x86-64 has unless it asks for more.
 const END_OF_ADDRESSES: VirtAddr = VirtAddr(0x7fff_ffff_f000);
 
 impl AsFd for Uffd {

@@ -1,8 +1,9 @@
-"""Shared memory that swaptide manages never consists of huge pages, whatever the program advises."""
+"""Shared memory that swaptide manages never consists of huge pages, whatever is advised."""
 
 import errno
 import mmap
 import sys
+from pathlib import Path
 
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
 SIZE = 16 << 20
@@ -11,7 +12,7 @@ SIZE = 16 << 20
 def flags():
     """The VmFlags of the mapping."""
     ours = False
-    for line in open("/proc/self/smaps"):
+    for line in Path("/proc/self/smaps").read_text().splitlines():
         if "swaptide" in line and "memfd" in line:
             ours = True
         elif ours and line.startswith("VmFlags:"):

@@ -70,7 +70,7 @@ impl Orphans {
     }
 
     /// Keeps the memory of process `pid`, which has ended, from being filled with zeros, as long as
-    /// anybody runs on it. Where there are `limit` already, or no thread can be had, the userfaultfd
+    /// anybody runs on it. Where there are `limit`, or no thread can be had, the userfaultfd
     /// is closed.
     pub(super) fn add(&self, pid: u32, uffd: Uffd, limit: usize) {
         let wake = self.wake.get_or_init(|| {
@@ -85,7 +85,7 @@ impl Orphans {
         let Some(wake) = wake else { return };
         if self.count() < limit {
             self.shared.count.fetch_add(1, Ordering::Relaxed);
-            self.shared.new().push(Orphan { pid, uffd, faults: Vec::new(), is_said: false });
+            self.shared.added().push(Orphan { pid, uffd, faults: Vec::new(), is_said: false });
             let _ = wake.send(b"+", &[]);
         }
     }
@@ -97,7 +97,7 @@ impl Orphans {
 }
 
 impl Shared {
-    fn new(&self) -> std::sync::MutexGuard<'_, Vec<Orphan>> {
+    fn added(&self) -> std::sync::MutexGuard<'_, Vec<Orphan>> {
         self.new.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -148,7 +148,7 @@ fn serve(shared: &Shared, woken: &Conn, limit: usize) {
             if !woken.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0) {
                 return;
             }
-            orphans.append(&mut shared.new());
+            orphans.append(&mut shared.added());
         }
     }
 }
