@@ -24,6 +24,9 @@ from harness import param
         param("lockall-first", allowance=24, swaps=False),
         "locked",
         param("wipe", forks=True),
+        param("wipe-moved", forks=True, allowance=16),
+        param("wipe-moved-bare", forks=True, allowance=16),
+        param("dont-moved", forks=True, allowance=16),
         "own-pager",
         param("others", allowance=8),
         # The same calls by another way into the kernel. guard-zero-bare shows what a limit is like:
@@ -39,4 +42,12 @@ from harness import param
     ],
 )
 def test_shapes(case, mode):
+    case.run_c("shapes", mode, megabytes=32, seconds=1)
+
+
+@pytest.mark.unprivileged
+@pytest.mark.swaptide(budget=16, allowance=16, forks=True)
+@pytest.mark.parametrize("mode", ["wipe-moved", "wipe-moved-bare", "dont-moved", "dont-moved-bare"])
+def test_followed_shapes(case, mode):
+    """As a user without the capability: forks are followed."""
     case.run_c("shapes", mode, megabytes=32, seconds=1)

@@ -231,6 +231,7 @@ fn prepare_engine(
         log: log::line,
         main_object: is_main_object,
         excluded: excluded::is_excluded,
+        keeps_apart: excluded::are_kept_apart,
         pinned: pinned::pinned_pages,
         spawn_reader,
         release_hold,

@@ -65,6 +65,8 @@ pub struct Start {
     pub main_object: fn(&[u8]) -> bool,
     /// True for a range that the program wants treated apart at a fork: it is never managed.
     pub excluded: fn(VirtRange) -> bool,
+    /// True once the program has asked, through libc, for memory that its children are not to have.
+    pub keeps_apart: fn() -> bool,
     /// Which pages of a chunk must stay, as bits: the kernel accesses them without waiting for us.
     pub pinned: fn(ChunkNo) -> u16,
     /// Starts a thread that runs [`Engine::read_far`]. False if there can be none.
@@ -167,6 +169,11 @@ pub struct Engine {
     pub retired: AtomicBool,
     /// The program has had guard pages (see [`crate::fault::install`]).
     pub guarded: AtomicBool,
+    /// Memory that children are not to have was looked for, and was found
+    /// (see [`crate::vma::apart`]).
+    pub apart_sought: AtomicBool,
+    /// See `apart_sought`.
+    pub apart_found: AtomicBool,
     /// The CPU that workers keep away from (see [`crate::sched::handler_cpu`]).
     pub handler_cpu: AtomicU32,
     /// Raised when the handler begins to wait for messages and when it continues: odd while it
@@ -273,6 +280,8 @@ impl Engine {
             handler_tid: AtomicU32::new(0),
             retired: AtomicBool::new(false),
             guarded: AtomicBool::new(false),
+            apart_sought: AtomicBool::new(false),
+            apart_found: AtomicBool::new(false),
             handler_cpu: AtomicU32::new(crate::sched::handler_cpu::NO_CPU),
             turns: AtomicU32::new(0),
             cancelled: (0..frames.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),

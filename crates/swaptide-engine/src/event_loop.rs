@@ -181,7 +181,7 @@ impl Handler {
             at = index + 1;
             let mut is_done = true;
             let served = match request {
-                FaultRequest::Fence => adopter.adopt_mapping(path, range.start),
+                FaultRequest::Fence => adopter.adopt_mapping(path, range.start, false),
                 FaultRequest::Release => {
                     // What the mailbox was answered stays.
                     let before = bells.refused.swap(false, AcqRel);

@@ -103,6 +103,10 @@ impl Pager {
                     fault.tries += u32::from(!interrupted);
                     path.reader.pending.push_front(fault);
                 } else {
+                    if adopter.is_apart(engine, fault.addr) {
+                        // Refused while a change is unread: the thread faults again then.
+                        let _ = path.reader.uffd.zero_pages(range_of(page, 1), true);
+                    }
                     let _ = path.reader.uffd.wake(range_of(page, 1));
                 }
             }

@@ -58,27 +58,55 @@ pub fn for_each_vma_of(
     each_line(procfs::open_read(ProcPath::proc(pid, "maps").as_c_str())?, buf, f)
 }
 
-/// Calls `f` with every VMA of this process and whether it bears the mark of `MADV_RANDOM`, in
-/// order of address, until it returns `false`. The kernel walks all page tables for it.
-pub fn for_each_marked_vma(
-    buf: &mut [u8],
-    f: impl FnMut(VirtRange, bool) -> bool,
-) -> Result<(), Errno> {
-    let fd = procfs::open_read(c"/proc/thread-self/smaps")?;
-    for_each_marked_in(buf, |space| procfs::read_fd(&fd, space), f)
+/// What advice (madvise(2)) stands for a VMA, as far as it is asked for here.
+#[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
+pub struct Advised {
+    /// `MADV_RANDOM`.
+    pub random: bool,
+    /// `MADV_WIPEONFORK`: a forked child finds it empty. `MAP_DROPPABLE` is so, too.
+    pub wiped: bool,
+    /// `MADV_DONTFORK`: a forked child does not have it.
+    pub not_copied: bool,
+    /// `MAP_DROPPABLE`.
+    pub droppable: bool,
 }
 
-fn for_each_marked_in(
+impl Advised {
+    /// From the words behind `VmFlags:`.
+    fn of(flags: &[u8]) -> Advised {
+        let mut advised = Advised::default();
+        for flag in procfs::words(flags) {
+            match flag {
+                b"rr" => advised.random = true,
+                b"wf" => advised.wiped = true,
+                b"dc" => advised.not_copied = true,
+                b"dp" => advised.droppable = true,
+                _ => {}
+            }
+        }
+        advised
+    }
+}
+
+/// Calls `f` with every VMA of this process and what was advised for it, in order of address, until
+/// it returns `false`. The kernel walks all page tables for it.
+pub fn for_each_advised_vma(
+    buf: &mut [u8],
+    f: impl FnMut(VirtRange, Advised) -> bool,
+) -> Result<(), Errno> {
+    let fd = procfs::open_read(c"/proc/thread-self/smaps")?;
+    for_each_advised_in(buf, |space| procfs::read_fd(&fd, space), f)
+}
+
+fn for_each_advised_in(
     buf: &mut [u8],
     read: impl FnMut(&mut [u8]) -> Result<usize, Errno>,
-    mut f: impl FnMut(VirtRange, bool) -> bool,
+    mut f: impl FnMut(VirtRange, Advised) -> bool,
 ) -> Result<(), Errno> {
     let mut range = None;
     split_lines(buf, read, |line| {
         if let Some(flags) = line.strip_prefix(b"VmFlags:") {
-            return range
-                .take()
-                .is_none_or(|range| f(range, procfs::words(flags).any(|flag| flag == b"rr")));
+            return range.take().is_none_or(|range| f(range, Advised::of(flags)));
         }
         if let Some(vma) = parse_line(line) {
             range = Some(vma.range);
@@ -362,10 +390,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn marks_are_told_for_the_mapping_they_stand_below() {
+    fn advice_is_told_for_the_mapping_it_stands_below() {
         let text = b"1000-3000 rw-p 00000000 00:00 0\nSize: 8 kB\nVmFlags: rd wr mr mw me ac rr \n\
             3000-4000 rw-p 00000000 00:00 0                  [heap]\nRss: 4 kB\nVmFlags: rd wr mr \
-            mw me ac\n";
+            mw me dc ac wf \n4000-5000 rw-p 00000000 00:00 0\nVmFlags: rd wr mr mw me ac\n";
         let mut rest = &text[..];
         let read = |space: &mut [u8]| {
             let n = space.len().min(rest.len()).min(100);
@@ -374,13 +402,41 @@ mod tests {
             Ok(n)
         };
         let mut seen = alloc::vec::Vec::new();
-        for_each_marked_in(&mut [0; 256], read, |range, marked| {
-            seen.push((range.start.0, range.end.0, marked));
+        for_each_advised_in(&mut [0; 256], read, |range, advised| {
+            seen.push((range.start.0, range.end.0, advised));
             true
         })
         .expect("a text");
-        assert_eq!(seen, [(0x1000, 0x3000, true), (0x3000, 0x4000, false)]);
+        let random = Advised { random: true, ..Advised::default() };
+        let apart = Advised { wiped: true, not_copied: true, ..Advised::default() };
+        assert_eq!(
+            seen,
+            [
+                (0x1000, 0x3000, random),
+                (0x3000, 0x4000, apart),
+                (0x4000, 0x5000, Advised::default())
+            ]
+        );
     }
+
+    #[test]
+    fn the_kernel_tells_what_was_advised() {
+        use crate::mem::{Advice, advise};
+        let map = Mapping::reserve(4 * PAGE_SIZE).expect("memory");
+        let wiped = VirtRange::from_len(map.range().start.offset(PAGE_SIZE), PAGE_SIZE);
+        // SAFETY: this test's own memory, of which nothing is used.
+        unsafe { advise(wiped, Advice::WipeOnFork) }.expect("advice");
+        let mut seen = alloc::vec::Vec::new();
+        for_each_advised_vma(&mut [0; 4096], |range, advised| {
+            if advised.wiped && map.range().contains(range.start) {
+                seen.push(range);
+            }
+            true
+        })
+        .expect("smaps");
+        assert_eq!(seen, [wiped]);
+    }
+
     use crate::mem::Mapping;
     use crate::page::PAGE_SIZE;
     use std::vec::Vec;

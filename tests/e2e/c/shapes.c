@@ -388,6 +388,119 @@ static void wipe(void) {
     check(secret, 0, PAGES, 11, "page after the fork");
 }
 
+/* mremap in the way that the mode names. */
+static unsigned char *move(unsigned char *at, size_t len, size_t new_len, int flags, void *to) {
+    void *moved;
+    if (way == LIBC)
+        moved = mremap(at, len, new_len, flags, to);
+    else if (way == BARE)
+        moved = (void *)bare(SYS_mremap, (long)at, (long)len, (long)new_len, flags, (long)to);
+    else
+        moved = (void *)syscall(SYS_mremap, at, len, new_len, flags, to);
+    MUST(moved != MAP_FAILED);
+    return moved;
+}
+
+static void *idle(void *x) {
+    for (;;) pause();
+    return x;
+}
+
+/* A child finds nothing of a range; what it writes there is not its own child's either. */
+static void no_child_has(unsigned char *at, size_t pages, int absent, const char *what) {
+    pid_t child = fork();
+    MUST(child >= 0);
+    if (child == 0) {
+        if (absent) {
+            /* What else was mapped there since is not the parent's. */
+            unsigned char seen[1];
+            if (mincore(at + PAGE, PAGE, seen) == 0 &&
+                (is_armed(at + PAGE) ||
+                 *(uint64_t *)(at + PAGE + 8) == word_of(key_of(given.seed, 1, 20), 1)))
+                _exit(4);
+            _exit(0);
+        }
+        check_zero(at, 0, pages, what);
+        fill(at, pages, 21);
+        /* Time for the child's engine to look. */
+        for (int i = 0; i < 40; i++) {
+            ballast[i * PAGE] += 0;
+            usleep(5000);
+        }
+        pid_t grandchild = fork();
+        MUST(grandchild >= 0);
+        if (grandchild == 0) {
+            check_zero(at, 0, pages, what);
+            _exit(0);
+        }
+        int status;
+        MUST(waitpid(grandchild, &status, 0) == grandchild);
+        if (status != 0) die("%s: in a child of a child", what);
+        check(at, 0, pages, 21, what);
+        _exit(0);
+    }
+    int status;
+    MUST(waitpid(child, &status, 0) == child);
+    if (status != 0) die("%s: status %x", what, status);
+}
+
+/* Memory that a child is not to have is moved, and grown in place and by moving it; and a look for
+ * new memory comes in between. No child has anything of it afterwards. Nor does a later one, when
+ * the memory at the old place is another's. */
+static void moves_apart(int advice, int absent) {
+    enum { SECRET = 512 };
+    pthread_t thread;
+    MUST(pthread_create(&thread, NULL, idle, NULL) == 0);
+    for (int round = 0; round < 2; round++) {
+        unsigned char *room = map(20 * SECRET * PAGE);
+        MUST(munmap(room, 20 * SECRET * PAGE) == 0);
+        /* Another one each time: what was named stays out of management. */
+        room += 10 * SECRET * PAGE * round;
+        unsigned char *place = room + 2 * SECRET * PAGE;
+        const int fixed = MAP_FIXED_NOREPLACE | MAP_PRIVATE | MAP_ANONYMOUS;
+        unsigned char *at = mmap(place, SECRET * PAGE, PROT_READ | PROT_WRITE, fixed, -1, 0);
+        MUST(at == place);
+        size_t pages = SECRET;
+        fill(at, pages, 20);
+        if (round == 1) wait_until_armed(at);
+        MUST(madvise(at, pages * PAGE, advice) == 0);
+        for (int step = 0; step < 4; step++) {
+            size_t more = step == 1 || step == 2 ? SECRET / 2 : 0;
+            /* The second step grows it where it is, the third finds its way barred. */
+            unsigned char *bar = NULL;
+            if (step == 2) bar = mmap(at + pages * PAGE, PAGE, PROT_NONE, fixed, -1, 0);
+            MUST(step != 2 || bar == at + pages * PAGE);
+            unsigned char *to = step == 0 ? room + 5 * SECRET * PAGE : step == 3 ? place : NULL;
+            if (step == 3 && at < to + pages * PAGE && to < at + pages * PAGE)
+                to = room + 5 * SECRET * PAGE;
+            int flags = to ? MREMAP_MAYMOVE | MREMAP_FIXED : step == 1 ? 0 : MREMAP_MAYMOVE;
+            unsigned char *old = at;
+            at = move(at, pages * PAGE, (pages + more) * PAGE, flags, to);
+            MUST((step == 1) == (at == old));
+            fill(at + pages * PAGE, more, 22);
+            if (bar) MUST(munmap(bar, PAGE) == 0);
+            /* New memory of the program's: somebody looks. */
+            unsigned char *others = malloc(3 << 20);
+            memset(others, 1, 3 << 20);
+            usleep(200000);
+            pages += more;
+            no_child_has(at, pages, absent, "memory that was moved and a child is not to have");
+            free(others);
+            check(at, 0, SECRET, 20, "memory that was moved, in its own process");
+        }
+        MUST(munmap(at, pages * PAGE) == 0);
+    }
+    check(ballast, 0, given.megabytes << 8, 7, "page of the ballast");
+}
+
+static void wipe_moved(void) {
+    moves_apart(MADV_WIPEONFORK, 0);
+}
+
+static void dont_moved(void) {
+    moves_apart(MADV_DONTFORK, 1);
+}
+
 /* A userfaultfd of the program's own over memory that is managed. */
 struct pager {
     int fd;
@@ -574,6 +687,8 @@ int main(int count, char **words) {
         {"lockall", lockall},
         {"locked", locked},
         {"wipe", wipe},
+        {"wipe-moved", wipe_moved},
+        {"dont-moved", dont_moved},
         {"own-pager", own_pager},
         {"others", others},
     };

@@ -103,7 +103,11 @@ pub fn advise(addr: usize, len: usize, advice: c_int) -> isize {
             || seccomp::is() && process::engine_without_calls().is_some() =>
         {
             if let Some(range) = pages(addr, len) {
-                excluded::exclude(range);
+                if matches!(advice, MADV_WIPEONFORK | MADV_DONTFORK) {
+                    excluded::keep_apart(range);
+                } else {
+                    excluded::exclude(range);
+                }
                 if !release_range(range) {
                     return -EAGAIN;
                 }

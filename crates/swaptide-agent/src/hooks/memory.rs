@@ -108,7 +108,7 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
         if engine.small.is_small(len) {
             // Threads that make many wait for one another here; a hint that meets another one would
             // be dropped.
-            engine.bells.fence(start);
+            engine.bells.fence(start, true);
         } else {
             engine.bells.hint(Hint::Mapped, VirtRange { start, end: start.offset(len).page_up() });
         }

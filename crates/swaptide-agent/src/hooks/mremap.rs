@@ -113,7 +113,7 @@ pub fn wait_for_events(at: usize) {
         return;
     }
     if let Some(engine) = crate::process::engine().filter(|_| has_threads()) {
-        engine.bells.fence(VirtAddr(at));
+        engine.bells.fence(VirtAddr(at), false);
     }
 }
 

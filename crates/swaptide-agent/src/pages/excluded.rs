@@ -7,7 +7,8 @@
 //! range and no thread has named it since that look: its count tells.
 
 use std::sync::atomic::{
-    AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    AtomicBool, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
+    Ordering::Release,
 };
 
 use swaptide_engine::mm::types::MANAGED_END;
@@ -76,6 +77,22 @@ impl ExcludedRange {
             let _ = self.end.compare_exchange(word, 0, AcqRel, Relaxed);
         }
     }
+}
+
+/// Advice was given for some memory that a child is not to have, or to find empty.
+static ARE_KEPT_APART: AtomicBool = AtomicBool::new(false);
+
+/// Keeps a range out as [`exclude`] does, because a child is not to have it or to find it empty.
+/// That is the mapping's, wherever it moves: from now on the engine looks for it there
+/// ([`swaptide_engine::vma`]).
+pub fn keep_apart(range: VirtRange) {
+    ARE_KEPT_APART.store(true, Release);
+    exclude(range);
+}
+
+/// Whether [`keep_apart`] was called.
+pub fn are_kept_apart() -> bool {
+    ARE_KEPT_APART.load(Acquire)
 }
 
 static EXCLUDED: [ExcludedRange; RANGES] = [const { ExcludedRange::free() }; RANGES];

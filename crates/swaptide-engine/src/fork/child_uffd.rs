@@ -25,7 +25,7 @@
 use std::mem::ManuallyDrop;
 use std::time::Duration;
 
-use swaptide_sys::maps::{for_each_marked_vma, for_each_vma};
+use swaptide_sys::maps::{for_each_advised_vma, for_each_vma};
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::thread::now;
@@ -269,8 +269,8 @@ fn register_marked(
     doubts: impl Iterator<Item = VirtRange> + Clone,
 ) -> Result<(), Errno> {
     let mut armed = Ok(());
-    for_each_marked_vma(&mut [0; LIST], |vma, marked| {
-        for doubt in doubts.clone().filter(|_| marked) {
+    for_each_advised_vma(&mut [0; LIST], |vma, advised| {
+        for doubt in doubts.clone().filter(|_| advised.random) {
             let part = VirtRange { start: vma.start.max(doubt.start), end: vma.end.min(doubt.end) };
             if part.start < part.end && armed.is_ok() {
                 armed = match uffd.register_missing(part) {

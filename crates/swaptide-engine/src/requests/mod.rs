@@ -101,6 +101,9 @@ struct Fence {
     at: AtomicUsize,
 }
 
+/// In the address of a fence: the mapping is new.
+const IS_NEW: usize = 1;
+
 const FREE: u32 = 0;
 const WRITTEN: u32 = 1;
 const WAITING: u32 = 2;
@@ -433,8 +436,8 @@ impl HandlerRequests {
 
     /// Called by a thread that has moved a mapping, or grown one in place, which now begins at
     /// `at`: returns when the handler has applied the change and all that happened before it (see
-    /// [`crate::events::apply`], rule 6).
-    pub fn fence(&self, at: VirtAddr) {
+    /// [`crate::events::apply`], rule 6). `is_new`: it has made it, and nobody else knows of it.
+    pub fn fence(&self, at: VirtAddr, is_new: bool) {
         // A signal handler of the program's might never come back, and its thread's place would be
         // gone for good.
         let Ok(mask) = block_all_signals() else { return };
@@ -445,7 +448,7 @@ impl HandlerRequests {
                 None => yield_now(),
             }
         };
-        fence.at.store(at.0, Relaxed);
+        fence.at.store(at.0 & !IS_NEW | usize::from(is_new), Relaxed);
         fence.state.store(WAITING, Release);
         self.submit(HandlerRequest::Fence);
         let mut waited = Waited::default();
@@ -467,10 +470,11 @@ impl HandlerRequests {
     /// What `known` answers: that thread and those after it still wait.
     pub(crate) fn answer_fences<E>(
         &self,
-        mut known: impl FnMut(VirtAddr) -> Result<(), E>,
+        mut known: impl FnMut(VirtAddr, bool) -> Result<(), E>,
     ) -> Result<(), E> {
         for fence in self.fences.iter().filter(|f| f.state.load(Acquire) == WAITING) {
-            known(VirtAddr(fence.at.load(Relaxed)))?;
+            let at = fence.at.load(Relaxed);
+            known(VirtAddr(at & !IS_NEW), at & IS_NEW != 0)?;
             fence.state.store(ANSWERED, Release);
             futex::wake(&fence.state, 1, futex::Scope::Private);
         }

@@ -33,6 +33,9 @@
 //!    and the engine's in its place: the last look is taken while no thread of the engine maps
 //!    anything ([`arm`]).
 //!
+//! 8. What the program keeps apart from its children stays as it is, wherever it is moved to
+//!    ([`crate::vma::apart`]).
+//!
 //! Only the handler adopts: the order of registration, events and the list is its own.
 
 use std::sync::atomic::Ordering::Relaxed;
@@ -55,6 +58,7 @@ use crate::mm::types::{
 };
 use crate::mm::vma_change::VmaChange;
 use crate::reclaim::worker::Step;
+use crate::vma::apart::Apart;
 use crate::vma::elf_bss;
 use crate::vma::unmovable::{self, Unmovable};
 
@@ -79,6 +83,8 @@ pub(crate) struct Adopter {
     candidates: Candidates,
     /// Memory that cannot go out.
     unmovable: Unmovable,
+    /// Memory that children are not to have.
+    apart: Apart,
 }
 
 impl Adopter {
@@ -91,6 +97,7 @@ impl Adopter {
             zeros_mapped: Vec::with_capacity(64),
             candidates: Candidates::default(),
             unmovable: Unmovable::default(),
+            apart: Apart::default(),
         }
     }
 
@@ -100,14 +107,13 @@ impl Adopter {
     /// [`Interrupted`] when a fork through no hook was read: it is to be called again.
     pub(crate) fn adopt(&mut self, path: &mut FaultPath) -> Result<(), Interrupted> {
         let mut found = std::mem::take(&mut self.found);
+        self.apart.begin(path.engine, &mut self.maps_buf);
         self.list(path, &mut found);
-        let mut done = Ok(());
-        for range in &found {
-            done = self.adopt_gaps(path, *range);
-            if done.is_err() {
-                break;
-            }
-        }
+        let done = if Apart::matters(path.engine) {
+            self.adopt_looked_up(path, &found)
+        } else {
+            found.iter().try_for_each(|range| self.adopt_gaps(path, *range, false))
+        };
         self.found = found;
         path.engine.publish_usage(&path.engine.mm.lock());
         done?;
@@ -192,12 +198,17 @@ impl Adopter {
         self.candidates = candidates;
     }
 
-    /// Adopts what of a range is not managed yet.
-    fn adopt_gaps(&mut self, path: &mut FaultPath, range: VirtRange) -> Result<(), Interrupted> {
+    /// Adopts what of a range is not managed yet. `is_new`: its maker waits for that.
+    fn adopt_gaps(
+        &mut self,
+        path: &mut FaultPath,
+        range: VirtRange,
+        is_new: bool,
+    ) -> Result<(), Interrupted> {
         let mut gaps = std::mem::take(&mut self.gaps);
         gaps.clear();
         path.engine.mm.lock().regions.gaps(range, |gap| gaps.push(gap));
-        let done = gaps.iter().try_for_each(|gap| self.adopt_range(path, *gap));
+        let done = gaps.iter().try_for_each(|gap| self.adopt_range(path, *gap, is_new));
         self.gaps = gaps;
         done
     }
@@ -243,7 +254,8 @@ impl Adopter {
         Ok(())
     }
 
-    /// Adopts the mapping that holds an address, if it is one to adopt.
+    /// Adopts the mapping that holds an address, if it is one to adopt. `is_new`: its maker waits
+    /// for that, and nobody else has it.
     ///
     /// # Errors
     /// As for [`Adopter::adopt`].
@@ -251,8 +263,10 @@ impl Adopter {
         &mut self,
         path: &mut FaultPath,
         addr: VirtAddr,
+        is_new: bool,
     ) -> Result<(), Interrupted> {
         let engine = path.engine;
+        self.apart.begin(engine, &mut self.maps_buf);
         let maps = &mut path.installer.maps;
         let Ok(Some(info)) = maps.vma_at(addr) else { return Ok(()) };
         let vma = info.vma();
@@ -270,30 +284,106 @@ impl Adopter {
         let mut parts = std::mem::take(&mut self.found);
         parts.clear();
         program_parts(range, |part| parts.push(part));
-        let done = parts.iter().try_for_each(|part| self.adopt_gaps(path, *part));
+        let done = parts.iter().try_for_each(|part| self.adopt_gaps(path, *part, is_new));
         self.found = parts;
         done
     }
 
-    /// Adopts one range, of which nothing is managed.
-    fn adopt_range(&mut self, path: &mut FaultPath, range: VirtRange) -> Result<(), Interrupted> {
+    /// Adopts what of some ranges is not managed yet, but for what is apart: all that is armed is
+    /// looked up together.
+    fn adopt_looked_up(
+        &mut self,
+        path: &mut FaultPath,
+        ranges: &[VirtRange],
+    ) -> Result<(), Interrupted> {
         let engine = path.engine;
-        let_changes_pass(path, range)?;
-        if !arm(engine, range) {
+        let mut gaps = Vec::new();
+        for range in ranges {
+            engine.mm.lock().regions.gaps(*range, |gap| gaps.push(gap));
+        }
+        let mut armed = Vec::with_capacity(gaps.len());
+        for gap in gaps {
+            if !self.apart.holds(engine, &mut self.maps_buf, &path.installer.maps, gap) {
+                armed.extend(self.arm_gap(path, gap)?.map(|range| (gap, range, false)));
+            }
+        }
+        if armed.is_empty() {
             return Ok(());
         }
+        // Nothing is read from here on to the second look at the coverage.
+        let uffd = path.reader.uffd;
+        for (_, range, is_whole) in &mut armed {
+            *is_whole = uffd.coverage(*range) == Coverage::Whole;
+        }
+        self.apart.look_everywhere(engine, &mut self.maps_buf);
+        for (_, range, is_whole) in &mut armed {
+            *is_whole = *is_whole
+                && !self.apart.is_in(engine, &path.installer.maps, *range)
+                && uffd.coverage(*range) == Coverage::Whole;
+        }
+        for (_, range, _) in armed.iter().filter(|(.., is_whole)| *is_whole) {
+            self.manage(path, *range);
+        }
+        armed
+            .into_iter()
+            .filter(|(.., is_whole)| !is_whole)
+            .try_for_each(|(gap, range, _)| self.adopt_armed(path, gap, range, false))
+    }
+
+    /// Adopts one range, of which nothing is managed.
+    fn adopt_range(
+        &mut self,
+        path: &mut FaultPath,
+        range: VirtRange,
+        is_new: bool,
+    ) -> Result<(), Interrupted> {
+        let engine = path.engine;
+        if !is_new
+            && Apart::matters(engine)
+            && self.apart.holds(engine, &mut self.maps_buf, &path.installer.maps, range)
+        {
+            return Ok(());
+        }
+        match self.arm_gap(path, range)? {
+            Some(armed) => self.adopt_armed(path, range, armed, is_new),
+            None => Ok(()),
+        }
+    }
+
+    /// Arms a range of which nothing is managed, with what its mapping has grown by since.
+    fn arm_gap(
+        &mut self,
+        path: &mut FaultPath,
+        gap: VirtRange,
+    ) -> Result<Option<VirtRange>, Interrupted> {
+        let_changes_pass(path, gap)?;
+        if !arm(path.engine, gap) {
+            return Ok(None);
+        }
         // A fork that was not read yet may be from before or after it.
-        remember(&mut engine.mm.lock(), VmaChange::Armed(range));
-        let gap = range;
-        let range = register_tail(path, range);
+        remember(&mut path.engine.mm.lock(), VmaChange::Armed(gap));
+        Ok(Some(register_tail(path, gap, &self.apart)))
+    }
+
+    /// Lists a range that is armed, `gap` and what it has grown by.
+    fn adopt_armed(
+        &mut self,
+        path: &mut FaultPath,
+        gap: VirtRange,
+        range: VirtRange,
+        is_new: bool,
+    ) -> Result<(), Interrupted> {
+        let engine = path.engine;
         let mut read = Ok(());
         for _ in 0..16 {
-            match path.reader.uffd.coverage(range) {
-                Coverage::Whole => {
+            match self.coverage(path, range, is_new) {
+                (Coverage::Whole, false) => {
                     self.manage(path, range);
                     return Ok(());
                 }
-                Coverage::Changing => {
+                // It was moved there a moment ago.
+                (Coverage::Whole, true) => break,
+                (Coverage::Changing, _) => {
                     read = path.reader.drain();
                     if read.is_err() {
                         break;
@@ -301,7 +391,7 @@ impl Adopter {
                 }
                 // It changed between the listing and the registration. What is armed of it is
                 // adopted when it faults or at the next look.
-                Coverage::NotWhole | Coverage::Gone => {
+                (Coverage::NotWhole | Coverage::Gone, _) => {
                     self.disarm_others(path, gap);
                     break;
                 }
@@ -310,6 +400,24 @@ impl Adopter {
         // An event that was read meanwhile may have been about what was there before.
         engine.mm.lock().armed.insert(range);
         read
+    }
+
+    /// How an armed range stands, and if it is one mapping whether that is apart
+    /// ([`crate::vma::apart`]): no change is unread from before it was looked at to after it.
+    fn coverage(&mut self, path: &FaultPath, range: VirtRange, is_new: bool) -> (Coverage, bool) {
+        let (engine, uffd) = (path.engine, path.reader.uffd);
+        let before = uffd.coverage(range);
+        if is_new || before != Coverage::Whole || !Apart::matters(engine) {
+            return (before, false);
+        }
+        let maps = &path.installer.maps;
+        let is_apart = self.apart.has(engine, &mut self.maps_buf, maps, range);
+        (uffd.coverage(range), is_apart)
+    }
+
+    /// Whether an armed address was found to be apart a moment ago.
+    pub(crate) fn is_apart(&self, engine: &Engine, addr: VirtAddr) -> bool {
+        self.apart.is_known(engine, VirtRange::from_len(addr.page_down(), PAGE_SIZE))
     }
 
     /// Disarms what of a range is not the program's private memory. That stays armed: it may be a
@@ -373,7 +481,9 @@ impl Adopter {
             }
         });
         let Some(part) = part else { return false };
-        if path.reader.uffd.coverage(part) != Coverage::Whole {
+        if self.is_apart(path.engine, addr)
+            || self.coverage(path, part, false) != (Coverage::Whole, false)
+        {
             return false;
         }
         let mut gaps = std::mem::take(&mut self.gaps);
@@ -393,7 +503,7 @@ impl Adopter {
     /// As for [`Adopter::adopt`]; a thread whose mapping is not listed yet still waits.
     pub(crate) fn answer_fences(&mut self, path: &mut FaultPath) -> Result<(), Interrupted> {
         let engine = path.engine;
-        engine.bells.answer_fences(|at| self.adopt_mapping(path, at))
+        engine.bells.answer_fences(|at, is_new| self.adopt_mapping(path, at, is_new))
     }
 }
 
@@ -445,7 +555,7 @@ fn let_changes_pass(path: &mut FaultPath, range: VirtRange) -> Result<(), Interr
 /// tail is registered at once, which joins it again. Returns the whole. A neighbour that does
 /// not join is a mapping of its own (another advice was given for it, say): it stays armed, and
 /// is adopted by itself.
-fn register_tail(path: &mut FaultPath, mut range: VirtRange) -> VirtRange {
+fn register_tail(path: &mut FaultPath, mut range: VirtRange, apart: &Apart) -> VirtRange {
     for _ in 0..4 {
         let Ok(Some(info)) = path.installer.maps.vma_at(range.end) else { return range };
         let vma = info.vma();
@@ -459,7 +569,11 @@ fn register_tail(path: &mut FaultPath, mut range: VirtRange) -> VirtRange {
             && vma.read
             && vma.write
             && !vma.exec;
-        if !tail || vma.name.starts_with(b"[stack") || (path.engine.start.excluded)(vma.range) {
+        if !tail
+            || vma.name.starts_with(b"[stack")
+            || (path.engine.start.excluded)(vma.range)
+            || apart.is_known(path.engine, vma.range)
+        {
             return range;
         }
         let end = vma.range.end;

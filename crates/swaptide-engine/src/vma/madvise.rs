@@ -57,7 +57,7 @@ pub(crate) fn hint(
             page_out(path, range);
         }
         Hint::Release => return release(path, range),
-        Hint::Mapped => return adopter.adopt_mapping(path, range.start),
+        Hint::Mapped => return adopter.adopt_mapping(path, range.start, true),
         Hint::WillNeed => will_need(path, range),
     }
     Ok(())

@@ -1,6 +1,7 @@
 //! The program's mappings: which are managed, and what the program does to them.
 
 pub mod adopt;
+pub(crate) mod apart;
 pub(crate) mod elf_bss;
 pub(crate) mod madvise;
 pub(crate) mod unmovable;

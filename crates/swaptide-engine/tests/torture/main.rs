@@ -274,6 +274,7 @@ fn set_up() -> (Start, Program) {
         log: |line| eprintln!("{line}"),
         main_object: |_| false,
         excluded: is_outside,
+        keeps_apart: || false,
         pinned: |_| 0,
         spawn_reader: || false,
         release_hold: || true,

@@ -144,7 +144,7 @@ fn move_pieces(base: VirtAddr, len: usize, to: VirtAddr) {
         let len = info.vma().range.end.min(end).0 - at.0;
         match call(REMAP, [at.0, len, len, MAYMOVE_FIXED, to.0 + at.0 - base.0]) {
             Ok(there) => {
-                engine().bells.fence(there);
+                engine().bells.fence(there, false);
                 at = at.offset(len);
             }
             // Management splits mappings, too.
@@ -182,7 +182,7 @@ extern "C" fn remap(at: usize, len: usize, new: usize, flags: c_int, to: usize) 
         ROOM[place].store(len.min(new), Relaxed);
     }
     if result.is_ok() && new > len {
-        engine().bells.fence(at);
+        engine().bells.fence(at, false);
     }
     // The program knows one reason only: there are several mappings.
     answer(result.map_err(|_| Errno::FAULT))

@@ -1,0 +1,169 @@
+//! Memory that a program keeps apart from its children: it is not managed.
+//!
+//! After `MADV_WIPEONFORK` a child finds a mapping empty; were it managed, the child would get what
+//! its parent has there. The advice belongs to the mapping: it moves and grows with it, past libc
+//! too, and no event tells. So once a program has given such advice, what a look wants to adopt is
+//! looked up in `/proc/self/smaps` first. Where forks are followed the same is done for
+//! `MADV_DONTFORK`, which is what managed memory bears there ([`crate::mm::dontfork`]).
+//!
+//! Owns: what the last looks have found.
+//!
+//! Invariants
+//! 1. While advice was given ([`Apart::matters`]), nothing is adopted but what was found to be
+//!    without it after it was armed, and new mappings whose makers wait for that.
+//! 2. What is armed and found to be apart after that stays armed and is not listed: another thread
+//!    may move managed memory there at any moment, and that must not be disarmed. Its faults are
+//!    answered with zeros, as the kernel would.
+//!
+//! Locks: the memory lock, for one look. It is the handler's.
+
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use swaptide_sys::maps::{Advised, MapsFile, for_each_advised_vma};
+use swaptide_sys::page::{VirtAddr, VirtRange};
+use swaptide_sys::thread::{Nanos, now};
+
+use crate::engine::Engine;
+use crate::mm::vma_set::VmaSet;
+
+/// How long what was found apart counts as such: the kernel walks all page tables for a look.
+const AGE: Duration = Duration::from_secs(1);
+/// Of how much time these looks may take one part: what is new waits.
+const PART_OF_TIME: u32 = 8;
+const EVERYWHERE: VirtAddr = VirtAddr(usize::MAX);
+
+/// See the module's description.
+#[derive(Default)]
+pub(crate) struct Apart {
+    known: VmaSet,
+    /// When the last look ended.
+    looked_at: Option<Nanos>,
+    /// How long that since the last beginning took.
+    took: Duration,
+    /// `known` is all that there was when the look for memory to adopt began.
+    is_fresh: bool,
+    /// It is too early for a look.
+    is_early: bool,
+}
+
+impl Apart {
+    /// A look for memory to adopt begins. The first one of a process and those that it forks finds
+    /// what was advised before.
+    pub(crate) fn begin(&mut self, engine: &Engine, buf: &mut [u8]) {
+        self.is_fresh = false;
+        self.is_early = self
+            .looked_at
+            .is_some_and(|then| now().since(then) < (self.took * PART_OF_TIME).min(AGE));
+        if !self.is_early {
+            self.took = Duration::ZERO;
+        }
+        if !engine.apart_sought.swap(true, Relaxed) {
+            self.look_everywhere(engine, buf);
+        }
+    }
+
+    /// Whether there may be such memory.
+    pub(crate) fn matters(engine: &Engine) -> bool {
+        engine.apart_found.load(Relaxed) || (engine.start.keeps_apart)()
+    }
+
+    /// Whether something of a range is apart, or is to be taken for it now, before it is armed.
+    /// What was found a moment ago counts.
+    pub(crate) fn holds(
+        &mut self,
+        engine: &Engine,
+        buf: &mut [u8],
+        maps: &MapsFile,
+        range: VirtRange,
+    ) -> bool {
+        if is_of_managed(engine, maps, range) {
+            return false;
+        }
+        if self.is_fresh || self.is_recent() && self.known.overlaps(range) {
+            return self.known.overlaps(range);
+        }
+        if self.is_early {
+            return true;
+        }
+        self.look_everywhere(engine, buf);
+        self.known.overlaps(range)
+    }
+
+    /// Whether something of an armed range is apart.
+    pub(crate) fn has(
+        &mut self,
+        engine: &Engine,
+        buf: &mut [u8],
+        maps: &MapsFile,
+        range: VirtRange,
+    ) -> bool {
+        if is_of_managed(engine, maps, range) {
+            return false;
+        }
+        self.look(engine, buf, range.end);
+        self.known.overlaps(range)
+    }
+
+    /// The same by the look that was just taken.
+    pub(crate) fn is_in(&self, engine: &Engine, maps: &MapsFile, range: VirtRange) -> bool {
+        self.known.overlaps(range) && !is_of_managed(engine, maps, range)
+    }
+
+    /// Whether a range touches what was found a moment ago.
+    pub(crate) fn is_known(&self, engine: &Engine, range: VirtRange) -> bool {
+        Apart::matters(engine) && self.is_recent() && self.known.overlaps(range)
+    }
+
+    fn is_recent(&self) -> bool {
+        self.looked_at.is_some_and(|then| now().since(then) < AGE)
+    }
+
+    /// Looks at all mappings.
+    pub(crate) fn look_everywhere(&mut self, engine: &Engine, buf: &mut [u8]) {
+        self.look(engine, buf, EVERYWHERE);
+        self.is_fresh = true;
+    }
+
+    /// Looks at all mappings that begin below `end`. Where that cannot be done all of them are
+    /// apart.
+    fn look(&mut self, engine: &Engine, buf: &mut [u8], end: VirtAddr) {
+        let began = now();
+        let below = VirtRange { start: VirtAddr(0), end };
+        self.known.remove(below);
+        let mut has_seen = false;
+        let done = for_each_advised_vma(buf, |range, advised| {
+            has_seen = true;
+            if range.start >= end {
+                return false;
+            }
+            if is_apart(engine, range, advised) {
+                self.known.insert(range);
+                // What may be dropped is no memory that a userfaultfd can have.
+                if advised.wiped && !advised.droppable {
+                    engine.apart_found.store(true, Relaxed);
+                }
+            }
+            true
+        });
+        if done.is_err() || !has_seen {
+            self.known.insert(below);
+        }
+        let ended = now();
+        self.took += ended.since(began);
+        self.looked_at = Some(ended);
+    }
+}
+
+/// Whether a range lies in one mapping with managed memory, and so is as that is.
+fn is_of_managed(engine: &Engine, maps: &MapsFile, range: VirtRange) -> bool {
+    maps.vma_at(range.start).is_ok_and(|info| {
+        info.is_some_and(|info| engine.mm.lock().regions.overlaps(info.vma().range))
+    })
+}
+
+fn is_apart(engine: &Engine, range: VirtRange, advised: Advised) -> bool {
+    let is_kept =
+        engine.followed && advised.not_copied && !engine.mm.lock().regions.overlaps(range);
+    advised.wiped || is_kept
+}
