@@ -86,7 +86,7 @@ unsafe impl GlobalAlloc for Arena {
 
 /// Makes sure there is an arena. False where the address space is too small for one: nothing may be
 /// allocated then.
-pub fn ready() -> bool {
+pub(crate) fn ready() -> bool {
     ARENA.0.lock().oom_handler.reserve()
 }
 

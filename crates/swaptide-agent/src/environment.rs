@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Acquire, Ordering::Release};
 use swaptide_ipc::{ENV_AGENT_LOG, ENV_SOCKET};
 
 /// The variable that names preloaded libraries.
-pub const PRELOAD: &str = "LD_PRELOAD";
+pub(crate) const PRELOAD: &str = "LD_PRELOAD";
 
 /// `NAME=VALUE` and its NUL, written once. Length 0: there is no such variable.
 pub struct Variable {
@@ -39,28 +39,28 @@ impl Variable {
         }
     }
 
-    pub fn get(&self) -> Option<&CStr> {
+    pub(crate) fn get(&self) -> Option<&CStr> {
         let len = self.len.load(Acquire);
         // SAFETY: see `Sync`; what follows the text is zero.
         (len > 0).then(|| unsafe { CStr::from_ptr(self.bytes.get().cast()) })
     }
 
-    pub fn value(&self, name: &str) -> &[u8] {
+    pub(crate) fn value(&self, name: &str) -> &[u8] {
         self.get().map_or(&[], |text| &text.to_bytes()[name.len() + 1..])
     }
 }
 
 /// The supervisor's socket, if there is one.
-pub fn socket() -> Option<&'static [u8]> {
+pub(crate) fn socket() -> Option<&'static [u8]> {
     Some(SOCKET.value(ENV_SOCKET)).filter(|name| !name.is_empty())
 }
 
-pub static AGENT: Variable = Variable::new();
-pub static SOCKET: Variable = Variable::new();
-pub static LOG: Variable = Variable::new();
+pub(crate) static AGENT: Variable = Variable::new();
+pub(crate) static SOCKET: Variable = Variable::new();
+pub(crate) static LOG: Variable = Variable::new();
 
 /// Remembers what a program of this tree needs. Called by the constructor.
-pub fn remember(agent: &[u8], socket: &[u8], log: Option<&[u8]>) {
+pub(crate) fn remember(agent: &[u8], socket: &[u8], log: Option<&[u8]>) {
     AGENT.set(PRELOAD, agent);
     if let Some(log) = log {
         LOG.set(ENV_AGENT_LOG, log);

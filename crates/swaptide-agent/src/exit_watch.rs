@@ -31,7 +31,7 @@ static LAST_STATUS: AtomicU64 = AtomicU64::new(0);
 const STATUS_KNOWN: u64 = 1 << 32;
 
 /// Notes a thread of the engine.
-pub fn note(tid: Tid) {
+pub(crate) fn note(tid: Tid) {
     // More than there are places for would keep the process alive after its end, as if nobody
     // looked.
     let _ = ENGINE_THREADS
@@ -40,25 +40,25 @@ pub fn note(tid: Tid) {
 }
 
 /// True for a thread of the engine.
-pub fn is_ours(tid: Tid) -> bool {
+pub(crate) fn is_ours(tid: Tid) -> bool {
     ENGINE_THREADS.iter().any(|place| place.load(Acquire) == tid.0)
 }
 
 /// A thread of the engine is about to end: its number may come to be one of the program's.
-pub fn forget(tid: Tid) {
+pub(crate) fn forget(tid: Tid) {
     for place in &ENGINE_THREADS {
         let _ = place.compare_exchange(tid.0, 0, Release, Relaxed);
     }
 }
 
 /// In a forked child: the threads are its parent's.
-pub fn forked() {
+pub(crate) fn forked() {
     ENGINE_THREADS.iter().for_each(|place| place.store(0, Relaxed));
     LAST_STATUS.store(0, Relaxed);
 }
 
 /// A thread of the program is about to end by itself.
-pub fn ending(status: usize) {
+pub(crate) fn ending(status: usize) {
     LAST_STATUS.store(STATUS_KNOWN | (status as u64 & 0xff), Release);
 }
 
@@ -89,7 +89,7 @@ fn alone() -> bool {
 }
 
 /// Ends the process if nobody but the engine is left in it.
-pub fn end_if_alone() {
+pub(crate) fn end_if_alone() {
     if let Some(status) = leader_end()
         && alone()
     {
@@ -109,7 +109,7 @@ pub fn end_if_alone() {
 ///
 /// It is also the one thread of the engine that never waits for another: `look` is called now and
 /// then, to see whether they are there.
-pub fn watch(slot: &ProcSlot, look: impl Fn()) -> ! {
+pub(crate) fn watch(slot: &ProcSlot, look: impl Fn()) -> ! {
     set_name(c"swaptide-end");
     loop {
         look();

@@ -9,7 +9,7 @@ use swaptide_sys::thread::getpid;
 static PATH: Lock<([u8; 512], usize)> = Lock::new(([0; 512], 0));
 
 /// Remembers where the log is. A path of 512 bytes and more is not taken.
-pub fn set_path(path: &[u8]) {
+pub(crate) fn set_path(path: &[u8]) {
     let mut place = PATH.lock();
     if path.len() < place.0.len() {
         place.0[..path.len()].copy_from_slice(path);
@@ -18,7 +18,7 @@ pub fn set_path(path: &[u8]) {
 }
 
 /// Appends a line. For the engine's threads.
-pub fn line(text: &str) {
+pub(crate) fn line(text: &str) {
     let (path, len) = *PATH.lock();
     let Ok(path) = std::ffi::CStr::from_bytes_with_nul(&path[..len + 1]) else { return };
     if len == 0 {

@@ -9,6 +9,6 @@ pub(crate) static OWN_PID: AtomicU32 = AtomicU32::new(0);
 
 /// True in the process that the constructor or libc's fork made, and not in one that runs on its
 /// memory.
-pub fn is_own_process() -> bool {
+pub(crate) fn is_own_process() -> bool {
     OWN_PID.load(Relaxed) == getpid().0
 }

@@ -19,14 +19,14 @@ const RANGES: usize = 64;
 
 /// Copies memory of this process from `addr` on. False if some of it is not there, or may not be
 /// read in this way.
-pub fn read(addr: usize, buf: &mut [u8]) -> bool {
+pub(crate) fn read(addr: usize, buf: &mut [u8]) -> bool {
     read_each(buf, &[[addr, buf.len()]]) == Some(buf.len())
 }
 
 /// `N` words from `addr` on, an argument of a system call that the program is about to make; `None`
 /// where they cannot be read. Under a filter of system calls, which may forbid to ask, they are
 /// read as they are.
-pub fn read_words<const N: usize>(addr: usize) -> Option<[usize; N]> {
+pub(crate) fn read_words<const N: usize>(addr: usize) -> Option<[usize; N]> {
     if addr == 0 {
         return None;
     }
@@ -39,7 +39,7 @@ pub fn read_words<const N: usize>(addr: usize) -> Option<[usize; N]> {
 }
 
 /// Words as the bytes that they are made of.
-pub fn bytes_of<T: Word>(words: &mut [T]) -> &mut [u8] {
+pub(crate) fn bytes_of<T: Word>(words: &mut [T]) -> &mut [u8] {
     // SAFETY: any bytes are words.
     unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), size_of_val(words)) }
 }
@@ -76,7 +76,7 @@ fn read_each(buf: &mut [u8], ranges: &[[usize; 2]]) -> Option<usize> {
 
 /// Whether each string of a null-terminated array begins in memory that can be read, and the array
 /// lies there. True where it cannot be asked: under a filter of system calls, say.
-pub fn are_strings(array: *const *const c_char) -> bool {
+pub(crate) fn are_strings(array: *const *const c_char) -> bool {
     if array.is_null() || !array.is_aligned() || seccomp::is() {
         return true;
     }

@@ -29,9 +29,9 @@ use crate::own_pid::is_own_process;
 use crate::seccomp;
 
 /// See the module's description.
-pub static FORK_LOCK: Lock<()> = Lock::new(());
+pub(crate) static FORK_LOCK: Lock<()> = Lock::new(());
 pub(crate) static ENGINE: AtomicPtr<Engine> = AtomicPtr::new(std::ptr::null_mut());
-pub(crate) static SEGMENT: AtomicPtr<Segment> = AtomicPtr::new(std::ptr::null_mut());
+static SEGMENT: AtomicPtr<Segment> = AtomicPtr::new(std::ptr::null_mut());
 /// The supervisor's socket name.
 pub(crate) static SOCKET: Lock<([u8; 108], usize)> = Lock::new(([0; 108], 0));
 /// The process whose memory [`ENGINE`] manages: a child of a raw clone has the pointer and not the
@@ -40,7 +40,7 @@ pub(crate) static ENGINE_PID: AtomicU32 = AtomicU32::new(0);
 pub(crate) const STACK: usize = 512 << 10;
 
 /// The engine, if the program's memory is managed.
-pub fn engine() -> Option<&'static Engine> {
+pub(crate) fn engine() -> Option<&'static Engine> {
     // SAFETY: the pointer is null or that of an engine that is never freed.
     let engine = unsafe { ENGINE.load(Acquire).as_ref() }?;
     (ENGINE_PID.load(Acquire) == getpid().0).then_some(engine)
@@ -48,7 +48,7 @@ pub fn engine() -> Option<&'static Engine> {
 
 /// As [`engine`], without a system call: where none may be made ([`seccomp`]). A child that a bare
 /// instruction makes would find its parent's.
-pub fn engine_without_calls() -> Option<&'static Engine> {
+pub(crate) fn engine_without_calls() -> Option<&'static Engine> {
     // SAFETY: as above.
     unsafe { ENGINE.load(Acquire).as_ref() }
 }
@@ -85,33 +85,33 @@ pub(crate) fn spawn_with(stack: usize, entry: extern "C" fn(usize), argument: us
 }
 
 /// Starts the thread that watches over shared memory.
-pub fn spawn_guard(entry: extern "C" fn(usize)) -> bool {
+pub(crate) fn spawn_guard(entry: extern "C" fn(usize)) -> bool {
     spawn_with(64 << 10, entry, 0)
 }
 
 /// Gives the calling thread a table of descriptors of its own.
-pub fn own_table() -> Option<()> {
+pub(crate) fn own_table() -> Option<()> {
     empty_table(None).ok()
 }
 
 /// The segment, if it is mapped.
-pub fn known_segment() -> Option<&'static Segment> {
+pub(crate) fn known_segment() -> Option<&'static Segment> {
     // SAFETY: null, or a segment that stays mapped.
     unsafe { SEGMENT.load(Acquire).as_ref() }
 }
 
 /// False where the kernel tells of forks. True where it is not known yet.
-pub fn may_follow_forks() -> bool {
+pub(crate) fn may_follow_forks() -> bool {
     known_segment().is_none_or(|segment| segment.header.followed_forks.load(Relaxed) != 0)
 }
 
-pub(crate) fn ask(request: Request) -> Option<OwnedFd> {
+fn ask(request: Request) -> Option<OwnedFd> {
     exchange(&[request as u8], &[], &mut [0u8; 8])?.1
 }
 
 /// Asks the supervisor to follow a thread of this process through its fork; the connection on which
 /// it waits for the end of that.
-pub fn ask_to_follow(tid: u32, entry: u64, frame: u64) -> Option<Conn> {
+pub(crate) fn ask_to_follow(tid: u32, entry: u64, frame: u64) -> Option<Conn> {
     let mut request = [Request::Fork as u8; 21];
     request[1..5].copy_from_slice(&tid.to_le_bytes());
     request[5..13].copy_from_slice(&entry.to_le_bytes());
@@ -125,7 +125,7 @@ pub fn ask_to_follow(tid: u32, entry: u64, frame: u64) -> Option<Conn> {
 }
 
 /// In a child that has just been made by fork(2): the engine of its parent, of which it has a copy.
-pub fn inherited_engine() -> Option<&'static Engine> {
+pub(crate) fn inherited_engine() -> Option<&'static Engine> {
     // SAFETY: null, or the engine this process has a copy of.
     unsafe { ENGINE.load(Acquire).as_ref() }
 }
@@ -168,7 +168,7 @@ pub(crate) static HELPER: PrivilegedHelper = PrivilegedHelper {
     },
 };
 
-pub fn segment() -> Option<&'static Segment> {
+pub(crate) fn segment() -> Option<&'static Segment> {
     // SAFETY: null, or a segment that stays mapped.
     if let Some(segment) = unsafe { SEGMENT.load(Acquire).as_ref() } {
         return Some(segment);
@@ -189,9 +189,9 @@ pub fn segment() -> Option<&'static Segment> {
 
 /// The connection by which the supervisor holds this process's userfaultfd, in the engine's table;
 /// -1: there is none. A forked child's copy is its parent's number, and replaced before it is used.
-pub(crate) static HOLD_CONN: AtomicI32 = AtomicI32::new(-1);
+static HOLD_CONN: AtomicI32 = AtomicI32::new(-1);
 /// How long the supervisor may take to close it.
-pub(crate) const RELEASE_TIMEOUT: Duration = Duration::from_millis(200);
+const RELEASE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// How long the supervisor may take to hold it.
 const HOLD_TIMEOUT: Duration = Duration::from_secs(2);
@@ -240,15 +240,15 @@ pub(crate) static PLACE: AtomicU32 = AtomicU32::new(NO_SLOT);
 pub(crate) const NO_SLOT: u32 = 0;
 pub(crate) const SLOT_PENDING: u32 = u32::MAX;
 /// No budget is smaller.
-pub(crate) const MIN_BUDGET_BYTES: usize = 16 << 20;
+const MIN_BUDGET_BYTES: usize = 16 << 20;
 /// How long a mapping waits at most for management to begin.
-pub(crate) const BEGINS: Duration = Duration::from_millis(50);
+const BEGINS: Duration = Duration::from_millis(50);
 
 /// A mapping of `len` bytes is about to be made, to be written. One that is as large as the whole
 /// budget is not made before the process is managed: filled at full speed, or by the kernel at
 /// once, it would be past the budget before the supervisor looked. What is `reserved` beyond all
 /// memory of the machine is address space, and not to be filled.
-pub fn begin_before(len: usize, reserved: bool) {
+pub(crate) fn begin_before(len: usize, reserved: bool) {
     if len < MIN_BUDGET_BYTES || !is_own_process() || (reserved && len as u64 > machine_bytes()) {
         return;
     }
@@ -275,14 +275,14 @@ pub fn begin_before(len: usize, reserved: bool) {
 }
 
 /// Memory of the machine.
-pub(crate) fn machine_bytes() -> u64 {
+fn machine_bytes() -> u64 {
     let info = rustix::system::sysinfo();
     info.totalram.saturating_mul(u64::from(info.mem_unit))
 }
 
 /// Has everything brought back, and this process let go for good; returns when that is done. Called
 /// by the program's threads.
-pub fn detach() {
+pub(crate) fn detach() {
     if seccomp::is() {
         return detach_without_calls();
     }

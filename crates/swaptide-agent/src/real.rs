@@ -20,7 +20,7 @@ unsafe extern "C" {
 const NEXT: *mut c_void = -1isize as *mut c_void;
 
 /// Where the address lies in a [`Symbol`], for assembly.
-pub const ADDRESS_OFFSET: usize = std::mem::offset_of!(SymbolAddress, address);
+pub(crate) const ADDRESS_OFFSET: usize = std::mem::offset_of!(SymbolAddress, address);
 
 /// A name and, once looked up, its address.
 struct SymbolAddress {
@@ -60,7 +60,7 @@ impl<T: Copy> Symbol<T> {
 
     /// The function or variable; `None` where this libc has none.
     #[inline]
-    pub fn get(&self) -> Option<T> {
+    pub(crate) fn get(&self) -> Option<T> {
         typed(self.lookup.address())
     }
 
@@ -70,7 +70,7 @@ impl<T: Copy> Symbol<T> {
     }
 
     /// The address alone, to jump to; null where this libc has none.
-    pub fn address(&self) -> *mut c_void {
+    pub(crate) fn address(&self) -> *mut c_void {
         self.lookup.address()
     }
 }
@@ -92,14 +92,14 @@ macro_rules! symbols {
     };
 }
 
-pub type Text = *const c_char;
+pub(crate) type Text = *const c_char;
 /// A null-terminated array of texts.
-pub type Texts = *const Text;
-pub type Routine = extern "C" fn(*mut c_void) -> *mut c_void;
-pub type C11Routine = extern "C" fn(*mut c_void) -> c_int;
-pub type Bytes = *const c_void;
+pub(crate) type Texts = *const Text;
+pub(crate) type Routine = extern "C" fn(*mut c_void) -> *mut c_void;
+pub(crate) type C11Routine = extern "C" fn(*mut c_void) -> c_int;
+pub(crate) type Bytes = *const c_void;
 type Exec = unsafe extern "C" fn(Text, Texts, Texts) -> c_int;
-pub type Spawn = unsafe extern "C" fn(*mut c_int, Text, Bytes, Bytes, Texts, Texts) -> c_int;
+type Spawn = unsafe extern "C" fn(*mut c_int, Text, Bytes, Bytes, Texts, Texts) -> c_int;
 type OpenFn = unsafe extern "C" fn(Text, c_int, c_uint) -> c_int;
 type OpenAtFn = unsafe extern "C" fn(c_int, Text, c_int, c_uint) -> c_int;
 type Open2 = unsafe extern "C" fn(Text, c_int) -> c_int;
@@ -150,7 +150,7 @@ symbols! {
 
 /// A loaded object, as `dladdr` tells of it.
 #[repr(C)]
-pub struct Object {
+pub(crate) struct Object {
     pub path: *const c_char,
     base: usize,
     symbol: *const c_char,
@@ -158,7 +158,7 @@ pub struct Object {
 }
 
 /// The object that an address lies in.
-pub fn object_of(address: *const c_void) -> Option<Object> {
+pub(crate) fn object_of(address: *const c_void) -> Option<Object> {
     let mut object =
         Object { path: std::ptr::null(), base: 0, symbol: std::ptr::null(), address: 0 };
     // SAFETY: any address may be asked for; the struct is the one that dladdr fills.
@@ -169,7 +169,7 @@ pub fn object_of(address: *const c_void) -> Option<Object> {
 ///
 /// # Safety
 /// `block` is one of this allocator and is not freed meanwhile.
-pub unsafe fn usable_size(block: *mut c_void) -> Option<usize> {
+pub(crate) unsafe fn usable_size(block: *mut c_void) -> Option<usize> {
     // Another allocator's function would look for its own words next to the block.
     let size = USABLE_SIZE.get().filter(|_| SAME_ALLOCATOR.load(Acquire))?;
     // SAFETY: the caller's promise.
@@ -179,13 +179,13 @@ pub unsafe fn usable_size(block: *mut c_void) -> Option<usize> {
 static SAME_ALLOCATOR: AtomicBool = AtomicBool::new(false);
 
 /// False only while libc says that the process has one thread.
-pub fn has_threads() -> bool {
+pub(crate) fn has_threads() -> bool {
     // SAFETY: libc's variable, a char, which is never unloaded.
     SINGLE_THREADED.found().is_none_or(|word| unsafe { word.read_volatile() } == 0)
 }
 
 /// The calling thread's control block.
-pub fn thread_pointer() -> usize {
+pub(crate) fn thread_pointer() -> usize {
     let block: usize;
     // SAFETY: on x86-64 the first word of the control block is its own address.
     unsafe {
@@ -200,13 +200,13 @@ pub fn thread_pointer() -> usize {
 
 /// Where libc keeps a thread's rseq area, from the thread pointer on; `None` in a libc that has
 /// none.
-pub fn rseq_offset() -> Option<isize> {
+pub(crate) fn rseq_offset() -> Option<isize> {
     // SAFETY: libc's constant, a ptrdiff_t, which is never unloaded.
     RSEQ_OFFSET.found().map(|at| unsafe { at.read_volatile() })
 }
 
 /// Looks all symbols up: in a signal handler or a vforked child dlsym must not be called.
-pub fn find() {
+pub(crate) fn find() {
     for lookup in ALL {
         lookup.address();
     }
@@ -216,24 +216,24 @@ pub fn find() {
 }
 
 /// Sets the calling thread's `errno`.
-pub fn set_errno(errno: Errno) {
+pub(crate) fn set_errno(errno: Errno) {
     restore_errno(errno.raw_os_error());
 }
 
 /// Sets the calling thread's `errno` to what [`errno`] has returned, which may be 0.
-pub fn restore_errno(errno: c_int) {
+pub(crate) fn restore_errno(errno: c_int) {
     // SAFETY: libc's own location for this thread.
     unsafe { *__errno_location() = errno };
 }
 
 /// The calling thread's `errno`.
-pub fn errno() -> c_int {
+pub(crate) fn errno() -> c_int {
     // SAFETY: libc's own location for this thread.
     unsafe { *__errno_location() }
 }
 
 /// What a function of libc returns for a result of the kernel: the value, or -1 with `errno` set.
-pub fn libc_result(word: isize) -> c_long {
+pub(crate) fn libc_result(word: isize) -> c_long {
     match check(word) {
         Ok(value) => value as c_long,
         Err(errno) => {

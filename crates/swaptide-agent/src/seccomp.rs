@@ -35,12 +35,12 @@ static TID_AT: AtomicU32 = AtomicU32::new(0);
 
 /// Whether a filter was set in this process.
 #[inline]
-pub fn is() -> bool {
+pub(crate) fn is() -> bool {
     IS_CONFINED.load(Relaxed)
 }
 
 /// Makes a system call that sets a filter. If it fails, all is as before.
-pub fn set(call: impl FnOnce() -> isize) -> isize {
+pub(crate) fn set(call: impl FnOnce() -> isize) -> isize {
     if is() {
         return call();
     }
@@ -58,7 +58,7 @@ pub fn set(call: impl FnOnce() -> isize) -> isize {
 }
 
 /// Where libc keeps a thread's id. Called by the constructor.
-pub fn find() {
+pub(crate) fn find() {
     const GLIBC: usize = 0x2d0;
     let block = real::thread_pointer();
     // SAFETY: within the first thread's control block.
@@ -68,7 +68,7 @@ pub fn find() {
 }
 
 /// The calling thread's id, from libc's record of it where no call may be made.
-pub fn own_tid() -> Tid {
+pub(crate) fn own_tid() -> Tid {
     match TID_AT.load(Relaxed) {
         at if at != 0 && is() => {
             // SAFETY: within this thread's control block.
@@ -85,7 +85,7 @@ fn number_of(text: &[u8], name: &[u8]) -> Option<u64> {
 }
 
 /// Looks for a thread that is under more filters than the calling one, which is swaptide's own.
-pub fn look() {
+pub(crate) fn look() {
     let filters = |tid: u32| {
         let mut text = [0u8; 4096];
         let text = read_file(ProcPath::task(tid, "status").as_c_str(), &mut text).ok()?;
@@ -106,9 +106,9 @@ pub fn look() {
 }
 
 /// Option of `prctl` that sets a filter.
-pub const PR_SET_SECCOMP: c_int = linux_raw_sys::prctl::PR_SET_SECCOMP as c_int;
+pub(crate) const PR_SET_SECCOMP: c_int = linux_raw_sys::prctl::PR_SET_SECCOMP as c_int;
 /// Operations of `seccomp` that set one.
-pub const SETS: std::ops::RangeInclusive<usize> = 0..=1;
+pub(crate) const SETS: std::ops::RangeInclusive<usize> = 0..=1;
 
 #[cfg(test)]
 mod tests {

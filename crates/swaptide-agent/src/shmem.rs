@@ -101,7 +101,7 @@ fn concerns(start: usize, len: usize) -> bool {
 
 /// Maps shared memory as the program asks, if it is of the kind that is managed. `None`: the kernel
 /// shall do it.
-pub fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> {
+pub(crate) fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> {
     const SYS_MMAP: u32 = linux_raw_sys::general::__NR_mmap;
     let kind = flags & MAP_TYPE == MAP_SHARED
         && flags & MAP_ANONYMOUS != 0
@@ -149,7 +149,7 @@ pub fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> 
 }
 
 /// Says what the program says of a range that may be of a region.
-pub fn hint(addr: usize, len: usize, advice: c_int) {
+pub(crate) fn hint(addr: usize, len: usize, advice: c_int) {
     if matches!(advice, 0..=3 | 20 | 21)
         && concerns(addr, len)
         && !seccomp::is()
@@ -162,7 +162,7 @@ pub fn hint(addr: usize, len: usize, advice: c_int) {
 /// `MADV_REMOVE` of a range that may be of a region: the pager gives up what is in memory and what
 /// is out at one moment. Done by the kernel and then by the pager, what others write in between
 /// would be lost. `None`: the kernel shall do it, and answers with the kernel's word otherwise.
-pub fn remove(addr: usize, len: usize) -> Option<isize> {
+pub(crate) fn remove(addr: usize, len: usize) -> Option<isize> {
     let end = addr.checked_add(len)?;
     if len == 0 || !VirtAddr(addr).is_page_aligned() || !concerns(addr, len) {
         return None;
@@ -201,7 +201,7 @@ pub fn remove(addr: usize, len: usize) -> Option<isize> {
 
 /// What is answered to advice that makes huge pages of a range that may be of a region: a part of
 /// one could not go out. `None`: the kernel shall do it.
-pub fn refuse_huge_pages(addr: usize, len: usize, advice: c_int) -> Option<isize> {
+pub(crate) fn refuse_huge_pages(addr: usize, len: usize, advice: c_int) -> Option<isize> {
     const MADV_HUGEPAGE: u32 = k::MADV_HUGEPAGE;
     const MADV_COLLAPSE: u32 = k::MADV_COLLAPSE;
     match advice as u32 {
@@ -257,7 +257,7 @@ fn range_to_hold(
 
 /// Runs `change`, which is an `mremap` of `old_len` bytes at `addr` to `new_len`, with what it may
 /// map at further addresses staying in meanwhile. `None`: it must not run.
-pub fn around(
+pub(crate) fn around(
     addr: usize,
     old_len: usize,
     new_len: usize,
@@ -290,7 +290,7 @@ pub fn around(
 }
 
 /// In a forked child, before it continues: nothing that is out may be lost to it.
-pub fn forked() {
+pub(crate) fn forked() {
     if GUARDED.load(Relaxed) == 0 || seccomp::is() {
         // Without regions; or it is brought all that is out by and by, as one that comes through no
         // hook.

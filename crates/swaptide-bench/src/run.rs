@@ -96,24 +96,24 @@ pub struct RunOutcome {
 
 impl RunOutcome {
     /// Throughput of a phase in MB/s.
-    pub fn phase_mb_per_s(&self, phase: Phase) -> Option<f64> {
+    pub(crate) fn phase_mb_per_s(&self, phase: Phase) -> Option<f64> {
         self.phases.iter().find(|p| p.phase == phase).map(PhaseResult::mb_per_s)
     }
 
     /// Throughput of all phases together in MB/s.
-    pub fn total_mb_per_s(&self) -> f64 {
+    pub(crate) fn total_mb_per_s(&self) -> f64 {
         let pages: u64 = self.phases.iter().map(|p| p.pages).sum();
         let seconds: f64 = self.phases.iter().map(|p| p.seconds).sum();
         pages as f64 * PAGE as f64 / 1e6 / seconds.max(1e-9)
     }
 
     /// Whether a limit of time cut something short.
-    pub fn capped(&self) -> bool {
+    pub(crate) fn capped(&self) -> bool {
         self.ended || self.phases.iter().any(|p| p.capped)
     }
 
     /// Bytes of which every word was found right at the end.
-    pub fn verified_bytes(&self) -> u64 {
+    pub(crate) fn verified_bytes(&self) -> u64 {
         let pages =
             self.phases.iter().rev().find(|p| p.phase == Phase::Verify).map_or(0, |p| p.pages);
         pages * PAGE as u64
@@ -162,12 +162,12 @@ impl Runner {
     }
 
     /// Without any swap.
-    pub fn plain(&self, job: &Workload) -> Result<RunOutcome, String> {
+    pub(crate) fn plain(&self, job: &Workload) -> Result<RunOutcome, String> {
         self.work(self.command(None), job, None, |_| PoolUsage::default())
     }
 
     /// Under the kernel's swap, in a cgroup of `limit` bytes.
-    pub fn kernel(
+    pub(crate) fn kernel(
         &self,
         job: &Workload,
         cgroups: &Hierarchy,
@@ -205,7 +205,7 @@ impl Runner {
     }
 
     /// The same, with a swap area other than the usual.
-    pub fn swaptide_on(
+    pub(crate) fn swaptide_on(
         &self,
         area: Option<&str>,
         job: &Workload,
@@ -231,7 +231,7 @@ impl Runner {
     }
 
     /// How long `program` takes from start to exit, in seconds; under swaptide when `ram` is given.
-    pub fn time_program(&self, program: &Path, ram: Option<u64>) -> Result<f64, String> {
+    pub(crate) fn time_program(&self, program: &Path, ram: Option<u64>) -> Result<f64, String> {
         let mut command = Command::new(if ram.is_some() { &self.exe } else { program });
         if let Some(ram) = ram {
             command

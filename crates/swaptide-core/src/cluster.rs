@@ -115,7 +115,7 @@ impl State {
 
     /// Makes sure that the count of slot `i` can grow by one. `bytes` keeps account of the overflow
     /// tables' memory.
-    pub fn reserve_count(
+    pub(crate) fn reserve_count(
         &mut self,
         i: usize,
         entry: Entry,
@@ -136,7 +136,7 @@ impl State {
     }
 
     /// The word with a count one higher; room was made by [`State::reserve_count`].
-    pub fn count_up(&mut self, i: usize, entry: Entry) -> Entry {
+    pub(crate) fn count_up(&mut self, i: usize, entry: Entry) -> Entry {
         match entry.count() {
             COUNT_OVERFLOW => {
                 *self.rest_mut(i) += 1;
@@ -166,7 +166,7 @@ impl State {
     }
 
     /// Makes room for `n` more counts that do not fit their words.
-    pub fn reserve_overflow(&mut self, n: usize, bytes: &AtomicUsize) -> bool {
+    pub(crate) fn reserve_overflow(&mut self, n: usize, bytes: &AtomicUsize) -> bool {
         if n == 0 {
             return true;
         }
@@ -177,14 +177,14 @@ impl State {
     }
 
     /// The word of slot `i` leaves the cluster: its overflow entry goes.
-    pub fn drop_count(&mut self, i: usize, entry: Entry, bytes: &AtomicUsize) {
+    pub(crate) fn drop_count(&mut self, i: usize, entry: Entry, bytes: &AtomicUsize) {
         if entry.count() == COUNT_OVERFLOW {
             self.drop_rest(i, bytes);
         }
     }
 
     /// A word that comes to slot `i` with that count; room was made by [`State::reserve_overflow`].
-    pub fn give_count(&mut self, i: usize, entry: Entry, count: u32) -> Entry {
+    pub(crate) fn give_count(&mut self, i: usize, entry: Entry, count: u32) -> Entry {
         if entry.count() == COUNT_OVERFLOW {
             self.overflow.get_or_insert_default().counts.push((i as u16, count - COUNT_OVERFLOW));
         }

@@ -413,7 +413,7 @@ impl SwapDevice {
     /// searches, and before it fails, a small one may find its slots reserved: "full" is exact but
     /// for allocations under way.
     #[inline]
-    pub(crate) fn reserve(&self, lane: LaneIndex, n: u32) -> Result<(), crate::AllocError> {
+    fn reserve(&self, lane: LaneIndex, n: u32) -> Result<(), crate::AllocError> {
         // Looked at before, too: a caller that tries on a closed device again and again must not
         // show as use of it.
         if !self.allocation_enabled() {

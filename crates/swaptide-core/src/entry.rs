@@ -73,7 +73,7 @@ impl Entry {
     pub const FREE: Entry = Entry(FREE);
     pub const BAD: Entry = Entry(BAD);
 
-    pub const fn new_folio(folio: FolioId, group: GroupId) -> Entry {
+    pub(crate) const fn new_folio(folio: FolioId, group: GroupId) -> Entry {
         Entry(
             (folio.0 as u64) << PAYLOAD_SHIFT
                 | (group.0 as u64) << GROUP_SHIFT
@@ -91,7 +91,7 @@ impl Entry {
         matches!(self.0 & KIND_MASK, FOLIO | SHADOW)
     }
 
-    pub const fn is_shadow(self) -> bool {
+    pub(crate) const fn is_shadow(self) -> bool {
         self.0 & KIND_MASK == SHADOW
     }
 
@@ -100,7 +100,7 @@ impl Entry {
     }
 
     /// In the swap cache, and nobody maps it.
-    pub const fn is_cache_only(self) -> bool {
+    pub(crate) const fn is_cache_only(self) -> bool {
         self.0 & (KIND_MASK | COUNT_MASK) == FOLIO
     }
 
@@ -121,19 +121,19 @@ impl Entry {
         self.0 & ZERO != 0
     }
 
-    pub const fn with_folio(self, folio: FolioId) -> Entry {
+    pub(crate) const fn with_folio(self, folio: FolioId) -> Entry {
         Entry(self.flags() | (folio.0 as u64) << PAYLOAD_SHIFT | FOLIO)
     }
 
-    pub const fn with_shadow(self, shadow: Shadow) -> Entry {
+    pub(crate) const fn with_shadow(self, shadow: Shadow) -> Entry {
         Entry(self.flags() | (shadow.0 as u64) << PAYLOAD_SHIFT | SHADOW)
     }
 
-    pub const fn with_zero(self, zero: bool) -> Entry {
+    pub(crate) const fn with_zero(self, zero: bool) -> Entry {
         Entry(if zero { self.0 | ZERO } else { self.0 & !ZERO })
     }
 
-    pub const fn with_count(self, count: u32) -> Entry {
+    pub(crate) const fn with_count(self, count: u32) -> Entry {
         debug_assert!(count <= COUNT_OVERFLOW);
         Entry(self.0 & !COUNT_MASK | (count as u64) << COUNT_SHIFT)
     }

@@ -74,7 +74,7 @@ impl SwapOffset {
     }
 
     /// Position of the slot in its cluster.
-    pub const fn in_cluster(self) -> usize {
+    pub(crate) const fn in_cluster(self) -> usize {
         self.0 as usize & (SLOTS_PER_CLUSTER - 1)
     }
 
@@ -174,7 +174,7 @@ impl Order {
     }
 
     /// The order of exactly `pages` pages; `None` when there is none.
-    pub const fn from_pages(pages: u32) -> Option<Self> {
+    pub(crate) const fn from_pages(pages: u32) -> Option<Self> {
         if pages.is_power_of_two() { Self::new(pages.trailing_zeros() as u8) } else { None }
     }
 

@@ -20,9 +20,9 @@ use crate::sync::{Guard, Ordering, TableDirectory};
 
 /// Headers made together.
 #[cfg(not(loom))]
-pub(crate) const HEADERS_PER_CHUNK: usize = 32;
+const HEADERS_PER_CHUNK: usize = 32;
 #[cfg(loom)]
-pub(crate) const HEADERS_PER_CHUNK: usize = 1;
+const HEADERS_PER_CHUNK: usize = 1;
 
 pub(crate) type Headers = TableDirectory<Cluster, HEADERS_PER_CHUNK>;
 
@@ -149,7 +149,7 @@ impl Lists {
 
     /// Takes the next never-used cluster, making its record. `None` when there is none, or no
     /// memory for the record.
-    pub fn pop_fresh<'a>(
+    pub(crate) fn pop_fresh<'a>(
         &mut self,
         headers: &'a Headers,
     ) -> Option<(ClusterIndex, Guard<'a, State>)> {

@@ -97,7 +97,7 @@ impl<const N: u32> PerCpu<N> {
 
     /// See [`PerCpu::short`]. Of more than 256 lanes it is another one, which is as good.
     #[inline]
-    pub fn of_short(&self, short: u8) -> LaneIndex {
+    pub(crate) fn of_short(&self, short: u8) -> LaneIndex {
         self.of(short.into())
     }
 

@@ -43,7 +43,7 @@ impl Table {
 
     /// The word of slot `i`; the caller holds the cluster lock.
     #[inline]
-    pub fn get_locked(&self, i: usize) -> Entry {
+    pub(crate) fn get_locked(&self, i: usize) -> Entry {
         Entry(read_locked(&self.0[i]))
     }
 
@@ -110,7 +110,7 @@ impl Tables {
     }
 
     /// Sets the hook, on a device of which only the tables behind the first `empty` ones were used.
-    pub fn set_discard(&mut self, discard: TableDiscard, empty: ClusterIndex) {
+    pub(crate) fn set_discard(&mut self, discard: TableDiscard, empty: ClusterIndex) {
         self.discard = Some(discard);
         // An allocator may have written the zeros itself.
         if empty.0 > 0 {

@@ -41,7 +41,7 @@ const FILE_RESTS: Duration = Duration::from_millis(100);
 
 /// What the engine needs of the kernel. Forks it learns of by [`Features::EVENT_FORK`], or they are
 /// followed ([`crate::fork`]).
-pub const FEATURES: Features = Features::EVENT_REMAP
+pub(crate) const FEATURES: Features = Features::EVENT_REMAP
     .union(Features::EVENT_REMOVE)
     .union(Features::EVENT_UNMAP)
     .union(Features::THREAD_ID)
@@ -303,7 +303,7 @@ impl Engine {
     }
 
     /// The number of that place.
-    pub fn slot_index(&self) -> SlotIndex {
+    pub(crate) fn slot_index(&self) -> SlotIndex {
         SlotIndex(self.index.load(Relaxed))
     }
 
@@ -316,12 +316,12 @@ impl Engine {
 
     /// In a forked child: its own userfaultfd. The parent's number means nothing here; it is
     /// forgotten, not closed.
-    pub fn set_uffd(&self, uffd: Uffd) {
+    pub(crate) fn set_uffd(&self, uffd: Uffd) {
         self.uffd.store(Box::into_raw(Box::new(uffd)), Release);
     }
 
     /// In a forked child: its own place in the segment.
-    pub fn set_index(&self, index: SlotIndex) {
+    pub(crate) fn set_index(&self, index: SlotIndex) {
         self.index.store(index.0, Relaxed);
     }
 
@@ -333,14 +333,14 @@ impl Engine {
     }
 
     /// Adds to a counter of an order, if orders like it are counted.
-    pub fn count_order(&self, kind: OfOrder, order: u8, n: usize) {
+    pub(crate) fn count_order(&self, kind: OfOrder, order: u8, n: usize) {
         if let Some(counter) = kind.counter(order) {
             self.count(counter, n);
         }
     }
 
     /// The address of a staging frame, without the memory lock.
-    pub fn frame_addr(&self, frame: FrameNo) -> VirtAddr {
+    pub(crate) fn frame_addr(&self, frame: FrameNo) -> VirtAddr {
         self.staging_base.offset(frame.0 as usize * PAGE_SIZE)
     }
 
@@ -357,7 +357,7 @@ impl Engine {
 
     /// Publishes the account after a change under the lock, and calls the workers when little is
     /// left.
-    pub fn publish_usage(&self, mm: &Mm) {
+    pub(crate) fn publish_usage(&self, mm: &Mm) {
         self.charge.publish(
             mm.table.present() + mm.staging.full_frames(),
             mm.staging.ready_frames(),
@@ -369,7 +369,7 @@ impl Engine {
     }
 
     /// True when a worker shall take a batch out.
-    pub fn is_reclaim_due(&self, mm: &Mm) -> bool {
+    pub(crate) fn is_reclaim_due(&self, mm: &Mm) -> bool {
         self.charge.room() + ((mm.jobs.in_flight * PAGE_SIZE) as i64) < self.charge.due()
     }
 
@@ -381,7 +381,7 @@ impl Engine {
     }
 
     /// Lets the refaults so far move the division between resident and compressed memory.
-    pub fn balance_pool(&self) {
+    pub(crate) fn balance_pool(&self) {
         let mut guard = self.mm.lock();
         let mm = &mut *guard;
         let charge = &self.charge;
@@ -417,7 +417,7 @@ impl Engine {
 
     /// True when a page that is to be stored shall go past compressed memory, because that is at
     /// its bound and there is something behind it.
-    pub fn pool_refuses(&self) -> bool {
+    pub(crate) fn pool_refuses(&self) -> bool {
         match self.charge.ask_pool(self.devices.pool.pool_bytes() as u64) {
             Verdict::Takes => return false,
             Verdict::AtLimit => self.count(Counter::PoolLimitHit, 1),
@@ -427,7 +427,7 @@ impl Engine {
     }
 
     /// Something had no place on a device; the first time it is logged.
-    pub fn report_swap_full(&self, what: &str) {
+    pub(crate) fn report_swap_full(&self, what: &str) {
         if !self.swap_full.swap(true, Relaxed) {
             (self.start.log)(what);
         }
@@ -435,7 +435,7 @@ impl Engine {
     }
 
     /// Bytes that the pools of the tree's other processes take.
-    pub fn pool_of_others(&self) -> u64 {
+    pub(crate) fn pool_of_others(&self) -> u64 {
         let own = self.slot_index();
         self.start
             .segment
@@ -446,7 +446,7 @@ impl Engine {
     }
 
     /// Wakes idle workers.
-    pub fn call_workers(&self) {
+    pub(crate) fn call_workers(&self) {
         if self.work.swap(1, Release) == 0 {
             futex::wake(&self.work, 1, futex::Scope::Private);
         }
@@ -455,13 +455,13 @@ impl Engine {
     /// True while one thread alone faults again and again, for single pages, and the handler is on
     /// its CPU: then every microsecond that the two are parted counts, and what workers do has
     /// time.
-    pub fn single_faulter(&self) -> bool {
+    pub(crate) fn single_faulter(&self) -> bool {
         self.handler_cpu.load(Relaxed) != crate::sched::handler_cpu::NO_CPU
             && self.charge.is_sparse()
     }
 
     /// Publishes what a supervisor shows.
-    pub fn publish_slot(&self) {
+    pub(crate) fn publish_slot(&self) {
         let (present, full, swapped, table) = {
             let mm = self.mm.lock();
             self.charge.publish(
@@ -492,13 +492,13 @@ impl Engine {
 
     /// Notes that the swap file takes nothing. Asking it again and again would cost more than what
     /// is to be had.
-    pub fn rest_file(&self) {
+    pub(crate) fn rest_file(&self) {
         self.file_rests_until.store(now().0.saturating_add(FILE_RESTS.as_nanos() as u64), Relaxed);
     }
 
     /// True for a while after the swap file took nothing, and where the group's pages stay in
     /// memory.
-    pub fn file_rests(&self) -> bool {
+    pub(crate) fn file_rests(&self) -> bool {
         if self.slot().no_writeback.load(Relaxed) != 0 {
             return true;
         }
@@ -507,24 +507,24 @@ impl Engine {
     }
 
     /// A write to the swap file failed; nothing is lost.
-    pub fn write_failed(&self, error: &swaptide_store::file::WriteError) {
+    pub(crate) fn write_failed(&self, error: &swaptide_store::file::WriteError) {
         (self.start.log)(&format!("write to the swap file failed, pages stay in memory: {error}"));
         self.count(Counter::WriteErrors, 1);
         self.rest_file();
     }
 
     /// True when the page of a staging frame is no longer swapped.
-    pub fn is_cancelled(&self, frame: FrameNo) -> bool {
+    pub(crate) fn is_cancelled(&self, frame: FrameNo) -> bool {
         self.cancelled[frame.0 as usize / 64].load(Relaxed) >> (frame.0 % 64) & 1 == 1
     }
 
     /// Notes that the page of a staging frame is no longer swapped. The memory lock is held.
-    pub fn cancel(&self, frame: FrameNo) {
+    fn cancel(&self, frame: FrameNo) {
         self.cancelled[frame.0 as usize / 64].fetch_or(1 << (frame.0 % 64), Relaxed);
     }
 
     /// Forgets such a note. The memory lock is held.
-    pub fn uncancel(&self, frame: FrameNo) {
+    pub(crate) fn uncancel(&self, frame: FrameNo) {
         self.cancelled[frame.0 as usize / 64].fetch_and(!(1 << (frame.0 % 64)), Relaxed);
     }
 
@@ -542,7 +542,7 @@ impl Engine {
     }
 
     /// Frees the slot of a cancelled folio page.
-    pub fn free_cancelled(&self, frame: FrameNo, entry: SwapEntry, folio: FolioId) {
+    pub(crate) fn free_cancelled(&self, frame: FrameNo, entry: SwapEntry, folio: FolioId) {
         self.uncancel(frame);
         self.devices.free_slot(entry, Expect::Folio(folio));
     }
@@ -575,7 +575,7 @@ impl Engine {
 
     /// Waits while the workers shall stand still. Called by workers where nothing of theirs is half
     /// done. False when they shall end.
-    pub fn quiescent_point(&self) -> bool {
+    pub(crate) fn quiescent_point(&self) -> bool {
         if self.park.load(Acquire) == 0 {
             return true;
         }
@@ -605,7 +605,7 @@ impl Mm {
     /// Looks again which pages of a chunk are shared with other processes. Gives those that were
     /// known as such and no longer are: they can continuece they were faulted for writing, which
     /// then copies nothing; the kernel does not move them before.
-    pub fn review(&mut self, chunk: ChunkNo) -> u16 {
+    pub(crate) fn review(&mut self, chunk: ChunkNo) -> u16 {
         let were = self.table.unshare(chunk);
         if were == 0 {
             return 0;
@@ -624,7 +624,7 @@ impl Mm {
     }
 
     /// The staging frame that holds the page of a swap entry whose slot holds a folio.
-    pub fn frame_of(&self, entry: SwapEntry, folio: FolioId) -> FrameNo {
+    pub(crate) fn frame_of(&self, entry: SwapEntry, folio: FolioId) -> FrameNo {
         let base = self.base[folio.0 as usize];
         let step = entry.offset().0.wrapping_sub(base.offset().0);
         if base.ty() != entry.ty() || step >= 512 {
@@ -636,14 +636,14 @@ impl Mm {
     }
 
     /// A page is the program's again (or for the first time).
-    pub fn mark_present(&mut self, page: PageNo) {
+    pub(crate) fn mark_present(&mut self, page: PageNo) {
         self.came += 1;
         self.table.set(page, PageState::Present);
         self.queues.arrived(&mut self.table, page.chunk());
     }
 
     /// A page is the program's again and its slot stays as it is.
-    pub fn mark_clean(&mut self, page: PageNo, entry: SwapEntry) {
+    pub(crate) fn mark_clean(&mut self, page: PageNo, entry: SwapEntry) {
         self.came += 1;
         self.table.set(page, PageState::PresentClean(entry));
         self.queues.arrived(&mut self.table, page.chunk());
@@ -654,7 +654,7 @@ impl Mm {
 
     /// How many pages were taken out since the page of an entry went; `None` if its slot holds a
     /// folio.
-    pub fn refault_distance(&self, devices: &Devices, entry: SwapEntry) -> Option<u64> {
+    pub(crate) fn refault_distance(&self, devices: &Devices, entry: SwapEntry) -> Option<u64> {
         match devices.slots(entry.ty()).lookup(entry.offset()) {
             TableSlot::Shadow { shadow, .. } => Some(self.age(shadow)),
             _ => None,
@@ -686,7 +686,7 @@ impl Mm {
 
     /// The distance of the page that went to compressed memory longest ago of those that were not
     /// looked at since; `None` when that is not known.
-    pub fn oldest_unsettled(&self, devices: &Devices) -> Option<u64> {
+    pub(crate) fn oldest_unsettled(&self, devices: &Devices) -> Option<u64> {
         self.queues.oldest_unsettled().filter_map(|chunk| self.pooled_for(devices, chunk)).max()
     }
 
@@ -708,7 +708,7 @@ impl Mm {
     /// meanwhile behind the others, and drops those that have nothing in compressed memory any
     /// more. Such a chunk is younger than some further back; were it left, nothing behind it would
     /// be old enough to be looked at.
-    pub fn put_back_young(&mut self, devices: &Devices) {
+    pub(crate) fn put_back_young(&mut self, devices: &Devices) {
         let mut oldest = None;
         for _ in 0..MAX_CHUNKS_PUT_BACK {
             let Some(first) = self.queues.oldest_unsettled().next() else { return };
@@ -736,14 +736,14 @@ impl Mm {
 
     /// Writes the entry of a page whose data moved from compressed memory to the file. The old slot
     /// is the caller's to free.
-    pub fn moved_to_file(&mut self, page: PageNo, entry: SwapEntry) {
+    pub(crate) fn moved_to_file(&mut self, page: PageNo, entry: SwapEntry) {
         debug_assert_eq!(entry.ty(), FILE);
         self.table.set(page, PageState::Swapped(entry));
     }
 }
 
 /// An empty range.
-pub const NO_RANGE: VirtRange = VirtRange { start: VirtAddr(0), end: VirtAddr(0) };
+pub(crate) const NO_RANGE: VirtRange = VirtRange { start: VirtAddr(0), end: VirtAddr(0) };
 
 /// Chunks put back at a time.
 const MAX_CHUNKS_PUT_BACK: usize = 8;

@@ -41,7 +41,7 @@ mod detach;
 mod engine;
 pub mod event_loop;
 pub mod events;
-pub(crate) mod fault;
+mod fault;
 mod fault_injection;
 pub mod fork;
 pub mod memcg;
@@ -91,7 +91,7 @@ impl std::fmt::Display for EngineError {
 impl std::error::Error for EngineError {}
 
 /// Ends the process with a message: a check failed, and going on could hand out a wrong page.
-pub(crate) fn fatal(message: &str) -> ! {
+fn fatal(message: &str) -> ! {
     swaptide_sys::thread::abort_with(&[
         b"swaptide: ",
         message.as_bytes(),

@@ -12,7 +12,7 @@
 //! | [`target`](crate::run::target) | the program, and why some cannot be run |
 //! | [`spec`](crate::swap::spec) | `--swap`, and the files and block devices behind it |
 //! | [`areas`](crate::swap::areas) | the swap areas of a run, added and taken away |
-//! | [`circular`](crate::swap::circular) | areas that a process of the run serves itself |
+//! | `circular` | areas that a process of the run serves itself |
 //! | [`nbd`] | exports of NBD servers: URLs, negotiation, TLS |
 //! | [`policy`](crate::memctl::policy) | the policy: which processes to manage, how much each gets (pure) |
 //! | [`tree`](crate::cgroup::tree) | tiers, groups, their settings and what they have |
@@ -22,7 +22,7 @@
 //! | [`controller`](crate::memctl::controller) | the thread that carries the policy out |
 //! | [`agent_api`](crate::control::agent_api) | where processes ask for the segment |
 //! | [`peer`](crate::control::peer) | the peer there, as the kernel reports it |
-//! | [`shared_pager`](crate::memctl::shared_pager) | the pager of shared memory |
+//! | `shared_pager` | the pager of shared memory |
 //! | [`signals`] | signals and children as descriptors |
 //! | [`control`] | where the run's owner asks for its state |
 //! | [`daemon`] | one supervisor for the runs of a host |

@@ -39,9 +39,9 @@ use handshake::{Agreed, Wire};
 pub use url::{Endpoint, Url, UrlError};
 
 /// How long connecting and negotiating may take.
-pub const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 /// Connections of one process to an export that can have several, if the URL does not say.
-pub const DEFAULT_CONNECTIONS: u32 = 4;
+const DEFAULT_CONNECTIONS: u32 = 4;
 
 /// Why an export cannot be used.
 #[derive(Debug)]
@@ -256,7 +256,7 @@ impl Connector {
     ///
     /// # Errors
     /// As [`Self::connect`]; and if the export is not what it was.
-    pub fn connect_again(&self, before: &Export) -> Result<OwnedFd, NbdError> {
+    pub(crate) fn connect_again(&self, before: &Export) -> Result<OwnedFd, NbdError> {
         let (fd, export) = self.connect()?;
         let same = export.size >= before.size
             && export.flags.has(before.flags)

@@ -117,7 +117,7 @@ pub fn send(pid: u32, signal: i32) {
 }
 
 /// Whether two processes are in one process group.
-pub fn same_group(one: u32, other: u32) -> bool {
+pub(crate) fn same_group(one: u32, other: u32) -> bool {
     // SAFETY: getpgid takes a number and answers with one.
     let group = |pid: u32| unsafe { libc::getpgid(pid as i32) };
     group(one) == group(other)
@@ -125,7 +125,7 @@ pub fn same_group(one: u32, other: u32) -> bool {
 
 /// What became of a child.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ChildStatus {
+pub(crate) enum ChildStatus {
     /// It ended; the status is as a shell gives it: its own, or 128 + the signal.
     Ended {
         /// Which.
@@ -147,7 +147,7 @@ pub enum ChildStatus {
 }
 
 /// The next change of a child that was not told yet; does not wait.
-pub fn child_change() -> ChildStatus {
+pub(crate) fn child_change() -> ChildStatus {
     let mut status = 0;
     // SAFETY: the status is a local number.
     let pid = unsafe {

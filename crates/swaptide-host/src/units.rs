@@ -131,7 +131,7 @@ pub fn human_count(count: u64) -> String {
 
 /// The memory that a budget in percent is a share of: the machine's, or less where a memory cgroup
 /// allows less.
-pub fn ram_total() -> u64 {
+pub(crate) fn ram_total() -> u64 {
     let total = swaptide_sys::process::mem_total().unwrap_or(1 << 30);
     cgroup_limit().map_or(total, |limit| limit.min(total))
 }
@@ -143,7 +143,7 @@ fn cgroup_limit() -> Option<u64> {
 
 /// The least that this process's cgroup, or one above it, still has room for. What the kernel can
 /// give up of files counts as free.
-pub fn cgroup_room() -> Option<u64> {
+pub(crate) fn cgroup_room() -> Option<u64> {
     each_cgroup(|limit, directory| {
         let number = |file: &str| {
             std::fs::read_to_string(directory.join(file)).ok()?.trim().parse::<u64>().ok()
@@ -169,7 +169,7 @@ fn each_cgroup(f: impl Fn(u64, &Path) -> u64) -> Option<u64> {
 
 /// The memory cgroups that this process is in, of version 2 or 1: the directory of each, and its
 /// limit if it has one now.
-pub fn limiting_cgroups() -> Vec<(PathBuf, Option<u64>)> {
+pub(crate) fn limiting_cgroups() -> Vec<(PathBuf, Option<u64>)> {
     let mut found = Vec::new();
     for line in std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default().lines() {
         let mut fields = line.splitn(3, ':');

@@ -33,7 +33,7 @@ use crate::layout::{ProcSlot, Segment};
 
 /// A change of the holders of extents, under way until this is dropped.
 #[must_use]
-pub struct SettingsChange<'a>(&'a ProcSlot);
+struct SettingsChange<'a>(&'a ProcSlot);
 
 impl Drop for SettingsChange<'_> {
     fn drop(&mut self) {

@@ -25,9 +25,9 @@ pub const MAX_PROCS: usize = 512;
 pub const NO_LIMIT: u64 = 1 << 46;
 /// No word of bytes of one process counts for more, whatever stands there: that of all processes
 /// together is no overflow.
-pub const MAX_BYTES: u64 = NO_LIMIT;
+const MAX_BYTES: u64 = NO_LIMIT;
 /// No counter of one process counts for more.
-pub const MAX_COUNT: u64 = 1 << 47;
+const MAX_COUNT: u64 = 1 << 47;
 /// Pages that the price of growth past `swap.high` is for ([`ProcSlot::throttle_us`]).
 pub const THROTTLE_PAGES: u64 = 64;
 

@@ -2,7 +2,7 @@
 
 /// Lets the spin locks (the core's own, the baselines have no other) give up the CPU after a while:
 /// there may be more threads than CPUs.
-pub fn use_yield() {
+pub(crate) fn use_yield() {
     static HOOK: fn() = std::thread::yield_now;
     swaptide_core::set_yield(&HOOK);
 }

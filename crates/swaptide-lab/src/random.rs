@@ -11,7 +11,7 @@ impl Random {
     }
 
     /// A number below `below`, which is at least 1.
-    pub fn below(&mut self, below: u32) -> u32 {
+    pub(crate) fn below(&mut self, below: u32) -> u32 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
         self.0 ^= self.0 >> 27;

@@ -48,17 +48,17 @@ impl Row {
     }
 
     /// With standard deviations of both sides.
-    pub fn with_deviations(self, before: f64, after: f64) -> Row {
+    pub(crate) fn with_deviations(self, before: f64, after: f64) -> Row {
         Row { before_sd: Some(before), after_sd: Some(after), ..self }
     }
 
     /// With published numbers that measure the same quantity.
-    pub fn same_as(self, before: f64, after: f64) -> Row {
+    pub(crate) fn same_as(self, before: f64, after: f64) -> Row {
         Row { seed_before: Some(before), seed_after: Some(after), same_quantity: true, ..self }
     }
 
     /// With published numbers that measure something else, which should move the same way.
-    pub fn shaped_like(self, before: f64, after: f64) -> Row {
+    pub(crate) fn shaped_like(self, before: f64, after: f64) -> Row {
         Row { seed_before: Some(before), seed_after: Some(after), same_quantity: false, ..self }
     }
 

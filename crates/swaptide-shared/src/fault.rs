@@ -54,7 +54,7 @@ impl Loader {
 
 /// Where pages of a fault are to be mapped at once.
 #[derive(Clone, Copy)]
-pub(crate) struct EventPoller {
+struct EventPoller {
     space: SpaceId,
     piece: Piece,
 }
@@ -192,7 +192,7 @@ impl Inner {
 
     /// Brings everything back that an address space may need which nobody stands guard for, or
     /// whose faults somebody else answers.
-    pub fn rescue(&self, state: &mut State, id: SpaceId) {
+    pub(crate) fn rescue(&self, state: &mut State, id: SpaceId) {
         let regions: Vec<RegionId> = match state.spaces.get_mut(&id) {
             Some(space) => {
                 space.rescued = true;

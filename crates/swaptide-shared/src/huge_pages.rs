@@ -26,7 +26,7 @@ impl HugePages {
 
     /// True when the kernel gives memory files huge pages without advice, by the setting for all
     /// sizes or by that of one (Linux 6.11). It is read again after [`VALID_FOR`].
-    pub fn come_unasked(&mut self) -> bool {
+    pub(crate) fn come_unasked(&mut self) -> bool {
         if self.read.is_some_and(|read| read.elapsed() < VALID_FOR) {
             return false;
         }

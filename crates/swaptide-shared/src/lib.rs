@@ -12,9 +12,9 @@
 //! | [`store`] | compressed memory and the swap file |
 //! | `state` | all of them together |
 //! | [`pager`] | its threads; requests |
-//! | [`fault`] | answers to faults and events |
+//! | `fault` | answers to faults and events |
 //! | [`reclaim`] | making room; why no write is lost |
-//! | [`pinned`] | writers past page tables |
+//! | `pinned` | writers past page tables |
 //! | [`handle`] | the interface for programs that know what they do |
 //!
 //! Invariants
@@ -27,11 +27,11 @@
 //!
 //! The pager's threads touch no region by address.
 
-pub mod fault;
+mod fault;
 pub mod handle;
 mod huge_pages;
 pub mod pager;
-pub mod pinned;
+mod pinned;
 pub mod reclaim;
 pub mod region;
 pub mod space;

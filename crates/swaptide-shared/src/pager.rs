@@ -1,6 +1,6 @@
 //! The pager: its threads, and what processes ask of it.
 //!
-//! Two threads: one reads the userfaultfds and answers ([`crate::fault`]), one makes room
+//! Two threads: one reads the userfaultfds and answers (`fault`), one makes room
 //! ([`crate::reclaim`]); requests come from the thread that serves the socket. What they share,
 //! with its locks, is in `state`.
 
@@ -156,13 +156,13 @@ impl Pager {
     ///
     /// # Errors
     /// For a length that is none, and when memory is refused.
-    pub fn create_region(&self, bytes: u64) -> Result<Arc<File>, Errno> {
+    pub(crate) fn create_region(&self, bytes: u64) -> Result<Arc<File>, Errno> {
         self.inner.create_region(bytes)
     }
 
     /// Sets the limit, where no supervisor does: bytes of regions in memory, compressed memory and
     /// the process's own together. From the first call on regions are managed.
-    pub fn set_limit(&self, bytes: u64) {
+    pub(crate) fn set_limit(&self, bytes: u64) {
         let slot = self.inner.segment.slot(self.inner.index);
         slot.limit_bytes.store(bytes.max(1), Relaxed);
         slot.engage.store(1, Release);

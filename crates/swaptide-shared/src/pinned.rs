@@ -21,7 +21,7 @@ const O_DIRECT: u32 = 0o40000;
 
 /// Why memory of a process is left alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PinnedBy {
+pub(crate) enum PinnedBy {
     /// It has long-term pins (`VmPin`).
     LongTermPin,
     /// A region is locked in memory.
@@ -34,7 +34,7 @@ pub enum PinnedBy {
 
 /// Whether a process may write past its page tables, or has locked a region. One that is gone may
 /// not.
-pub fn pinned(pid: u32) -> Option<PinnedBy> {
+pub(crate) fn pinned(pid: u32) -> Option<PinnedBy> {
     let Ok(status) = fs::read_to_string(format!("/proc/{pid}/status")) else { return None };
     if figure(&status, "VmPin:") > 0 {
         return Some(PinnedBy::LongTermPin);

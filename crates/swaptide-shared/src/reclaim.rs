@@ -27,7 +27,7 @@
 //!    the hook before it to the one after it, for what grows in place is no event.
 //! 3. A process without userfaultfd cannot have the memory mapped: mappings come from
 //!    [`attach`](swaptide_ipc::shared::attach), or by fork.
-//! 4. Devices write past page tables: [`crate::pinned`].
+//! 4. Devices write past page tables: `pinned`.
 //!
 //! So `punch` asks every address space again, under the lock, whether a change is under way, and
 //! compares the generation. The punch itself takes the entries of every mapping, those of an unread

@@ -46,7 +46,7 @@ pub enum PageState {
 
 impl PageState {
     /// Out, and to be brought back when it is touched.
-    pub fn is_out(self) -> bool {
+    pub(crate) fn is_out(self) -> bool {
         matches!(self, PageState::Zero | PageState::Pool | PageState::File)
     }
 
@@ -195,12 +195,12 @@ impl Region {
     }
 
     /// The pages of a chunk.
-    pub fn chunk_pages(&self, chunk: usize) -> Range<usize> {
+    pub(crate) fn chunk_pages(&self, chunk: usize) -> Range<usize> {
         chunk * PAGES_PER_CHUNK..((chunk + 1) * PAGES_PER_CHUNK).min(self.pages())
     }
 
     /// The chunks.
-    pub fn chunk_count(&self) -> usize {
+    pub(crate) fn chunk_count(&self) -> usize {
         self.chunks.len()
     }
 
@@ -239,7 +239,7 @@ impl Region {
     }
 
     /// What it said of a page.
-    pub fn reading(&self, page: usize) -> Reading {
+    pub(crate) fn reading(&self, page: usize) -> Reading {
         self.readings
             .iter()
             .find(|(range, _)| range.contains(&page))

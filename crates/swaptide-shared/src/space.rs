@@ -24,7 +24,7 @@ use crate::region::RegionId;
 
 /// An address space: a number that is never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct SpaceId(pub u64);
+pub(crate) struct SpaceId(pub u64);
 
 /// A mapping of a part of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,12 +127,12 @@ impl Space {
 
     /// True when nothing of its regions may go out: a program that would not be stopped by the
     /// pager's end, or an unknown layout.
-    pub fn forbids(&self) -> bool {
+    pub(crate) fn forbids(&self) -> bool {
         self.guard.is_none() || self.stale || self.broken
     }
 
     /// The pages that a range maps, or would if the mapping that ends where it begins were longer.
-    pub fn pages_to_come(&self, range: VirtRange) -> Option<(RegionId, Range<usize>)> {
+    pub(crate) fn pages_to_come(&self, range: VirtRange) -> Option<(RegionId, Range<usize>)> {
         let covers = |piece: &&Piece| piece.range.contains(range.start);
         let ends = |piece: &&Piece| piece.range.end == range.start;
         let piece = self.layout.iter().find(covers).or_else(|| self.layout.iter().find(ends))?;
@@ -141,7 +141,7 @@ impl Space {
     }
 
     /// The page at an address.
-    pub fn translate(&self, addr: VirtAddr) -> Option<(Piece, usize)> {
+    pub(crate) fn translate(&self, addr: VirtAddr) -> Option<(Piece, usize)> {
         let piece = self.layout.iter().find(|piece| piece.range.contains(addr))?;
         Some((*piece, piece.page + (addr.0 - piece.range.start.0) / PAGE_SIZE))
     }

@@ -34,7 +34,7 @@ use crate::space::{Hold, Piece, Space, SpaceId, Standing, scan};
 use crate::store::{SLOTS, Store};
 
 /// How long a process may be without a guard before its regions are brought back whole.
-pub const GUARD_TIMEOUT: Duration = Duration::from_secs(1);
+pub(crate) const GUARD_TIMEOUT: Duration = Duration::from_secs(1);
 /// In this time the guard of a forked child comes, unless none comes.
 const CHILD_GUARD_TIMEOUT: Duration = Duration::from_millis(300);
 /// In this time a mapping has grown that is being grown, unless its thread is stopped.
@@ -105,7 +105,7 @@ pub(crate) struct State {
 }
 
 /// Numbers of an address space's two descriptors at the poll.
-pub(crate) fn token(space: SpaceId, guard: bool) -> epoll::EventData {
+fn token(space: SpaceId, guard: bool) -> epoll::EventData {
     epoll::EventData::new_u64(space.0 << 1 | u64::from(guard))
 }
 
@@ -134,7 +134,7 @@ impl Inner {
     }
 
     /// Bytes of this process's own memory, compressed memory among it.
-    pub fn own_bytes(&self) -> u64 {
+    pub(crate) fn own_bytes(&self) -> u64 {
         let measured = self.statm.as_ref().and_then(StatmFd::anon_rss);
         if let Some(bytes) = measured {
             self.own_bytes.store(bytes, Relaxed);
@@ -143,12 +143,12 @@ impl Inner {
     }
 
     /// The same, as of the last time it was measured.
-    pub fn own_bytes_before(&self) -> u64 {
+    pub(crate) fn own_bytes_before(&self) -> u64 {
         self.own_bytes.load(Relaxed)
     }
 
     /// Has faults that wait for room looked at again.
-    pub fn tell_room(&self) {
+    pub(crate) fn tell_room(&self) {
         // A counter that is full has told it already.
         let _ = rustix::io::write(&self.room, &1u64.to_ne_bytes());
     }
@@ -174,7 +174,7 @@ impl Inner {
         epoll::add(&self.poll, fd, token(space, guard), epoll::EventFlags::IN)
     }
 
-    pub fn create_region(&self, bytes: u64) -> Result<Arc<File>, Errno> {
+    pub(crate) fn create_region(&self, bytes: u64) -> Result<Arc<File>, Errno> {
         let bytes = bytes
             .checked_next_multiple_of(PAGE_SIZE as u64)
             .filter(|bytes| (1..=MAX_REGION_BYTES).contains(bytes));
@@ -228,7 +228,7 @@ impl Inner {
         }
     }
 
-    pub fn add_space(
+    pub(crate) fn add_space(
         &self,
         state: &mut State,
         uffd: Uffd,
@@ -244,7 +244,7 @@ impl Inner {
     }
 
     /// Reads the layout of an address space again and registers what is not registered yet.
-    pub fn learn(&self, state: &mut State, id: SpaceId) {
+    pub(crate) fn learn(&self, state: &mut State, id: SpaceId) {
         state.generation += 1;
         let known: HashSet<u64> = state.regions.keys().map(|region| region.0).collect();
         let engaged = state.engaged;
@@ -282,7 +282,7 @@ impl Inner {
     }
 
     /// An address space is gone.
-    pub fn forget_space(&self, state: &mut State, id: SpaceId) {
+    pub(crate) fn forget_space(&self, state: &mut State, id: SpaceId) {
         if let Some(space) = state.spaces.remove(&id) {
             // A copy of the descriptor would keep it in the poll otherwise.
             let _ = epoll::delete(&self.poll, space.uffd.as_fd());
@@ -296,7 +296,7 @@ impl Inner {
     }
 
     /// Drops the regions that nobody maps any more.
-    pub fn forget_unmapped(&self, state: &mut State) {
+    pub(crate) fn forget_unmapped(&self, state: &mut State) {
         let mut mapped: HashSet<RegionId> = HashSet::new();
         for space in state.spaces.values() {
             mapped.extend(space.layout.iter().map(|piece| piece.region));
@@ -332,7 +332,7 @@ impl Inner {
     }
 
     /// A process's guard has come.
-    pub fn stand_guard(
+    pub(crate) fn stand_guard(
         &self,
         pid: u32,
         landmark: VirtAddr,
@@ -551,7 +551,7 @@ impl State {
     }
 
     /// Regions of which nothing may go out.
-    pub fn forbidden(&self) -> HashSet<RegionId> {
+    pub(crate) fn forbidden(&self) -> HashSet<RegionId> {
         let mut all: HashSet<RegionId> =
             self.regions.values().filter(|region| region.kept).map(|region| region.id).collect();
         for space in self.spaces.values().filter(|space| space.forbids()) {
@@ -570,19 +570,19 @@ impl State {
     }
 
     /// True when there was nothing to make room of, a moment ago.
-    pub fn is_stuck(&self) -> bool {
+    pub(crate) fn is_stuck(&self) -> bool {
         self.stuck_until.is_some_and(|until| Instant::now() < until)
     }
 
     /// Pages of which nothing may go out while mappings of them grow.
-    pub fn held_pages(&self) -> Vec<(RegionId, Range<usize>)> {
+    pub(crate) fn held_pages(&self) -> Vec<(RegionId, Range<usize>)> {
         let holds = self.spaces.values().flat_map(|space| &space.holds);
         holds.filter_map(|hold| hold.pages.clone()).collect()
     }
 
     /// True while what forbids going out is about to pass: a forked child whose guard is on its
     /// way, a mapping that is being grown.
-    pub fn is_passing(&self) -> bool {
+    pub(crate) fn is_passing(&self) -> bool {
         self.spaces.values().any(|space| {
             space.holds.iter().any(|hold| hold.since.elapsed() < HOLD_TIMEOUT)
                 || space.guard.is_none() && space.unguarded.elapsed() < CHILD_GUARD_TIMEOUT
@@ -590,7 +590,7 @@ impl State {
     }
 
     /// Has a chunk go out of which something is in.
-    pub fn want_out(&mut self, id: RegionId, chunk: usize) {
+    fn want_out(&mut self, id: RegionId, chunk: usize) {
         let Some(region) = self.regions.get_mut(&id) else { return };
         let is_in = chunk < region.chunk_count()
             && region.chunk_pages(chunk).any(|page| region.state(page).is_in());
@@ -600,12 +600,12 @@ impl State {
     }
 
     /// Has chunks go out that were asked for, and could not go.
-    pub fn want_again(&mut self, chunks: Vec<(RegionId, u32)>) {
+    pub(crate) fn want_again(&mut self, chunks: Vec<(RegionId, u32)>) {
         chunks.into_iter().for_each(|(id, chunk)| self.want_out(id, chunk as usize));
     }
 
     /// Puts a chunk at the end of the queue, if it does not stand in it.
-    pub fn enqueue(&mut self, id: RegionId, chunk: usize) {
+    pub(crate) fn enqueue(&mut self, id: RegionId, chunk: usize) {
         if let Some(region) = self.regions.get_mut(&id)
             && !std::mem::replace(&mut region.chunk(chunk).queued, true)
         {
@@ -636,7 +636,7 @@ pub(crate) fn write_pages(memory: &File, page: usize, bytes: &[u8]) -> std::io::
 
 impl Inner {
     /// Takes over the limit, and begins to manage when told to.
-    pub fn take_orders(&self) {
+    pub(crate) fn take_orders(&self) {
         let slot = self.segment.slot(self.index);
         if slot.engage.load(Relaxed) != 0 && slot.state() != ProcState::Engaged && self.engage() {
             slot.set_state(ProcState::Engaged);

@@ -161,7 +161,7 @@ impl Store {
 
     /// Whether there is anything beyond compressed memory that takes pages: a file or a block
     /// device.
-    pub fn has_file(&self) -> bool {
+    pub(crate) fn has_file(&self) -> bool {
         let SegmentExtents { segment, index, .. } = &self.areas;
         segment.has_area()
             && segment.slot(*index).no_writeback.load(Relaxed) == 0
@@ -170,7 +170,7 @@ impl Store {
 
     /// Follows changes of the areas: moves some of what lies on one that is being taken away. False
     /// when there is nothing to move.
-    pub fn follow_areas(&self) -> bool {
+    pub(crate) fn follow_areas(&self) -> bool {
         let segment = self.areas.segment;
         let epoch = segment.areas_epoch();
         if self.looked.swap(epoch, Relaxed) != epoch {
@@ -192,7 +192,7 @@ impl Store {
 
     /// Sets what compressed memory may take: of a limit of `limit` bytes `percent`, and where it is
     /// bounded for all processes together, what the others leave.
-    pub fn set_pool_limit(&self, limit: u64, percent: u64) {
+    pub(crate) fn set_pool_limit(&self, limit: u64, percent: u64) {
         let SegmentExtents { segment, index, .. } = &self.areas;
         let others = || {
             segment
@@ -212,7 +212,7 @@ impl Store {
 
     /// Bytes by which compressed memory is over what it may have; while it refuses pages, over the
     /// threshold from which on it takes them again.
-    pub fn pool_excess(&self) -> u64 {
+    pub(crate) fn pool_excess(&self) -> u64 {
         let mut goal = self.pool_limit.load(Relaxed);
         if self.acceptance.is_full() {
             goal = goal.min(self.acceptance.threshold(self.pool_bound.load(Relaxed)));
@@ -276,7 +276,7 @@ impl Store {
 
     /// Copies pages from compressed memory to the file, as they are there. Answers for each whether
     /// it is in both now; a page that left meanwhile is not.
-    pub fn copy_back(&self, slots: &[Slot], unpacker: &mut Unpacker) -> Vec<bool> {
+    pub(crate) fn copy_back(&self, slots: &[Slot], unpacker: &mut Unpacker) -> Vec<bool> {
         let mut bytes = self.scratch.lock().expect("no thread of the pager panics");
         bytes.clear();
         let mut kinds: Vec<Option<(PackedKind, usize)>> = Vec::with_capacity(slots.len());
@@ -336,7 +336,7 @@ impl Store {
     }
 
     /// Gives back what compressed memory does not need, a little at a time.
-    pub fn tidy(&self) {
+    pub(crate) fn tidy(&self) {
         self.pool.compact(256 << 10);
         if self.pool.stored_bytes() == 0 && self.pool.pool_bytes() > 0 {
             self.pool.trim();

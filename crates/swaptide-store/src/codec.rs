@@ -168,7 +168,7 @@ pub const MIN_PACKED_BYTES: usize = size_of::<u64>();
 
 /// What kind of data a page holds.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
-pub enum Content {
+enum Content {
     /// Only zero bytes.
     Zero,
     /// The same 8-byte word throughout, not zero.
@@ -250,7 +250,7 @@ pub struct BadBlock;
 ///
 /// Looks at the first and the last word first: most pages with data differ there.
 #[must_use]
-pub fn classify(page: &Page) -> Content {
+fn classify(page: &Page) -> Content {
     same_word(page)
         .map_or(Content::Data, |word| if word == 0 { Content::Zero } else { Content::Same(word) })
 }

@@ -50,7 +50,7 @@ use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use core::time::Duration;
 use std::sync::Arc;
 
-use swaptide_sys::lock::{Guard, Lock};
+use swaptide_sys::lock::Lock;
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::thread::{Nanos, now};
 use swaptide_sys::{Errno, OwnedFd};
@@ -70,7 +70,7 @@ use crate::nbd::Nbd;
 use crate::{PAGE_SIZE, Slot};
 
 /// Blocks (of a page's size) in an extent.
-pub const EXTENT_PAGES: usize = 512;
+const EXTENT_PAGES: usize = 512;
 /// Bytes in an extent.
 pub const EXTENT_BYTES: u64 = (EXTENT_PAGES * PAGE_SIZE) as u64;
 
@@ -810,25 +810,11 @@ impl FileDevice {
         self.let_go_far();
     }
 
-    /// Waits until nobody is inside the device and keeps everybody out until the answer is dropped:
-    /// for a fork, after [`Self::freeze_all`], so that the child's copy is complete and consistent.
-    #[must_use]
-    pub fn quiesce(&self) -> Quiesced<'_> {
-        let read_buffers = self.read_buffers.each_ref().map(Lock::lock);
-        let bounce = self.bounce.lock();
-        Quiesced {
-            _emptied: self.emptied.lock(),
-            _state: self.state.lock(),
-            _bounce: bounce,
-            _read_buffers: read_buffers,
-        }
-    }
-
-    /// Unlocks the device in a forked child that has no [`Quiesced`] to drop.
+    /// Unlocks the device in a forked child.
     ///
     /// # Safety
-    /// The fork was made while one existed, the child has only this thread, and it holds no lock of
-    /// the device.
+    /// No thread of the parent was inside the device when it forked. The child has only this
+    /// thread, and it holds no lock of the device.
     pub unsafe fn force_unlock(&self) {
         // SAFETY: the holder of the locks does not exist in this process, and had left the data
         // consistent (caller).
@@ -891,14 +877,6 @@ impl FileDevice {
     fn punch(&self, extent: Extent) -> bool {
         self.io.punch(u64::from(extent.0) * EXTENT_BYTES, EXTENT_BYTES).is_ok()
     }
-}
-
-/// Keeps everybody out of a device; see [`FileDevice::quiesce`].
-pub struct Quiesced<'a> {
-    _emptied: Guard<'a, Vec<FreedExtent>>,
-    _state: Guard<'a, State>,
-    _bounce: Guard<'a, Buffer>,
-    _read_buffers: [Guard<'a, ReadBuffer>; READ_BUFFERS],
 }
 
 /// How far the leaving of extents has got.

@@ -32,7 +32,7 @@ mod table;
 use core::mem::MaybeUninit;
 use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use swaptide_sys::lock::{Guard, Lock};
+use swaptide_sys::lock::Lock;
 
 use self::pool::{Head, ObjectId, Pool};
 use self::table::{Handle, Handles, SameTable};
@@ -555,12 +555,6 @@ impl Zram {
         self.figures.stored_bytes.load(Ordering::Relaxed)
     }
 
-    /// Pages that need no bytes.
-    #[must_use]
-    pub fn same_filled(&self) -> usize {
-        self.state.lock().same.pages()
-    }
-
     /// Bytes of handles, heads and tables.
     #[must_use]
     pub fn metadata_bytes(&self) -> usize {
@@ -583,19 +577,11 @@ impl Zram {
         }
     }
 
-    /// Waits until nobody is inside the device and keeps everybody out until the answer is dropped:
-    /// for a fork, so that the child's copy is complete and consistent.
-    #[must_use]
-    pub fn quiesce(&self) -> Quiesced<'_> {
-        let scratch = self.scratch.lock();
-        Quiesced { _state: self.state.lock(), _scratch: scratch }
-    }
-
-    /// Unlocks the device in a forked child that has no [`Quiesced`] to drop.
+    /// Unlocks the device in a forked child.
     ///
     /// # Safety
-    /// The fork was made while one existed, the child has only this thread, and it holds no lock of
-    /// the device.
+    /// No thread of the parent was inside the device when it forked. The child has only this
+    /// thread, and it holds no lock of the device.
     pub unsafe fn force_unlock(&self) {
         // SAFETY: the holder of the locks does not exist in this process, and had left the data
         // consistent (caller).
@@ -625,12 +611,6 @@ impl Zram {
             (state.pool.resident_bytes(), state.pool.stored_bytes())
         );
     }
-}
-
-/// Keeps everybody out of a device; see [`Zram::quiesce`].
-pub struct Quiesced<'a> {
-    _state: Guard<'a, State>,
-    _scratch: Guard<'a, Scratch>,
 }
 
 impl State {

@@ -9,7 +9,7 @@ use crate::procfs::{self, ProcPath, parse_u64};
 use crate::raw::syscall;
 
 /// CPUs a [`CpuSet`] can name.
-pub const MAX_CPUS: usize = 1024;
+const MAX_CPUS: usize = 1024;
 
 /// A set of CPUs.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
@@ -26,7 +26,7 @@ impl CpuSet {
         set
     }
 
-    /// Adds a CPU; numbers of [`MAX_CPUS`] and above are ignored.
+    /// Adds a CPU; numbers of `MAX_CPUS` and above are ignored.
     pub fn insert(&mut self, cpu: u32) {
         if let Some(word) = self.0.get_mut(cpu as usize / 64) {
             *word |= 1 << (cpu % 64);
@@ -174,11 +174,6 @@ impl ThreadTimes {
     }
 }
 
-/// The CPU on which a thread of this process last ran; `None` when there is no such thread.
-pub fn thread_cpu(tid: u32) -> Option<u32> {
-    ThreadStat::open(tid)?.cpu()
-}
-
 /// For threads that look or answer for a moment, and must do it in time: the calling one, which
 /// runs normally, runs before others that share its CPU (nice -10, where that is permitted) and
 /// begins as soon as it wakes (a short slice, where the kernel has those, since 6.12). Without
@@ -207,7 +202,7 @@ const LONG_SLICE: Duration = Duration::from_millis(5);
 
 /// Lets the calling thread run before others of its process and user (a lower `nice` value). Needs
 /// a privilege; without it nothing changes, and that is an error the caller may ignore.
-pub fn set_own_nice(nice: i32) -> Result<(), Errno> {
+fn set_own_nice(nice: i32) -> Result<(), Errno> {
     rustix::process::setpriority_process(None, nice)
 }
 
@@ -297,7 +292,10 @@ mod tests {
             set_own_affinity(cpu).unwrap();
             assert_eq!(own_affinity().unwrap(), CpuSet::single(cpu));
             assert_eq!(current_cpu(), cpu);
-            assert_eq!(thread_cpu(crate::thread::gettid().0), Some(cpu));
+            assert_eq!(
+                ThreadStat::open(crate::thread::gettid().0).and_then(|stat| stat.cpu()),
+                Some(cpu)
+            );
             clear_own_affinity(&all).unwrap();
             assert_eq!(own_affinity().unwrap(), all);
             sched_idle(true).unwrap();
@@ -305,7 +303,7 @@ mod tests {
         .join()
         .unwrap();
         assert!(cpus_online() >= 1);
-        assert_eq!(thread_cpu(u32::MAX), None);
+        assert!(ThreadStat::open(u32::MAX).is_none());
     }
 
     /// The slice of the calling thread in nanoseconds; 0 where the kernel has none to tell.

@@ -36,7 +36,7 @@ use crate::raw::syscall;
 use crate::time::sleep;
 
 /// Mappings the registry can hold at one time.
-pub const MAX_OWN_RANGES: usize = 4096;
+const MAX_OWN_RANGES: usize = 4096;
 
 /// A slot nobody uses.
 const FREE: usize = 0;
@@ -264,16 +264,6 @@ pub fn is_mapped_in(page: VirtAddr) -> Result<bool, Errno> {
     Ok(there & 1 == 1)
 }
 
-/// Puts fresh, empty private memory (readable, writable) over `range`.
-///
-/// # Safety
-/// Whatever is mapped in the range is lost. The new memory is not entered in the registry.
-pub unsafe fn map_fixed_anon(range: VirtRange) -> Result<(), Errno> {
-    let flags = k::MAP_PRIVATE | k::MAP_ANONYMOUS | k::MAP_NORESERVE | k::MAP_FIXED;
-    // SAFETY: the caller gives up what was mapped here.
-    unsafe { mmap(range.start.0, range.len(), k::PROT_READ | k::PROT_WRITE, flags, -1) }.map(drop)
-}
-
 /// Maps `len` bytes (whole pages) for the time of one call: not entered in the registry; the caller
 /// unmaps it.
 pub fn map_scratch(len: usize) -> Result<NonNull<u8>, Errno> {
@@ -423,33 +413,23 @@ impl Deref for Mapping {
 
 impl Mapping {
     /// Reserves `len` bytes (rounded up to pages): readable, writable, no memory used until
-    /// touched, never huge pages. `ENOMEM` also when [`MAX_OWN_RANGES`] mappings exist.
+    /// touched, never huge pages. `ENOMEM` also when `MAX_OWN_RANGES` mappings exist.
     pub fn reserve(len: usize) -> Result<Mapping, Errno> {
-        Mapping::map(len, PAGE_SIZE, false)
+        Mapping::reserve_aligned(len, PAGE_SIZE)
     }
 
     /// Like [`reserve`](Mapping::reserve), at a multiple of `align` (a power of two, at least a
     /// page).
     pub fn reserve_aligned(len: usize, align: usize) -> Result<Mapping, Errno> {
-        Mapping::map(len, align, false)
-    }
-
-    /// Like [`reserve_aligned`](Mapping::reserve_aligned), but the kernel may use huge pages.
-    pub fn reserve_huge(len: usize, align: usize) -> Result<Mapping, Errno> {
-        Mapping::map(len, align, true)
-    }
-
-    fn map(len: usize, align: usize, huge: bool) -> Result<Mapping, Errno> {
         if len == 0 || !align.is_power_of_two() || align < PAGE_SIZE {
             return Err(Errno::INVAL);
         }
         let len = len.checked_next_multiple_of(PAGE_SIZE).ok_or(Errno::NOMEM)?;
         OwnedRange::map(|| {
             let range = map_aligned(len, align)?;
-            let advice = if huge { Advice::HugePage } else { Advice::NoHugePage };
             // SAFETY: this advice changes no data. A kernel without huge pages answers EINVAL: then
             // there are none.
-            let _ = unsafe { advise(range, advice) };
+            let _ = unsafe { advise(range, Advice::NoHugePage) };
             name_range(range);
             Ok(range)
         })

@@ -43,7 +43,7 @@ impl VirtAddr {
 
     /// The first multiple of `align` (a power of two) at or above this address.
     #[inline]
-    pub const fn align_up(self, align: usize) -> VirtAddr {
+    pub(crate) const fn align_up(self, align: usize) -> VirtAddr {
         VirtAddr((self.0 + (align - 1)) & !(align - 1))
     }
 
@@ -55,7 +55,7 @@ impl VirtAddr {
 
     /// The number of the page that holds this address.
     #[inline]
-    pub const fn page_number(self) -> usize {
+    pub(crate) const fn page_number(self) -> usize {
         self.0 >> PAGE_SHIFT
     }
 
@@ -141,14 +141,6 @@ impl VirtRange {
     pub const fn covers(&self, other: &VirtRange) -> bool {
         self.start.0 <= other.start.0 && other.end.0 <= self.end.0
     }
-
-    /// What both ranges have, if that is anything.
-    #[inline]
-    pub const fn intersect(&self, other: &VirtRange) -> Option<VirtRange> {
-        let start = if self.start.0 > other.start.0 { self.start } else { other.start };
-        let end = if self.end.0 < other.end.0 { self.end } else { other.end };
-        if start.0 < end.0 { Some(VirtRange { start, end }) } else { None }
-    }
 }
 
 impl fmt::Debug for VirtRange {
@@ -176,8 +168,6 @@ mod tests {
         let r = |a, b| VirtRange::new(VirtAddr(a), VirtAddr(b));
         assert_eq!(r(0x1000, 0x3000).pages(), 2);
         assert!(r(0x3000, 0x1000).is_empty());
-        assert_eq!(r(0, 10).intersect(&r(5, 20)), Some(r(5, 10)));
-        assert_eq!(r(0, 10).intersect(&r(10, 20)), None);
         assert!(r(0, 10).contains(VirtAddr(9)) && !r(0, 10).contains(VirtAddr(10)));
         assert!(r(0, 10).covers(&r(0, 10)) && !r(0, 10).covers(&r(0, 11)));
     }

@@ -11,7 +11,7 @@ use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use rustix::fs::RawDir;
 use rustix::io::Errno;
 
-use crate::page::{PAGE_SIZE, VirtAddr};
+use crate::page::PAGE_SIZE;
 use crate::procfs::{self, ProcPath, parse_u64};
 use crate::raw::syscall;
 
@@ -205,26 +205,6 @@ pub fn locked_bytes() -> Option<u64> {
     procfs::kib_field(procfs::read_file(c"/proc/self/status", &mut buf).ok()?, "VmLck")
 }
 
-/// Copies another process's memory, or this one's, from `from` on. The bytes that were copied.
-///
-/// # Errors
-/// `EFAULT` where nothing is there, `EPERM`, `ESRCH`, and what a filter of system calls answers.
-pub fn read_memory(pid: u32, from: VirtAddr, to: &mut [u8]) -> Result<usize, Errno> {
-    let (local, remote) = ([to.as_mut_ptr() as usize, to.len()], [from.0, to.len()]);
-    // SAFETY: the kernel writes to the buffer and checks the other address.
-    unsafe {
-        syscall!(
-            k::__NR_process_vm_readv,
-            pid,
-            local.as_ptr() as usize,
-            1usize,
-            remote.as_ptr() as usize,
-            1usize,
-            0usize
-        )
-    }
-}
-
 /// A descriptor that stands for a process and polls readable when it ends.
 pub fn pidfd_open(pid: u32) -> Result<OwnedFd, Errno> {
     // SAFETY: the call only makes a descriptor.
@@ -271,7 +251,7 @@ pub fn set_child_subreaper(on: bool) -> Result<(), Errno> {
 
 /// The number of the system call in which a thread of this process is blocked; `None` while it runs
 /// (in user or kernel mode) or is gone.
-pub fn blocked_in(tid: u32) -> Option<u64> {
+fn blocked_in(tid: u32) -> Option<u64> {
     let mut buf = [0; 256];
     let text = crate::procfs::read_file(
         crate::procfs::ProcPath::task(tid, "syscall").as_c_str(),

@@ -14,7 +14,7 @@ pub struct ProcPath {
 
 impl ProcPath {
     /// `/proc/PID/FILE`.
-    pub fn proc(pid: u32, file: &str) -> ProcPath {
+    pub(crate) fn proc(pid: u32, file: &str) -> ProcPath {
         let mut path = ProcPath { bytes: [0; 64], len: 0 };
         path.push(b"/proc/");
         path.push_number(pid);
@@ -54,7 +54,7 @@ impl ProcPath {
 
 /// Writes `n` in decimal into the end of `buf`; gives the digits. `buf` must be long enough (20 for
 /// any).
-pub fn format_u64(mut n: u64, buf: &mut [u8]) -> &[u8] {
+fn format_u64(mut n: u64, buf: &mut [u8]) -> &[u8] {
     let mut at = buf.len();
     loop {
         at -= 1;
@@ -67,14 +67,14 @@ pub fn format_u64(mut n: u64, buf: &mut [u8]) -> &[u8] {
 }
 
 /// Opens a file for reading.
-pub fn open_read(path: &CStr) -> Result<OwnedFd, Errno> {
+pub(crate) fn open_read(path: &CStr) -> Result<OwnedFd, Errno> {
     retry(|| rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()))
 }
 
 /// Opens a file about this process, or, where that is not allowed or /proc is not to be seen, has
 /// it opened ([`crate::helper`]). It is the calling thread's own, which has the same content: that
 /// of the first thread is empty once that one has ended.
-pub fn open_own(path: &CStr, name: &CStr) -> Result<OwnedFd, Errno> {
+pub(crate) fn open_own(path: &CStr, name: &CStr) -> Result<OwnedFd, Errno> {
     open_read(path).or_else(|errno| match crate::helper::helper() {
         Some(helper) => (helper.proc_file)(name).ok_or(errno),
         None => Err(errno),
@@ -82,7 +82,7 @@ pub fn open_own(path: &CStr, name: &CStr) -> Result<OwnedFd, Errno> {
 }
 
 /// Reads from `fd`, again when a signal came between.
-pub fn read_fd(fd: impl AsFd, buf: &mut [u8]) -> Result<usize, Errno> {
+pub(crate) fn read_fd(fd: impl AsFd, buf: &mut [u8]) -> Result<usize, Errno> {
     retry(|| rustix::io::read(&fd, &mut *buf))
 }
 
@@ -100,7 +100,7 @@ pub fn read_file<'a>(path: &CStr, buf: &'a mut [u8]) -> Result<&'a [u8], Errno> 
 }
 
 /// Calls `f` until it ends otherwise than by a signal.
-pub fn retry<T>(mut f: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
+pub(crate) fn retry<T>(mut f: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
     loop {
         match f() {
             Err(Errno::INTR) => {}

@@ -20,9 +20,9 @@ use crate::procfs::retry;
 use crate::raw::{check, syscall, syscall6};
 
 /// Descriptors one packet can carry.
-pub const MAX_FDS: usize = 24;
+const MAX_FDS: usize = 24;
 /// Room for the longest abstract name.
-pub const MAX_NAME: usize = 107;
+const MAX_NAME: usize = 107;
 
 /// An abstract name, without its leading zero byte.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
@@ -236,7 +236,7 @@ impl Conn {
         rustix::io::ioctl_fionbio(&self.0, on)
     }
 
-    /// Sends one packet, with up to [`MAX_FDS`] descriptors; `EPIPE` (and no signal) when the other
+    /// Sends one packet, with up to `MAX_FDS` descriptors; `EPIPE` (and no signal) when the other
     /// end is gone. An empty packet cannot be told from the end of the connection: refused.
     pub fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
         if bytes.is_empty() || fds.len() > MAX_FDS {

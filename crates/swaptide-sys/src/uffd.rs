@@ -126,7 +126,6 @@ const DONT_WAKE: u64 = k::UFFDIO_COPY_MODE_DONTWAKE as u64;
 const COPY_WP: u64 = k::UFFDIO_COPY_MODE_WP as u64;
 const MOVE_ALLOW_SRC_HOLES: u64 = 2;
 const WRITEPROTECT_ON: u64 = 1;
-const WRITEPROTECT_DONT_WAKE: u64 = 2;
 
 const EVENT_PAGEFAULT: u8 = k::UFFD_EVENT_PAGEFAULT as u8;
 const EVENT_FORK: u8 = k::UFFD_EVENT_FORK as u8;
@@ -542,13 +541,6 @@ impl Uffd {
     pub fn write_protect(&self, range: VirtRange, on: bool) -> Result<(), Errno> {
         let mut arg =
             AbiWriteProtect { range: abi_range(range), mode: if on { WRITEPROTECT_ON } else { 0 } };
-        // SAFETY: the struct fits; no data changes.
-        unsafe { self.ioctl(UFFDIO_WRITEPROTECT, &mut arg) }.map(drop)
-    }
-
-    /// Lifts the write protection of `range` and leaves waiters asleep.
-    pub fn unprotect_dont_wake(&self, range: VirtRange) -> Result<(), Errno> {
-        let mut arg = AbiWriteProtect { range: abi_range(range), mode: WRITEPROTECT_DONT_WAKE };
         // SAFETY: the struct fits; no data changes.
         unsafe { self.ioctl(UFFDIO_WRITEPROTECT, &mut arg) }.map(drop)
     }

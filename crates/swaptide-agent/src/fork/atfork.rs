@@ -39,7 +39,7 @@ static FORKING: AtomicU32 = AtomicU32::new(0);
 
 /// Does with a fork what libc's handlers do, where libc calls none. Not where the forking thread is
 /// within a fork already.
-pub fn with_handlers(fork: impl FnOnce() -> c_int) -> c_int {
+pub(crate) fn with_handlers(fork: impl FnOnce() -> c_int) -> c_int {
     if !seccomp::is() && FORKING.load(Relaxed) == gettid().0 {
         return fork();
     }

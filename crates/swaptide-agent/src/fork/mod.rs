@@ -3,4 +3,4 @@
 
 pub(crate) mod atfork;
 pub(crate) mod child;
-pub(crate) mod trampoline;
+mod trampoline;

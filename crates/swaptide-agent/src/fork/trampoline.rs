@@ -51,7 +51,7 @@ static TRACER_CONN: AtomicI32 = AtomicI32::new(NONE);
 
 /// In the forking thread, before its fork: asks the supervisor to follow it. False if it will not,
 /// or may not.
-pub fn follow(engine: &Engine) -> bool {
+pub(crate) fn follow(engine: &Engine) -> bool {
     engine.fork.open_ends();
     let conn = engine.fork.child_end().and_then(|_| {
         let entry = entry as *const () as u64;
@@ -77,7 +77,7 @@ fn take() -> Option<Conn> {
 }
 
 /// In the forking thread, after its fork: the supervisor need not follow it any more.
-pub fn leave() {
+pub(crate) fn leave() {
     drop(take());
 }
 

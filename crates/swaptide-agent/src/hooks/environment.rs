@@ -146,7 +146,7 @@ unsafe fn on_stack<const WORDS: usize>(
 ///
 /// # Safety
 /// `envp` is null or a null-terminated array of NUL-terminated strings, or no readable memory.
-pub unsafe fn with_environment(envp: Strings, mut f: impl FnMut(Strings) -> c_int) -> c_int {
+pub(crate) unsafe fn with_environment(envp: Strings, mut f: impl FnMut(Strings) -> c_int) -> c_int {
     if !are_strings(envp) {
         return f(envp);
     }

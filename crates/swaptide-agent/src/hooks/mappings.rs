@@ -57,7 +57,7 @@ const MADV_DONTFORK: c_int = k::MADV_DONTFORK as c_int;
 const EAGAIN: isize = linux_raw_sys::errno::EAGAIN as isize;
 
 /// The pages of a range that can be managed; `None` where there are none.
-pub fn pages(addr: usize, len: usize) -> Option<VirtRange> {
+pub(crate) fn pages(addr: usize, len: usize) -> Option<VirtRange> {
     let end = addr.checked_add(len)?.min(MANAGED_END.0);
     (addr < end)
         .then(|| VirtRange { start: VirtAddr(addr).page_down(), end: VirtAddr(end).page_up() })
@@ -65,7 +65,7 @@ pub fn pages(addr: usize, len: usize) -> Option<VirtRange> {
 
 /// Has a range brought in and let go. False when some of it could not be brought in: where a fork
 /// is under way it is tried again.
-pub fn release_range(range: VirtRange) -> bool {
+pub(crate) fn release_range(range: VirtRange) -> bool {
     const MAX_TRIES: usize = 200;
     if seccomp::is() {
         const MAX_FAULT_REQUESTS: usize = 10_000;
@@ -90,7 +90,7 @@ fn matters(advice: c_int) -> bool {
 }
 
 /// madvise(2) with what the kernel leaves out. Answers with the kernel's word.
-pub fn advise(addr: usize, len: usize, advice: c_int) -> isize {
+pub(crate) fn advise(addr: usize, len: usize, advice: c_int) -> isize {
     // SAFETY: the arguments are the program's own; whatever the call does is what the program asked
     // for.
     let call =
@@ -144,7 +144,7 @@ struct IoVec {
 unsafe impl probe::Word for IoVec {}
 
 /// process_madvise(2) with the same. Answers with the kernel's word.
-pub fn advise_process(
+pub(crate) fn advise_process(
     pidfd: usize,
     iov: usize,
     count: usize,
@@ -199,7 +199,7 @@ pub unsafe extern "C" fn process_madvise(
 /// mlockall(2): what is there is locked as it is touched, and not filled at once. Filled at once,
 /// all the address space that swaptide has reserved and not used would become memory. Swaptide's
 /// own memory is not locked.
-pub fn lock_all(flags: usize) -> isize {
+pub(crate) fn lock_all(flags: usize) -> isize {
     // SAFETY: locking memory changes no data.
     let result = unsafe {
         syscall6(SYS_MLOCKALL, [flags | k::MCL_ONFAULT as usize, 0, 0, 0, 0, 0]) as isize
@@ -238,7 +238,7 @@ fn segment_len(id: usize) -> Option<usize> {
 
 /// shmat(2), with the event that the kernel leaves out where a segment is put over managed memory.
 /// Answers with the kernel's word.
-pub fn attach(id: usize, addr: usize, flags: usize) -> isize {
+pub(crate) fn attach(id: usize, addr: usize, flags: usize) -> isize {
     // SAFETY: the arguments are the program's own; whatever the call does is what the program asked
     // for.
     let call = |addr: usize, flags: usize| unsafe {
@@ -327,7 +327,7 @@ fn control(request: usize, arg: usize, call: impl FnOnce() -> isize, refused: is
 }
 
 /// ioctl(2). Answers with the kernel's word.
-pub fn control_raw(fd: usize, request: usize, arg: usize) -> isize {
+pub(crate) fn control_raw(fd: usize, request: usize, arg: usize) -> isize {
     // SAFETY: the arguments are the program's own.
     let call = || unsafe { syscall6(SYS_IOCTL, [fd, request, arg, 0, 0, 0]) as isize };
     control(request, arg, call, -EAGAIN)

@@ -31,7 +31,7 @@ fn hint_of(advice: c_int) -> Option<Hint> {
 }
 
 /// Gives the advice, and tells the engine of it as a hint. Returns 0 or an error number.
-pub fn advise(addr: usize, len: usize, advice: c_int) -> c_int {
+pub(crate) fn advise(addr: usize, len: usize, advice: c_int) -> c_int {
     let shared = match advice as u32 {
         MADV_REMOVE => shmem::remove(addr, len),
         _ => shmem::refuse_huge_pages(addr, len, advice),

@@ -4,10 +4,10 @@
 //! too: they allocate nothing and take no lock.
 
 pub(crate) mod environment;
-pub(crate) mod exec;
-pub(crate) mod mappings;
+mod exec;
+mod mappings;
 pub(crate) mod memory;
-pub(crate) mod mremap;
-pub(crate) mod sends;
-pub(crate) mod syscall;
+mod mremap;
+mod sends;
+mod syscall;
 pub(crate) mod thread;

@@ -28,7 +28,7 @@ use crate::shmem;
 
 const SYS_MMAP: u32 = k::__NR_mmap;
 const SYS_MUNMAP: u32 = k::__NR_munmap;
-pub const SYS_MREMAP: u32 = k::__NR_mremap;
+pub(crate) const SYS_MREMAP: u32 = k::__NR_mremap;
 const EFAULT: isize = -(linux_raw_sys::errno::EFAULT as isize);
 const MREMAP_MAYMOVE: usize = k::MREMAP_MAYMOVE as usize;
 const MREMAP_FIXED: usize = k::MREMAP_FIXED as usize;
@@ -41,7 +41,7 @@ const MAX_PIECES: usize = 64;
 const MAX_TRIES: usize = 64;
 
 /// mremap(2) as the program meant it. Answers with the kernel's word.
-pub fn remap(old: usize, old_len: usize, new_len: usize, flags: c_int, to: usize) -> isize {
+pub(crate) fn remap(old: usize, old_len: usize, new_len: usize, flags: c_int, to: usize) -> isize {
     const ENOMEM: isize = -(linux_raw_sys::errno::ENOMEM as isize);
     shmem::around(old, old_len, new_len, flags, || remap_private(old, old_len, new_len, flags, to))
         .unwrap_or(ENOMEM)
@@ -102,7 +102,7 @@ fn is_moved_whole(range: VirtRange, len: usize, to: usize) -> bool {
 
 /// The calling thread has moved a mapping to `at`, or grown the one there: it continues when the
 /// engine knows. A program with one thread need not wait: its changes are told in their order.
-pub fn wait_for_events(at: usize) {
+pub(crate) fn wait_for_events(at: usize) {
     if crate::seccomp::is() {
         if let Some(engine) = crate::process::engine_without_calls().filter(|_| has_threads()) {
             engine.bells.submit_by_fault(
@@ -118,7 +118,7 @@ pub fn wait_for_events(at: usize) {
 }
 
 /// Whether somebody would have to wait in [`wait_for_events`].
-pub fn matter() -> bool {
+pub(crate) fn matter() -> bool {
     let managed = if crate::seccomp::is() {
         crate::process::engine_without_calls()
     } else {
@@ -128,7 +128,7 @@ pub fn matter() -> bool {
 }
 
 /// A task that shares this memory is about to begin, of which libc may know nothing.
-pub fn will_have_threads() {
+pub(crate) fn will_have_threads() {
     CLONED.store(true, Relaxed);
 }
 

@@ -38,20 +38,20 @@ const TLS_TX: c_int = 1;
 const TLS_RX: c_int = 2;
 
 const F_SETFL: c_int = linux_raw_sys::general::F_SETFL as c_int;
-pub const SYS_OPEN: usize = linux_raw_sys::general::__NR_open as usize;
-pub const SYS_FCNTL: usize = linux_raw_sys::general::__NR_fcntl as usize;
-pub const SYS_OPENAT: usize = linux_raw_sys::general::__NR_openat as usize;
-pub const SYS_OPENAT2: usize = linux_raw_sys::general::__NR_openat2 as usize;
-pub const SYS_SENDTO: usize = linux_raw_sys::general::__NR_sendto as usize;
-pub const SYS_SENDMSG: usize = linux_raw_sys::general::__NR_sendmsg as usize;
-pub const SYS_SETSOCKOPT: usize = linux_raw_sys::general::__NR_setsockopt as usize;
-pub const SYS_VMSPLICE: usize = linux_raw_sys::general::__NR_vmsplice as usize;
-pub const SYS_SENDMMSG: usize = linux_raw_sys::general::__NR_sendmmsg as usize;
-pub const SYS_IO_URING_SETUP: usize = linux_raw_sys::general::__NR_io_uring_setup as usize;
-pub const SYS_IO_URING_ENTER: usize = linux_raw_sys::general::__NR_io_uring_enter as usize;
+pub(crate) const SYS_OPEN: usize = linux_raw_sys::general::__NR_open as usize;
+pub(crate) const SYS_FCNTL: usize = linux_raw_sys::general::__NR_fcntl as usize;
+pub(crate) const SYS_OPENAT: usize = linux_raw_sys::general::__NR_openat as usize;
+pub(crate) const SYS_OPENAT2: usize = linux_raw_sys::general::__NR_openat2 as usize;
+pub(crate) const SYS_SENDTO: usize = linux_raw_sys::general::__NR_sendto as usize;
+pub(crate) const SYS_SENDMSG: usize = linux_raw_sys::general::__NR_sendmsg as usize;
+pub(crate) const SYS_SETSOCKOPT: usize = linux_raw_sys::general::__NR_setsockopt as usize;
+pub(crate) const SYS_VMSPLICE: usize = linux_raw_sys::general::__NR_vmsplice as usize;
+pub(crate) const SYS_SENDMMSG: usize = linux_raw_sys::general::__NR_sendmmsg as usize;
+pub(crate) const SYS_IO_URING_SETUP: usize = linux_raw_sys::general::__NR_io_uring_setup as usize;
+pub(crate) const SYS_IO_URING_ENTER: usize = linux_raw_sys::general::__NR_io_uring_enter as usize;
 
 /// Called before a system call that the program makes through libc's `syscall`.
-pub fn before(number: usize, second: usize, third: usize, fourth: usize) {
+pub(crate) fn before(number: usize, second: usize, third: usize, fourth: usize) {
     match number {
         SYS_VMSPLICE => REFERENCES.note(),
         // The engine reads swap areas by a ring of its own, whose calls come through here as well.
@@ -102,7 +102,7 @@ fn opened(fd: c_int, flags: c_int) -> c_int {
 
 /// The calls that open a descriptor, or change its flags, through `syscall`; returns the kernel's
 /// word.
-pub fn instead(number: usize, words: [usize; 6]) -> isize {
+pub(crate) fn instead(number: usize, words: [usize; 6]) -> isize {
     // SAFETY: the program's own call.
     let result = unsafe { syscall6(number as u32, words) } as isize;
     let (fd, flags) = match number {

@@ -110,7 +110,7 @@ fn distance(a: VirtRange, b: VirtRange) -> usize {
 /// Keeps a range out of management from now on. A range that is known, or touches a known one,
 /// takes no place. Where all places are taken those go whose memory is unmapped; then the nearest
 /// range grows to hold this one as well, and what lies between them is kept out, too.
-pub fn exclude(range: VirtRange) {
+pub(crate) fn exclude(range: VirtRange) {
     exclude_in(&EXCLUDED, range);
 }
 
@@ -147,7 +147,7 @@ fn exclude_in(places: &[ExcludedRange], range: VirtRange) {
 }
 
 /// A range that is kept out until this is dropped.
-pub struct TemporaryExclusion(Option<&'static ExcludedRange>);
+pub(crate) struct TemporaryExclusion(Option<&'static ExcludedRange>);
 
 impl Drop for TemporaryExclusion {
     fn drop(&mut self) {
@@ -159,7 +159,7 @@ impl Drop for TemporaryExclusion {
 
 /// Keeps a range out of management for the time of a call; for good where more than
 /// [`MAX_TEMPORARY`] threads make one.
-pub fn exclude_for_now(range: VirtRange) -> TemporaryExclusion {
+pub(crate) fn exclude_for_now(range: VirtRange) -> TemporaryExclusion {
     let place = TEMPORARY.iter().find(|place| place.claim(range));
     if place.is_none() {
         exclude(range);
@@ -168,7 +168,7 @@ pub fn exclude_for_now(range: VirtRange) -> TemporaryExclusion {
 }
 
 /// True for a range that touches an excluded one.
-pub fn is_excluded(range: VirtRange) -> bool {
+pub(crate) fn is_excluded(range: VirtRange) -> bool {
     EXCLUDED
         .iter()
         .chain(&TEMPORARY)

@@ -36,7 +36,7 @@ const BLOCK: usize = 0x900;
 const RSEQ_BYTES: usize = 32;
 
 /// Pins the control block of the calling thread: it starts at the thread pointer.
-pub fn pin_own_block() {
+pub(crate) fn pin_own_block() {
     let block = real::thread_pointer();
     let tid = seccomp::own_tid();
     let pin = |at, len| {
@@ -109,7 +109,7 @@ pub unsafe extern "C" fn pthread_mutex_destroy(mutex: Mutex) -> c_int {
     result
 }
 
-pub const SYS_FUTEX: usize = linux_raw_sys::general::__NR_futex as usize;
+pub(crate) const SYS_FUTEX: usize = linux_raw_sys::general::__NR_futex as usize;
 const EFAULT: isize = -(linux_raw_sys::errno::EFAULT as isize);
 const COMMAND: usize = 0x7f;
 const PRIVATE: usize = 0x80;
@@ -146,7 +146,7 @@ fn writes(operation: usize) -> Writes {
 }
 
 /// futex(2) as the program meant it. Answers with the kernel's word.
-pub fn futex(a: [usize; 6]) -> isize {
+pub(crate) fn futex(a: [usize; 6]) -> isize {
     // SAFETY: the program's own arguments.
     let call = || unsafe { syscall6(SYS_FUTEX as u32, a) } as isize;
     let word = match writes(a[1]) {
@@ -196,7 +196,7 @@ const LIST_LIMIT: usize = 2048;
 const HEAD: usize = 24;
 
 /// A word that the kernel was told of by a raw system call: its page stays.
-pub fn named(addr: usize, len: usize) {
+pub(crate) fn named(addr: usize, len: usize) {
     if addr != 0 && pinned::pin_permanently(addr, len) {
         pinned::await_taking();
         if seccomp::is() {
@@ -210,7 +210,7 @@ pub fn named(addr: usize, len: usize) {
 }
 
 /// The calling thread's robust list begins at `head` from now on.
-pub fn named_list(head: usize) {
+pub(crate) fn named_list(head: usize) {
     OWN_LISTS.store(true, Relaxed);
     call_at_end();
     named(head, HEAD);
@@ -244,7 +244,7 @@ extern "C" fn end_of_thread(_value: *mut c_void) {
 
 /// The calling thread is about to end: the kernel must find the entries of a robust list that is
 /// the program's own. They are pinned until the thread is gone.
-pub fn ending() {
+pub(crate) fn ending() {
     if !OWN_LISTS.load(Relaxed) || seccomp::is() || process::engine().is_none() {
         return;
     }

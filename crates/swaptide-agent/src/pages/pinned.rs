@@ -139,7 +139,7 @@ fn pages_of(addr: usize, len: usize) -> impl Iterator<Item = PageNo> {
 }
 
 /// Pins some bytes as long as a thread lives. `tid` is the calling thread.
-pub fn pin_for_thread(addr: usize, len: usize, tid: Tid) {
+pub(crate) fn pin_for_thread(addr: usize, len: usize, tid: Tid) {
     for page in pages_of(addr, len) {
         let new = PinnedEntry::of_thread(page, tid);
         // The place of a thread that is gone is the caller's now. One that lives may have a word of
@@ -157,7 +157,7 @@ pub fn pin_for_thread(addr: usize, len: usize, tid: Tid) {
 }
 
 /// Pins some bytes until [`unpin`] is called as many times for them.
-pub fn pin(addr: usize, len: usize) {
+pub(crate) fn pin(addr: usize, len: usize) {
     for page in pages_of(addr, len) {
         insert(page, |found| match found {
             None => Some(PinnedEntry::counted(page, 1).0),
@@ -170,7 +170,7 @@ pub fn pin(addr: usize, len: usize) {
 }
 
 /// Undoes one [`pin`].
-pub fn unpin(addr: usize, len: usize) {
+pub(crate) fn unpin(addr: usize, len: usize) {
     for page in pages_of(addr, len) {
         for level in &LEVELS[..=DEEPEST_LEVEL.load(Acquire)] {
             let reduced = |found: Option<PinnedEntry>| match found
@@ -189,7 +189,7 @@ pub fn unpin(addr: usize, len: usize) {
 }
 
 /// Pins some bytes for good. True if they were not pinned so before.
-pub fn pin_permanently(addr: usize, len: usize) -> bool {
+pub(crate) fn pin_permanently(addr: usize, len: usize) -> bool {
     let mut any = false;
     for page in pages_of(addr, len).filter(|page| page.0 < PAGES) {
         let whole = PinnedEntry::counted(page, PERMANENT).0;
@@ -209,7 +209,7 @@ pub fn pin_permanently(addr: usize, len: usize) -> bool {
 }
 
 /// Which pages of a chunk are pinned, as bits. Called by the engine.
-pub fn pinned_pages(chunk: ChunkNo) -> u16 {
+pub(crate) fn pinned_pages(chunk: ChunkNo) -> u16 {
     let first = chunk.first().0;
     let mut mask = 0;
     for level in &LEVELS[..=DEEPEST_LEVEL.load(Acquire)] {
@@ -232,7 +232,7 @@ pub fn pinned_pages(chunk: ChunkNo) -> u16 {
 }
 
 /// Waits until the engine has done with what it chose before the last pin was made.
-pub fn await_taking() {
+pub(crate) fn await_taking() {
     if seccomp::is() {
         if let Some(engine) = process::engine_without_calls() {
             engine.await_taking(std::hint::spin_loop);
@@ -246,7 +246,7 @@ pub fn await_taking() {
 ///
 /// # Safety
 /// The bytes are mapped and readable.
-pub unsafe fn make_resident(addr: usize, len: usize) {
+pub(crate) unsafe fn make_resident(addr: usize, len: usize) {
     await_taking();
     for page in pages_of(addr, len) {
         let at = VirtAddr(addr.max(page.0 * PAGE_SIZE));

@@ -12,14 +12,14 @@ use swaptide_sys::procfs::{parse_u64, read_file};
 use swaptide_sys::raw::syscall6;
 
 /// Read by the engine; see [`References`].
-pub static REFERENCES: References = References::new();
+pub(crate) static REFERENCES: References = References::new();
 
-pub const O_DIRECT: c_int = linux_raw_sys::general::O_DIRECT as c_int;
+pub(crate) const O_DIRECT: c_int = linux_raw_sys::general::O_DIRECT as c_int;
 /// File systems of Linux 6.18 whose direct reads do not pin the reader's pages: NFS and Ceph.
 const UNPINNED: [u64; 2] = [0x6969, 0x00c3_6400];
 
 /// Whether direct reads by a descriptor pin nothing.
-pub fn is_unpinned(fd: c_int) -> bool {
+pub(crate) fn is_unpinned(fd: c_int) -> bool {
     const SYS_FSTATFS: u32 = linux_raw_sys::general::__NR_fstatfs;
     let mut buf = [0u64; 16];
     // SAFETY: the buffer is longer than the structure, whose first word is the type.
@@ -30,7 +30,7 @@ pub fn is_unpinned(fd: c_int) -> bool {
 
 /// The descriptors that a process has from before its first hook: notes rings of io_uring. False if
 /// there is one for direct reads that pin nothing, with which the process must not be managed.
-pub fn look_at_inherited() -> bool {
+pub(crate) fn look_at_inherited() -> bool {
     // This thread's own table is another one: the paths mean the program's.
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let Ok(dir) = rustix::fs::open(c"/proc/self/fd", flags, Mode::empty()) else { return true };

@@ -83,7 +83,7 @@ impl Cgroup {
     }
 
     /// The file a process writes `0` to in order to join.
-    pub fn procs(&self) -> PathBuf {
+    pub(crate) fn procs(&self) -> PathBuf {
         self.dir.join("cgroup.procs")
     }
 

@@ -44,7 +44,7 @@ pub enum KernelPeer {
 impl KernelPeer {
     /// Every peer. zswap is last: switching it on once ends the kernel's 64K swap-in, for zram too,
     /// until a reboot.
-    pub const ALL: [KernelPeer; 3] = [KernelPeer::Zram, KernelPeer::File, KernelPeer::Zswap];
+    pub(crate) const ALL: [KernelPeer; 3] = [KernelPeer::Zram, KernelPeer::File, KernelPeer::Zswap];
 
     /// The name on the command line and in JSON.
     pub fn name(self) -> &'static str {
@@ -56,7 +56,7 @@ impl KernelPeer {
     }
 
     /// Whether the pool counts against the cgroup's limit: zswap's does, in cgroup version 2.
-    pub fn pool_is_charged(self, cgroups: &Hierarchy) -> bool {
+    pub(crate) fn pool_is_charged(self, cgroups: &Hierarchy) -> bool {
         self == KernelPeer::Zswap && cgroups.version() == 2
     }
 
@@ -101,7 +101,7 @@ impl Folios {
     }
 
     /// The choices this kernel has.
-    pub fn choices(machine: &Machine) -> Vec<Folios> {
+    pub(crate) fn choices(machine: &Machine) -> Vec<Folios> {
         let large = machine.path(format!("{THP}/hugepages-64kB/enabled")).exists();
         if large { vec![Folios::Small, Folios::Large] } else { vec![Folios::Small] }
     }
@@ -259,7 +259,7 @@ fn swap_on(restorer: &Restorer, device: PathBuf) -> Result<(), String> {
 
 /// Whether zswap was ever used in this boot, in which case the kernel swaps nothing in as 64K any
 /// more.
-pub fn zswap_was_on(machine: &Machine) -> bool {
+pub(crate) fn zswap_was_on(machine: &Machine) -> bool {
     let used = |line: &str| line.strip_prefix("zswpout ").is_some_and(|n| n.trim() != "0");
     machine.read("/proc/vmstat").unwrap_or_default().lines().any(used)
         || machine.read(format!("{ZSWAP}/enabled")).is_ok_and(|v| v == "Y")

@@ -28,7 +28,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 /// Runs one of the system's tools (`mkswap`, `swapon`, `swapoff`) with its arguments.
-pub type Tool = dyn Fn(&str, &[&OsStr]) -> Result<(), String> + Send + Sync;
+type Tool = dyn Fn(&str, &[&OsStr]) -> Result<(), String> + Send + Sync;
 
 /// The machine a benchmark sets up: a file tree (the real one, or a copy in a test) and its tools.
 #[derive(Clone)]
@@ -41,7 +41,7 @@ pub struct Machine {
 
 impl Machine {
     /// This machine.
-    pub fn real() -> Self {
+    pub(crate) fn real() -> Self {
         Machine {
             root: PathBuf::from("/"),
             tool: Arc::new(run_tool),
@@ -77,12 +77,12 @@ impl Machine {
     }
 
     /// Runs a tool.
-    pub fn tool(&self, name: &str, args: &[&OsStr]) -> Result<(), String> {
+    pub(crate) fn tool(&self, name: &str, args: &[&OsStr]) -> Result<(), String> {
         (self.tool)(name, args)
     }
 
     /// Whether swap is on for `device` now.
-    pub fn swap_is_on(&self, device: &Path) -> bool {
+    pub(crate) fn swap_is_on(&self, device: &Path) -> bool {
         let list = self.read("/proc/swaps").unwrap_or_default();
         list.lines()
             .skip(1)
@@ -217,7 +217,7 @@ impl Restorer {
 
     /// Undoes everything when this process is told to end (SIGINT, SIGTERM, SIGHUP) or panics, then
     /// lets it end.
-    pub fn watch_signals(&self) -> Result<(), String> {
+    pub(crate) fn watch_signals(&self) -> Result<(), String> {
         let mut signals = signal_hook::iterator::Signals::new([2, 15, 1])
             .map_err(|e| format!("cannot watch for signals: {e}"))?;
         let restorer = self.clone();
@@ -265,7 +265,7 @@ impl Restorer {
     }
 
     /// Makes a change that is known only afterwards (a device whose number the kernel picks).
-    pub fn change_then<T>(
+    pub(crate) fn change_then<T>(
         &self,
         change: impl FnOnce(&Machine) -> Result<T, String>,
         undo: impl FnOnce(&T) -> Undo,
@@ -306,7 +306,7 @@ impl Restorer {
     }
 
     /// Never returns once a signal has come: the signal thread is undoing and ends the process.
-    pub fn stop_if_interrupted(&self) {
+    pub(crate) fn stop_if_interrupted(&self) {
         while self.shared.interrupted.load(Ordering::SeqCst) {
             std::thread::park();
         }

@@ -9,7 +9,8 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::report::points::{self, Point};
-pub use crate::report::side::{SWAPTIDE, Side, Spread, human};
+pub(crate) use crate::report::side::SWAPTIDE;
+pub use crate::report::side::{Side, Spread, human};
 use crate::report::side::{digits, round};
 
 /// A peer, and swaptide in the runs that alternated with it.
@@ -39,7 +40,7 @@ pub enum Better {
 
 impl Better {
     /// Whether `a` is better than `b`.
-    pub fn prefers(self, a: f64, b: f64) -> bool {
+    fn prefers(self, a: f64, b: f64) -> bool {
         if self == Better::Higher { a > b } else { a < b }
     }
 
@@ -84,7 +85,7 @@ pub struct BenchReport {
 
 impl BenchReport {
     /// The pairing with the best peer.
-    pub fn best(&self) -> Option<&Pairing> {
+    pub(crate) fn best(&self) -> Option<&Pairing> {
         let better = |a: &Pairing, b: &Pairing| {
             self.better.prefers(a.peer.stats.median, b.peer.stats.median)
         };
@@ -204,12 +205,12 @@ impl BenchReport {
     }
 }
 
-pub(super) fn peer_label(name: &str, side: &Side, counts: bool) -> String {
+fn peer_label(name: &str, side: &Side, counts: bool) -> String {
     let gap = if side.detail.is_empty() { "" } else { " " };
     format!("{name}{gap}{}{}", side.detail, if counts { " (the better)" } else { "" })
 }
 
-pub(super) fn swaptide_label(side: &Side) -> String {
+fn swaptide_label(side: &Side) -> String {
     if side.limit == 0 {
         SWAPTIDE.into()
     } else {

@@ -34,7 +34,7 @@ pub struct Point {
 impl Point {
     /// Peak resident memory as a part of the budget; the kernel's side is held to its limit by the
     /// kernel.
-    pub fn peak_over_budget(&self) -> Option<f64> {
+    fn peak_over_budget(&self) -> Option<f64> {
         let peak = self.side.resident.filter(|_| self.name == SWAPTIDE && self.side.limit > 0)?;
         Some(peak as f64 / self.side.limit as f64)
     }
@@ -89,7 +89,7 @@ pub fn sorted(points: &[Point], content: PageContent) -> Vec<&Point> {
 }
 
 /// The kinds of data there are points of, in the order they were measured in.
-pub fn contents(points: &[Point]) -> Vec<PageContent> {
+pub(crate) fn contents(points: &[Point]) -> Vec<PageContent> {
     let mut contents: Vec<PageContent> = Vec::new();
     for point in points {
         if !contents.contains(&point.content) {

@@ -50,7 +50,7 @@ pub struct Side {
 
 impl Side {
     /// Memory that was allowed in all.
-    pub fn allowed(&self) -> u64 {
+    pub(crate) fn allowed(&self) -> u64 {
         self.limit + if self.pool_inside { 0 } else { self.pool }
     }
 
@@ -87,7 +87,7 @@ pub(super) fn round(x: f64) -> f64 {
 }
 
 /// The name of our own side.
-pub const SWAPTIDE: &str = "swaptide";
+pub(crate) const SWAPTIDE: &str = "swaptide";
 
 /// A value with as many digits as say something.
 pub(super) fn digits(x: f64) -> String {

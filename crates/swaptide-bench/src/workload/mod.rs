@@ -2,4 +2,4 @@
 
 pub(crate) mod phases;
 pub mod program;
-pub(crate) mod redis;
+mod redis;

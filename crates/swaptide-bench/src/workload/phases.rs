@@ -32,7 +32,7 @@ impl PageContent {
     }
 
     /// In words, for a heading.
-    pub fn describe(self) -> &'static str {
+    pub(crate) fn describe(self) -> &'static str {
         match self {
             PageContent::Four => "that lz4 shrinks 4:1",
             PageContent::Two => "like a heap's, 2:1",
@@ -41,7 +41,7 @@ impl PageContent {
     }
 
     /// Words of noise at the front of a page that is noise and one repeated word.
-    pub fn noise_words(self) -> Option<usize> {
+    fn noise_words(self) -> Option<usize> {
         match self {
             PageContent::Four => Some(WORDS / 4),
             PageContent::Two => None,
@@ -84,7 +84,7 @@ impl PageContent {
     }
 
     /// Checks every word.
-    pub fn check_whole_page(self, page: &[u64], index: usize) -> bool {
+    pub(crate) fn check_whole_page(self, page: &[u64], index: usize) -> bool {
         page.iter().enumerate().all(|(place, &found)| found == self.word(index, place))
     }
 }
@@ -167,7 +167,7 @@ pub struct PhaseResult {
 
 impl PhaseResult {
     /// Throughput in MB/s (10^6 bytes).
-    pub fn mb_per_s(&self) -> f64 {
+    pub(crate) fn mb_per_s(&self) -> f64 {
         self.pages as f64 * PAGE as f64 / 1e6 / self.seconds.max(1e-9)
     }
 }

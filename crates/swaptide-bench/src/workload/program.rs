@@ -244,7 +244,7 @@ pub fn main(args: &BenchWorkArgs) -> u8 {
 }
 
 /// The line that says all phases are over and the memory is still held.
-pub const DONE: &str = "done";
+pub(crate) const DONE: &str = "done";
 
 #[cfg(test)]
 mod tests {

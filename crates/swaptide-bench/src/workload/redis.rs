@@ -119,7 +119,7 @@ impl Server {
     }
 
     /// From the command until the dump is complete.
-    pub fn save(&mut self, cap: Duration) -> Result<PhaseResult, String> {
+    pub(crate) fn save(&mut self, cap: Duration) -> Result<PhaseResult, String> {
         let begin = Instant::now();
         let ask = |server: &mut Server| -> std::io::Result<String> {
             server.commands.write_all(b"BGSAVE\r\n")?;

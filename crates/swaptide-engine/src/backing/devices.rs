@@ -42,12 +42,12 @@ use swaptide_sys::thread::now;
 use crate::EngineError;
 
 /// Swap type of compressed memory.
-pub const POOL: SwapType = SwapType::new(0).expect("a swap type");
+pub(crate) const POOL: SwapType = SwapType::new(0).expect("a swap type");
 /// Swap type of all swap areas.
-pub const FILE: SwapType = SwapType::new(1).expect("a swap type");
+pub(crate) const FILE: SwapType = SwapType::new(1).expect("a swap type");
 /// Slots of the compressed memory's device. They cost nothing until used; no program has more
 /// swapped pages (256 GiB).
-pub const POOL_SLOTS: u32 = 1 << 26;
+const POOL_SLOTS: u32 = 1 << 26;
 
 /// Slots for an extent of 512 blocks: packed pages may be a quarter of a block on average.
 const SLOTS_PER_EXTENT: u32 = 2048;
@@ -287,7 +287,7 @@ pub struct FileTier {
 
 impl FileTier {
     /// Has what is held of the areas charged to the group that the process belongs to now.
-    pub fn follow_group(&self) {
+    pub(crate) fn follow_group(&self) {
         let _change = self.areas.change.lock();
         self.areas.follow_group();
     }
@@ -331,17 +331,17 @@ impl FileTier {
     }
 
     /// True when writing may take an unknown time.
-    pub fn has_remote(&self) -> bool {
+    pub(crate) fn has_remote(&self) -> bool {
         self.has_far.load(Relaxed)
     }
 
     /// True when a page's data is to be had from a server alone.
-    pub fn is_remote(&self, entry: SwapEntry) -> bool {
+    pub(crate) fn is_remote(&self, entry: SwapEntry) -> bool {
         self.has_remote() && self.device.server_of(Slot(entry.offset().0)).is_some()
     }
 
     /// The table of areas has changed: looks what shall be left.
-    pub fn look_at_areas(&self) {
+    pub(crate) fn look_at_areas(&self) {
         self.look_for_remote();
         let closed = |extent: Extent| {
             let place = self.areas.segment.place_of(ExtentId(extent.0));
@@ -354,7 +354,7 @@ impl FileTier {
 
     /// Moves some of what lies on closed areas to others. False when there is nothing to move, or
     /// it cannot be moved at the moment.
-    pub fn leave_areas(&self) -> bool {
+    pub(crate) fn leave_areas(&self) -> bool {
         if !self.leaving.load(Relaxed) {
             return false;
         }
@@ -369,7 +369,7 @@ impl FileTier {
 impl Devices {
     /// What compressed memory holds for an entry of it will be loaded soon: has it brought near
     /// while there is something else to do.
-    pub fn prefetch(&self, entry: SwapEntry) {
+    pub(crate) fn prefetch(&self, entry: SwapEntry) {
         if entry.ty() == POOL {
             self.pool_slots.prefetch(entry.offset());
             self.pool.prefetch(Slot(entry.offset().0));
@@ -420,7 +420,7 @@ impl Devices {
     }
 
     /// Whether there is anything beyond compressed memory that takes pages.
-    pub fn is_backed(&self) -> bool {
+    pub(crate) fn is_backed(&self) -> bool {
         self.segment.has_area()
     }
 
@@ -430,7 +430,7 @@ impl Devices {
     }
 
     /// Slots for a folio of `2^order` pages in compressed memory.
-    pub fn alloc_pool(&self, order: u8, folio: FolioId) -> Option<SwapEntry> {
+    pub(crate) fn alloc_pool(&self, order: u8, folio: FolioId) -> Option<SwapEntry> {
         self.pool_slots
             .alloc_folio(CPU, Order::new(order)?, folio, GROUP)
             .ok()
@@ -438,7 +438,7 @@ impl Devices {
     }
 
     /// A slot for one page in the file.
-    pub fn alloc_file(&self, folio: FolioId) -> Option<SwapEntry> {
+    pub(crate) fn alloc_file(&self, folio: FolioId) -> Option<SwapEntry> {
         self.file
             .slots
             .alloc_folio(CPU, Order::ZERO, folio, GROUP)
@@ -448,7 +448,7 @@ impl Devices {
 
     /// Drops the data of a slot that holds a shadow, and the slot.
     #[track_caller]
-    pub fn drop_swapped(&self, entry: SwapEntry) {
+    pub(crate) fn drop_swapped(&self, entry: SwapEntry) {
         let (ty, offset) = (entry.ty(), entry.offset());
         let slot = Slot(offset.0);
         let held = if ty == FILE { self.file.device.free(slot) } else { self.pool.free(slot) };
@@ -464,7 +464,7 @@ impl Devices {
 
     /// True while the file has room for what its pages' program has again, at the last
     /// [`Devices::metadata_bytes`].
-    pub fn file_is_roomy(&self) -> bool {
+    pub(crate) fn file_is_roomy(&self) -> bool {
         self.file.roomy.load(Relaxed) && self.is_backed()
     }
 
@@ -486,7 +486,7 @@ impl Devices {
 
     /// Gives a slot that holds a shadow a newer one: its page came in, was not changed, and went
     /// out again.
-    pub fn renew_shadow(&self, entry: SwapEntry, shadow: Shadow) {
+    pub(crate) fn renew_shadow(&self, entry: SwapEntry, shadow: Shadow) {
         let (slots, offset) = (self.slots(entry.ty()), entry.offset());
         let renewed = slots.shadow_to_folio(offset, 1, RENEWING, None).and_then(|_| {
             slots.folio_to_shadow(offset, 1, RENEWING, shadow, swaptide_core::ZeroMask::Keep)
@@ -499,20 +499,20 @@ impl Devices {
     }
 
     /// Frees a slot alone.
-    pub fn free_slot(&self, entry: SwapEntry, expect: swaptide_core::Expect) {
+    pub(crate) fn free_slot(&self, entry: SwapEntry, expect: swaptide_core::Expect) {
         if let Err(mismatch) = self.slots(entry.ty()).free(entry.offset(), 1, expect) {
             crate::fatal(&format!("a swap slot was not what it must be: {mismatch}"));
         }
     }
 
     /// Turns `n` slots from folio to shadow.
-    pub fn to_shadow(&self, entry: SwapEntry, n: u32, folio: FolioId, shadow: Shadow) {
+    pub(crate) fn to_shadow(&self, entry: SwapEntry, n: u32, folio: FolioId, shadow: Shadow) {
         self.to_shadow_with_zeros(entry, n, folio, shadow, 0);
     }
 
     /// The same (at most 64 slots), where the pages whose bits are set in `zeros` are all zeros:
     /// who brings them back need not ask the device.
-    pub fn to_shadow_with_zeros(
+    pub(crate) fn to_shadow_with_zeros(
         &self,
         entry: SwapEntry,
         n: u32,
@@ -541,9 +541,9 @@ impl Devices {
 }
 
 /// The offset of an entry `n` slots further.
-pub fn entry_plus(entry: SwapEntry, n: u32) -> SwapEntry {
+pub(crate) fn entry_plus(entry: SwapEntry, n: u32) -> SwapEntry {
     entry.plus(n)
 }
 
 /// An entry that stands where none is meant yet.
-pub const NO_ENTRY: SwapEntry = SwapEntry::new(POOL, SwapOffset(0));
+pub(crate) const NO_ENTRY: SwapEntry = SwapEntry::new(POOL, SwapOffset(0));

@@ -19,7 +19,7 @@ use crate::mm::page_table::{PageState, PageTable};
 use crate::mm::types::PageNo;
 
 /// Most pages of a snapshot.
-pub const MAX_SNAPSHOT_PAGES: usize = 64;
+pub(crate) const MAX_SNAPSHOT_PAGES: usize = 64;
 
 /// Where one page is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -42,7 +42,7 @@ pub enum PageLocation {
 
 impl PageLocation {
     /// There is data to bring from a device that answers soon.
-    pub fn is_stored(self) -> bool {
+    fn is_stored(self) -> bool {
         matches!(self, PageLocation::Pool | PageLocation::File | PageLocation::Zero)
     }
 }
@@ -153,12 +153,12 @@ impl Snapshot {
     }
 
     /// How many pages from the first on are far.
-    pub fn any_remote(&self) -> usize {
+    pub(crate) fn any_remote(&self) -> usize {
         self.places[..self.len].iter().take_while(|place| **place == PageLocation::Far).count()
     }
 
     /// Far pages count as near: they are to be waited for.
-    pub fn wait_for_remote(&mut self) {
+    pub(crate) fn wait_for_remote(&mut self) {
         self.places[..self.len]
             .iter_mut()
             .filter(|place| **place == PageLocation::Far)
@@ -189,7 +189,7 @@ impl Snapshot {
     }
 
     /// The second look: how many of `n` pages from the first on still have the word they had.
-    pub fn still_valid(&self, table: &PageTable, n: usize) -> usize {
+    pub(crate) fn still_valid(&self, table: &PageTable, n: usize) -> usize {
         let same = |k: &usize| match (self.places[*k], table.get(self.first.plus(*k))) {
             (PageLocation::Absent, state) => !matches!(state, PageState::Swapped(_)),
             (_, PageState::Swapped(entry)) => entry == self.entries[*k],

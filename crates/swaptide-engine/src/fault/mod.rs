@@ -1,7 +1,7 @@
 //! The way in: from a fault to the page in its place.
 
 pub(crate) mod complete;
-pub(crate) mod direct_reclaim;
+mod direct_reclaim;
 pub(crate) mod install;
 pub(crate) mod load;
 pub(crate) mod path;

@@ -153,7 +153,7 @@ impl FaultPath {
 
     /// Counts pages that came unasked since the last call, but for those that a rotational disk had
     /// brought before: they were counted then.
-    pub(crate) fn count_ahead(&mut self, pages: usize) {
+    fn count_ahead(&mut self, pages: usize) {
         let held = std::mem::take(&mut self.loader.held_came);
         self.engine.count(Counter::SwapRa, pages.saturating_sub(held));
     }
@@ -174,7 +174,7 @@ impl FaultPath {
     /// Brings in one page: what [`FaultPath::swap_in_range`] does, in the fewest steps for a page
     /// in compressed memory. One from the file may bring its neighbours there, `most` pages
     /// together.
-    pub(crate) fn swap_in_page(&mut self, page: PageNo, most: usize) -> Result<(), Stop> {
+    fn swap_in_page(&mut self, page: PageNo, most: usize) -> Result<(), Stop> {
         let engine = self.engine;
         let state = engine.mm.lock().table.get(page);
         let entry = match state {

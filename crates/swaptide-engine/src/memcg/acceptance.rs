@@ -14,7 +14,7 @@
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 /// The threshold where only a percentage of the limit was given.
-pub const USUAL_THRESHOLD: u32 = 90;
+const USUAL_THRESHOLD: u32 = 90;
 
 /// See the module's description.
 pub struct Acceptance {

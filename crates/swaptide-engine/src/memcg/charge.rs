@@ -96,7 +96,7 @@ impl Charge {
     }
 
     /// The same with a rule by which compressed memory takes pages.
-    pub fn with_acceptance(self, acceptance: Acceptance) -> Charge {
+    pub(crate) fn with_acceptance(self, acceptance: Acceptance) -> Charge {
         Charge { acceptance, ..self }
     }
 
@@ -111,12 +111,12 @@ impl Charge {
     }
 
     /// The pools of all other processes take `bytes`.
-    pub fn others_pool(&self, bytes: u64) {
+    pub(crate) fn others_pool(&self, bytes: u64) {
         self.pool_of_others.store(bytes, Relaxed);
     }
 
     /// Takes over what the supervisor wrote.
-    pub fn take_limit(&self, slot: &ProcSlot) {
+    pub(crate) fn take_limit(&self, slot: &ProcSlot) {
         let limit = slot.limit_bytes.load(Relaxed);
         if limit != 0 && self.family.accepts_limit(limit) {
             self.limit.store(limit, Relaxed);
@@ -128,7 +128,7 @@ impl Charge {
     /// What a fork leaves to each of the two: half of the limit, if there is that much. Where there
     /// is something to keep, it is not heeded at once ([`CowGroup::part`]). In both processes,
     /// before another limit is taken over.
-    pub fn split_limit(&self) -> u64 {
+    pub(crate) fn split_limit(&self) -> u64 {
         // Of several forks before the supervisor has looked each leaves half of what the last one
         // left.
         let limit = self.family.fork_limit_set().unwrap_or_else(|| self.limit());
@@ -141,13 +141,13 @@ impl Charge {
 
     /// The program does not get on within its limit (see [`crate::memcg::thrash`]): it may go a
     /// little further past it.
-    pub fn grant_grace(&self) {
+    pub(crate) fn grant_grace(&self) {
         let most = self.limit() / GRACE_DIVISOR;
         self.grace.store((self.grace.load(Relaxed) + GRACE_STEP).min(most), Relaxed);
     }
 
     /// Takes back some of what [`Charge::grant_grace`] gave.
-    pub fn decay_grace(&self) {
+    pub(crate) fn decay_grace(&self) {
         let grace = self.grace.load(Relaxed);
         self.grace.store(grace - (grace / 64 + PAGE_SIZE as u64).min(grace), Relaxed);
     }
@@ -161,19 +161,19 @@ impl Charge {
     }
 
     /// Bytes charged.
-    pub fn charged(&self) -> u64 {
+    fn charged(&self) -> u64 {
         let kept = self.pages.load(Relaxed) * PAGE_SIZE as u64 + self.pool.load(Relaxed);
         kept.saturating_add_signed(self.rest.load(Relaxed)) + self.aside.load(Relaxed)
     }
 
     /// So many bytes of this process's lie in shared memory, where they are not measured.
-    pub fn set_aside(&self, bytes: u64) {
+    pub(crate) fn set_aside(&self, bytes: u64) {
         self.aside.store(bytes, Relaxed);
     }
 
     /// True when there is so much in compressed memory that it is worth something to look after
     /// what forks do with it.
-    pub fn is_pool_worth_sharing(&self) -> bool {
+    pub(crate) fn is_pool_worth_sharing(&self) -> bool {
         self.pool() >= MIN_SHARED_POOL_BYTES
     }
 
@@ -202,7 +202,7 @@ impl Charge {
     /// Bytes that may still be filled before the limit is reached; negative beyond it. What the
     /// program lately grew by between two looks in memory that is not managed yet is kept free, up
     /// to an eighth of the limit.
-    pub fn headroom(&self) -> i64 {
+    pub(crate) fn headroom(&self) -> i64 {
         let limit = self.limit() as i64;
         limit + self.grace.load(Relaxed) as i64
             - self.charged() as i64
@@ -222,19 +222,19 @@ impl Charge {
 
     /// The last batch was made of many short moves (or not): so little comes in for a fault, too,
     /// and less need be kept free for it.
-    pub fn set_scattered(&self, scattered: bool) {
+    pub(crate) fn set_scattered(&self, scattered: bool) {
         self.scattered.store(scattered, Relaxed);
     }
 
     /// A fault brought in `pages`. Told by the handler alone.
-    pub fn brought(&self, pages: usize) {
+    pub(crate) fn brought(&self, pages: usize) {
         let mean = self.brought_16.load(Relaxed);
         self.brought_16.store((mean * 15 + 16 * pages as u32) / 16, Relaxed);
     }
 
     /// True while pages come in one by one: little need be kept free for them, however many go out
     /// together.
-    pub fn is_sparse(&self) -> bool {
+    pub(crate) fn is_sparse(&self) -> bool {
         self.scattered.load(Relaxed) || self.brought_16.load(Relaxed) < 16 * SPARSE_PAGES_PER_CHUNK
     }
 
@@ -256,23 +256,23 @@ impl Charge {
 
     /// Chunks that reclaim takes at a time: a small limit must not have a large part of it on its
     /// way.
-    pub fn batch_chunks(&self) -> usize {
+    pub(crate) fn batch_chunks(&self) -> usize {
         (self.limit() as usize / 128 / CHUNK_BYTES).clamp(2, CHUNKS_PER_LEAF)
     }
 
     /// Free frames worth keeping for the next growth or swap-in.
-    pub fn keep_frames(&self) -> usize {
+    pub(crate) fn keep_frames(&self) -> usize {
         let frames = (self.limit() as usize / 64 / PAGE_SIZE).clamp(32, 1024);
         if self.is_sparse() { frames / 16 } else { frames }
     }
 
     /// Most pages that one fault fills.
-    pub fn window_pages(&self) -> usize {
+    pub(crate) fn window_pages(&self) -> usize {
         (self.limit() as usize / 64 / PAGE_SIZE).clamp(16, 512)
     }
 
     /// The same where the pages are far: a window is all that comes in the time of one answer.
-    pub fn far_window_pages(&self) -> usize {
+    pub(crate) fn far_window_pages(&self) -> usize {
         (self.limit() as usize / 16 / PAGE_SIZE).clamp(16, 512)
     }
 
@@ -298,17 +298,17 @@ impl Charge {
     }
 
     /// Whether compressed memory takes pages, now that it has `pool` bytes.
-    pub fn ask_pool(&self, pool: u64) -> Verdict {
+    pub(crate) fn ask_pool(&self, pool: u64) -> Verdict {
         self.acceptance.ask(pool, self.pool_bound())
     }
 
     /// True while compressed memory refuses pages, as of the last one that was to be stored.
-    pub fn pool_refuses(&self) -> bool {
+    pub(crate) fn pool_refuses(&self) -> bool {
         self.acceptance.is_full()
     }
 
     /// Bytes down to which the oldest pages of compressed memory go to the swap areas.
-    pub fn pool_goal(&self) -> u64 {
+    pub(crate) fn pool_goal(&self) -> u64 {
         let limit = self.pool_limit();
         if self.pool_refuses() {
             limit.min(self.acceptance.threshold(self.pool_bound()))
@@ -319,7 +319,7 @@ impl Charge {
 
     /// True when nothing should leave the program that only compressed memory can take: it is past
     /// its bound, or so far past its share that little stays resident.
-    pub fn pool_is_full(&self) -> bool {
+    pub(crate) fn pool_is_full(&self) -> bool {
         let pool = self.pool();
         let resident = self.pages.load(Relaxed) * PAGE_SIZE as u64;
         let bounded = self.pool_bound() != u64::MAX;
@@ -328,24 +328,24 @@ impl Charge {
 
     /// Bytes to be divided between managed pages and compressed memory: the limit less what is not
     /// under management, but not less than half.
-    pub fn divisible(&self) -> u64 {
+    pub(crate) fn divisible(&self) -> u64 {
         let limit = self.limit();
         limit.saturating_sub(self.rest().max(0) as u64).max(limit / 2)
     }
 
     /// The share of the compressed pool, in 1/1024 of [`Charge::divisible`].
-    pub fn pool_share(&self) -> u32 {
+    pub(crate) fn pool_share(&self) -> u32 {
         self.pool_share.load(Relaxed)
     }
 
     /// Gives the compressed pool another share.
-    pub fn set_pool_share(&self, share: u32) {
+    pub(crate) fn set_pool_share(&self, share: u32) {
         self.pool_share.store(share, Relaxed);
     }
 
     /// True when compressed memory is so far above its share that nothing may go to it before
     /// something went to the file.
-    pub fn pool_overflows(&self) -> bool {
+    pub(crate) fn pool_overflows(&self) -> bool {
         let margin = (self.limit() / 32).min((self.pool_max.load(Relaxed) / 8).max(256 << 10));
         self.pool() > self.pool_limit() + margin
     }
@@ -354,7 +354,7 @@ impl Charge {
     /// `kept` of the `pages` it holds are such. They save a compression, and cost room; what they
     /// take is bounded, and they are the first to go. In a family they cost nothing: the others
     /// have the same memory, which giving them up would not free but have copied.
-    pub fn keeps_copies(&self, kept: usize, pages: usize) -> bool {
+    pub(crate) fn keeps_copies(&self, kept: usize, pages: usize) -> bool {
         let bytes = self.pool() as u128 * kept as u128 / pages.max(1) as u128;
         let few =
             bytes < u128::from(self.limit() / CLEAN_COPIES_DIVISOR) || self.family.is_active();
@@ -365,12 +365,12 @@ impl Charge {
     /// then goes there when it goes out again, however old it is: a child that reads all that its
     /// parent had (to save it) would else read much of it twice. Elsewhere that loses more than it
     /// gains.
-    pub fn may_compact_old(&self) -> bool {
+    pub(crate) fn may_compact_old(&self) -> bool {
         self.family.is_child_member() && self.pool() < self.pool_limit() / 8 * 7
     }
 
     /// Looks whether this process is still of a family; called now and then.
-    pub fn follow_cow_group(&self) {
+    pub(crate) fn follow_cow_group(&self) {
         self.family.look_for_parent();
         if self.family.follow(self.pool() > self.pool_goal()) {
             // What grew meanwhile is divided again, but not by writing away at once what the next

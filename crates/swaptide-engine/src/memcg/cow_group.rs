@@ -66,13 +66,13 @@ impl CowGroup {
     }
 
     /// What the last fork left, while the supervisor may still say another limit.
-    pub fn fork_limit_set(&self) -> Option<u64> {
+    pub(crate) fn fork_limit_set(&self) -> Option<u64> {
         let is_on = now().0 < self.parted_until.load(Relaxed);
         Some(self.parted.load(Relaxed)).filter(|limit| is_on && *limit != 0)
     }
 
     /// False for the limit that a fork left, as long as the supervisor may still say another.
-    pub fn accepts_limit(&self, limit: u64) -> bool {
+    pub(crate) fn accepts_limit(&self, limit: u64) -> bool {
         if limit == self.parted.load(Relaxed) && now().0 < self.parted_until.load(Relaxed) {
             return false;
         }
@@ -82,7 +82,7 @@ impl CowGroup {
 
     /// What the supervisor says: 0, or a number that is another one each time it has seen that this
     /// process is of a family. (If it is gone, it says nothing.)
-    pub fn on_hint(&self, said: u32) {
+    pub(crate) fn on_hint(&self, said: u32) {
         if self.said.swap(said, Relaxed) != said && said != 0 {
             self.stay();
         }
@@ -103,7 +103,7 @@ impl CowGroup {
 
     /// Ends what [`CowGroup::inherit`] began when the parent is another one now: the first has
     /// ended.
-    pub fn look_for_parent(&self) {
+    pub(crate) fn look_for_parent(&self) {
         let parent = self.heir_of.load(Relaxed);
         if parent != 0 && parent != swaptide_sys::process::parent() {
             self.heir_of.store(0, Relaxed);
@@ -112,12 +112,12 @@ impl CowGroup {
     }
 
     /// True in a fork whose parent lives.
-    pub fn is_child_member(&self) -> bool {
+    pub(crate) fn is_child_member(&self) -> bool {
         self.heir_of.load(Relaxed) != 0
     }
 
     /// See the module's description.
-    pub fn is_active(&self) -> bool {
+    pub(crate) fn is_active(&self) -> bool {
         self.is_one.load(Relaxed)
     }
 
@@ -134,7 +134,7 @@ impl CowGroup {
     }
 
     /// False while what is in compressed memory should stay there although it is past its share.
-    pub fn may_write_back(&self) -> bool {
+    pub(crate) fn may_write_back(&self) -> bool {
         if !self.is_active() {
             return true;
         }

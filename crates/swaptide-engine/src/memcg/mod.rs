@@ -3,9 +3,9 @@
 
 pub mod acceptance;
 pub mod charge;
-pub(crate) mod cow_group;
-pub mod pool_sizing;
+mod cow_group;
+pub(crate) mod pool_sizing;
 pub(crate) mod psi;
 pub mod small;
 pub(crate) mod swap_high;
-pub mod thrash;
+pub(crate) mod thrash;

@@ -24,9 +24,9 @@
 //! the memory lock; the share it decides on is kept in [`crate::memcg::charge::Charge`].
 
 /// Smallest share of compressed memory, in 1/1024 of what there is to divide.
-pub const MIN_SHARE_1024: u32 = 48;
+const MIN_SHARE_1024: u32 = 48;
 /// Largest share.
-pub const MAX_SHARE_1024: u32 = 700;
+pub(crate) const MAX_SHARE_1024: u32 = 700;
 /// One step.
 const SHARE_STEP_1024: u32 = 16;
 /// Refaults that say something.
@@ -170,13 +170,13 @@ impl PoolSizer {
     /// True for a page that comes back from the file later than compressed memory would have kept
     /// it: should it go out again unchanged, it goes where it came from. One that comes back sooner
     /// is wanted often, and belongs into compressed memory.
-    pub fn belongs_to_file(&self, distance: u64) -> bool {
+    pub(crate) fn belongs_to_file(&self, distance: u64) -> bool {
         distance >= self.age
     }
 
     /// False when the pages that come back from the file had been out for much longer than
     /// compressed memory could have kept them, however tightly it packs them.
-    pub fn tighter_helps(&self) -> bool {
+    pub(crate) fn tighter_helps(&self) -> bool {
         self.soon * 8 >= self.late || self.soon + self.late < MIN_REFAULTS
     }
 

@@ -36,7 +36,7 @@ const MATTERS: u64 = 2 << 20;
 /// New mappings are reported while less than this many times [`Charge::high`] is left.
 const NEAR: i64 = 4;
 /// Small mappings that one look adopts at most.
-pub const MOST_AT_A_LOOK: usize = 1024;
+const MOST_AT_A_LOOK: usize = 1024;
 /// Classes of candidates by size: one page, up to 3, up to 7, and more.
 const CLASSES: usize = 4;
 
@@ -64,7 +64,7 @@ impl Small {
     }
 
     /// True when small mappings are managed.
-    pub fn are_managed(&self) -> bool {
+    pub(crate) fn are_managed(&self) -> bool {
         self.managed.load(Relaxed)
     }
 
@@ -79,12 +79,12 @@ impl Small {
     }
 
     /// The last look has left some for the next one, or not.
-    pub fn look_again(&self, are_more: bool) {
+    pub(crate) fn look_again(&self, are_more: bool) {
         self.are_more.store(are_more, Relaxed);
     }
 
     /// True when the last look has left some, once.
-    pub fn is_look_due(&self) -> bool {
+    pub(crate) fn is_look_due(&self) -> bool {
         self.are_more.swap(false, Relaxed)
     }
 

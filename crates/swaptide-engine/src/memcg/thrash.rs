@@ -25,7 +25,7 @@ pub struct ThrashDetector {
 impl ThrashDetector {
     /// A page came back after so many others went out; `None` if it was still on its way. True when
     /// a step is due.
-    pub fn came_back(&mut self, distance: Option<u64>) -> bool {
+    pub(crate) fn came_back(&mut self, distance: Option<u64>) -> bool {
         let now = if distance.is_none_or(|distance| distance < MAX_REFAULT_DISTANCE_PAGES) {
             1024
         } else {

@@ -132,7 +132,7 @@ pub struct Jobs {
 
 impl Jobs {
     /// The batch that waits longest.
-    pub fn longest_waiting(&mut self) -> Option<Box<Batch>> {
+    pub(crate) fn longest_waiting(&mut self) -> Option<Box<Batch>> {
         self.waiting.pop_front()
     }
 
@@ -142,7 +142,7 @@ impl Jobs {
     }
 
     /// A batch to take with.
-    pub fn blank(&mut self) -> Box<Batch> {
+    pub(crate) fn blank(&mut self) -> Box<Batch> {
         self.spare.pop().unwrap_or_default()
     }
 
@@ -152,7 +152,7 @@ impl Jobs {
     }
 
     /// The batch is of no use any more.
-    pub fn retire(&mut self, batch: Box<Batch>) {
+    pub(crate) fn retire(&mut self, batch: Box<Batch>) {
         self.spare.push(batch);
     }
 }

@@ -129,7 +129,7 @@ impl Grace {
     }
 
     /// A far page that threads have waited for arrives: their time begins now.
-    pub fn lands(&mut self, page: PageNo, at: Nanos) {
+    pub(crate) fn lands(&mut self, page: PageNo, at: Nanos) {
         if self.buckets[bucket(page.chunk())] == 0 {
             return;
         }
@@ -142,7 +142,7 @@ impl Grace {
     }
 
     /// Pages of the chunk that reclaim must pass by at `now`.
-    pub fn spared(&self, chunk: ChunkNo, now: Nanos) -> u16 {
+    pub(crate) fn spared(&self, chunk: ChunkNo, now: Nanos) -> u16 {
         if self.buckets[bucket(chunk)] == 0 {
             return 0;
         }

@@ -38,7 +38,7 @@ impl Queues {
     }
 
     /// Pages of the chunk went to compressed memory.
-    pub fn pooled(&mut self, table: &mut PageTable, chunk: ChunkNo) {
+    pub(crate) fn pooled(&mut self, table: &mut PageTable, chunk: ChunkNo) {
         if table.is_used(chunk) && table.chunk(chunk).flags & POOL_LOGGED == 0 {
             table.update(chunk, |c| c.flags |= POOL_LOGGED);
             self.pool.push_back(chunk);
@@ -46,7 +46,7 @@ impl Queues {
     }
 
     /// Copies of pages of the chunk are kept.
-    pub fn log_clean(&mut self, table: &mut PageTable, chunk: ChunkNo) {
+    pub(crate) fn log_clean(&mut self, table: &mut PageTable, chunk: ChunkNo) {
         if table.is_used(chunk) && table.chunk(chunk).flags & CLEAN_LOGGED == 0 {
             table.update(chunk, |c| c.flags |= CLEAN_LOGGED);
             self.kept.push_back(chunk);
@@ -54,7 +54,7 @@ impl Queues {
     }
 
     /// Takes the chunk of which copies have been kept longest.
-    pub fn next_clean(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+    pub(crate) fn next_clean(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
         let chunk = self.kept.pop_front()?;
         table.update(chunk, |c| c.flags &= !CLEAN_LOGGED);
         Some(chunk)
@@ -69,20 +69,20 @@ impl Queues {
     }
 
     /// Takes the chunk of which pages have been known to be shared longest.
-    pub fn next_shared(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+    pub(crate) fn next_shared(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
         let chunk = self.shared.pop_front()?;
         table.update(chunk, |c| c.flags &= !SHARED_LOGGED);
         Some(chunk)
     }
 
     /// Chunks of which pages are known to be shared, or were.
-    pub fn shared_len(&self) -> usize {
+    pub(crate) fn shared_len(&self) -> usize {
         self.shared.len()
     }
 
     /// Pages of the chunk were faulted for writing: what keeps one of them from going is no sharing
     /// ([`PageTable::make_own`]). It is the next to be looked at.
-    pub fn made_own(&mut self, table: &mut PageTable, chunk: ChunkNo, pages: u16) {
+    pub(crate) fn made_own(&mut self, table: &mut PageTable, chunk: ChunkNo, pages: u16) {
         if !table.is_used(chunk) {
             return;
         }
@@ -105,7 +105,7 @@ impl Queues {
     }
 
     /// A fork shares all that was made own.
-    pub fn forget_own(&mut self, table: &mut PageTable) {
+    pub(crate) fn forget_own(&mut self, table: &mut PageTable) {
         for chunk in std::mem::take(&mut self.own) {
             table.forget_own(chunk);
             table.update(chunk, |c| c.flags &= !OWN_LOGGED);
@@ -113,7 +113,7 @@ impl Queues {
     }
 
     /// The chunk is the next to be looked at.
-    pub fn first_to_go(&mut self, table: &mut PageTable, chunk: ChunkNo) {
+    pub(crate) fn first_to_go(&mut self, table: &mut PageTable, chunk: ChunkNo) {
         let info = table.chunk(chunk);
         if info.present == 0 {
             return;
@@ -126,12 +126,12 @@ impl Queues {
     }
 
     /// Entries in the queue of resident chunks.
-    pub fn resident_len(&self) -> usize {
+    pub(crate) fn resident_len(&self) -> usize {
         self.resident.len()
     }
 
     /// Takes the chunk that has been resident longest.
-    pub fn next_resident(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+    pub(crate) fn next_resident(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
         loop {
             let chunk = self.resident.pop_front()?;
             // A chunk that was called to the front stands in the queue a second time, without its
@@ -152,41 +152,41 @@ impl Queues {
     }
 
     /// The first few chunks of those that went to compressed memory longest ago.
-    pub fn oldest_pooled(&self) -> impl Iterator<Item = ChunkNo> + '_ {
+    pub(crate) fn oldest_pooled(&self) -> impl Iterator<Item = ChunkNo> + '_ {
         self.settled.iter().take(8).chain(self.pool.iter().take(8)).copied()
     }
 
     /// True when there are chunks that have been in compressed memory for long and were looked at
     /// for it.
-    pub fn any_settled(&self) -> bool {
+    pub(crate) fn any_settled(&self) -> bool {
         !self.settled.is_empty()
     }
 
     /// The first few chunks of those that went to compressed memory longest ago and have not been
     /// looked at.
-    pub fn oldest_unsettled(&self) -> impl Iterator<Item = ChunkNo> + '_ {
+    pub(crate) fn oldest_unsettled(&self) -> impl Iterator<Item = ChunkNo> + '_ {
         self.pool.iter().take(4).copied()
     }
 
     /// A few of the chunks that have not been looked at, from all over their log.
-    pub fn unsettled_further_back(&self) -> impl Iterator<Item = ChunkNo> + '_ {
+    pub(crate) fn unsettled_further_back(&self) -> impl Iterator<Item = ChunkNo> + '_ {
         (1..8).filter_map(|eighth| self.pool.get(self.pool.len() * eighth / 8).copied())
     }
 
     /// Puts the first chunk of those that have not been looked at behind the others.
-    pub fn put_back_first(&mut self) {
+    pub(crate) fn put_back_first(&mut self) {
         self.pool.rotate_left(usize::from(!self.pool.is_empty()));
     }
 
     /// Takes the chunk that is the next to go to the file.
-    pub fn next_to_file(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+    pub(crate) fn next_to_file(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
         let Some(chunk) = self.settled.pop_front() else { return self.next_pooled(table) };
         table.update(chunk, |c| c.flags &= !SETTLED_LOGGED);
         Some(chunk)
     }
 
     /// Takes the chunk that went to compressed memory longest ago and has not been looked at.
-    pub fn next_pooled(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+    pub(crate) fn next_pooled(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
         let chunk = self.pool.pop_front()?;
         table.update(chunk, |c| c.flags &= !POOL_LOGGED);
         Some(chunk)

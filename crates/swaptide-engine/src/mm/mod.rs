@@ -2,12 +2,12 @@
 //! out, and the frames between the program and the devices. Nothing here reads a userfaultfd.
 
 pub mod batch;
-pub mod dontfork;
-pub mod grace;
-pub mod lru;
-pub mod page_table;
+pub(crate) mod dontfork;
+pub(crate) mod grace;
+pub(crate) mod lru;
+pub(crate) mod page_table;
 pub(crate) mod references;
-pub mod staging;
+pub(crate) mod staging;
 pub mod types;
-pub mod vma_change;
-pub mod vma_set;
+pub(crate) mod vma_change;
+pub(crate) mod vma_set;

@@ -62,7 +62,7 @@ fn is_swapped(word: u32) -> bool {
 
 impl Chunk {
     /// Pages that are present and not known to be shared: those that can be moved out.
-    pub fn movable(&self) -> u16 {
+    pub(crate) fn movable(&self) -> u16 {
         self.present & !self.shared
     }
 }
@@ -121,21 +121,21 @@ pub struct Chunk {
 }
 
 /// The chunk stands in the queue of resident chunks.
-pub const QUEUED: u8 = 1;
+pub(crate) const QUEUED: u8 = 1;
 /// The chunk stands in the log of chunks that went to compressed memory.
-pub const POOL_LOGGED: u8 = 2;
+pub(crate) const POOL_LOGGED: u8 = 2;
 /// Moving the chunk out failed for a reason that lasts (locked memory, protection).
-pub const UNMOVABLE: u8 = 4;
+pub(crate) const UNMOVABLE: u8 = 4;
 /// The chunk stands in the log of chunks of which copies are kept.
-pub const CLEAN_LOGGED: u8 = 8;
+pub(crate) const CLEAN_LOGGED: u8 = 8;
 
 /// The chunk stands in the log of chunks that were in compressed memory for long (see
 /// [`crate::reclaim::recompress`]).
-pub const SETTLED_LOGGED: u8 = 16;
+pub(crate) const SETTLED_LOGGED: u8 = 16;
 /// The chunk stands in the queue of chunks with shared pages.
-pub const SHARED_LOGGED: u8 = 32;
+pub(crate) const SHARED_LOGGED: u8 = 32;
 /// The chunk stands in the list of chunks with pages that were made this process's own.
-pub const OWN_LOGGED: u8 = 64;
+pub(crate) const OWN_LOGGED: u8 = 64;
 /// The chunk stands in some queue, where its flag must be found again.
 const LISTED: u8 =
     QUEUED | POOL_LOGGED | CLEAN_LOGGED | SETTLED_LOGGED | SHARED_LOGGED | OWN_LOGGED;
@@ -188,7 +188,7 @@ impl PageTable {
     }
 
     /// Pages that are present and of which a slot holds a copy.
-    pub fn clean_copies(&self) -> usize {
+    pub(crate) fn clean_copies(&self) -> usize {
         self.kept
     }
 
@@ -209,7 +209,7 @@ impl PageTable {
     }
 
     /// Nothing is known of a chunk's pages being shared any more; gives those that were.
-    pub fn unshare(&mut self, chunk: ChunkNo) -> u16 {
+    pub(crate) fn unshare(&mut self, chunk: ChunkNo) -> u16 {
         let mut were = 0;
         self.update(chunk, |chunk| were = std::mem::take(&mut chunk.shared));
         self.shared -= were.count_ones() as usize;
@@ -218,12 +218,12 @@ impl PageTable {
 
     /// Pages of a chunk were faulted for writing: those that are present are this process's own,
     /// until [`PageTable::forget_own`].
-    pub fn make_own(&mut self, chunk: ChunkNo, pages: u16) {
+    pub(crate) fn make_own(&mut self, chunk: ChunkNo, pages: u16) {
         self.update(chunk, |chunk| chunk.own |= chunk.present & pages);
     }
 
     /// A fork shares all pages again: nothing is known of who has those of a chunk.
-    pub fn forget_own(&mut self, chunk: ChunkNo) {
+    pub(crate) fn forget_own(&mut self, chunk: ChunkNo) {
         self.update(chunk, |chunk| chunk.own = 0);
     }
 
@@ -328,7 +328,7 @@ impl PageTable {
     }
 
     /// True when something is known of a chunk: then it has flags.
-    pub fn is_used(&self, chunk: ChunkNo) -> bool {
+    pub(crate) fn is_used(&self, chunk: ChunkNo) -> bool {
         self.cell(chunk).is_some()
     }
 

@@ -81,7 +81,7 @@ struct Slab {
 
 /// A run of full, free frames that the taker will move away or give back.
 #[derive(Clone, Copy, Debug)]
-pub struct FrameRun {
+pub(crate) struct FrameRun {
     first: FrameNo,
     /// How many.
     pub len: usize,
@@ -147,7 +147,7 @@ impl Staging {
     }
 
     /// True for a page that is a guard (see [`crate::fault::install`]).
-    pub fn is_guard(&self, page: PageNo) -> bool {
+    pub(crate) fn is_guard(&self, page: PageNo) -> bool {
         self.pagemap.first_guard(range_of(page, 1)).is_some()
     }
 
@@ -156,7 +156,7 @@ impl Staging {
     ///
     /// # Errors
     /// When a userfaultfd is refused.
-    pub fn reopen(&mut self) -> Result<(), EngineError> {
+    pub(crate) fn reopen(&mut self) -> Result<(), EngineError> {
         debug_assert_eq!(self.full_frames, 0);
         // The parent's descriptor was never in this process's table under this number: forget it,
         // do not close it.
@@ -175,22 +175,22 @@ impl Staging {
     }
 
     /// Frames of the area.
-    pub fn frames(&self) -> usize {
+    pub(crate) fn frames(&self) -> usize {
         SLABS * PAGES_PER_LEAF
     }
 
     /// Frames with a physical page.
-    pub fn full_frames(&self) -> usize {
+    pub(crate) fn full_frames(&self) -> usize {
         self.full_frames
     }
 
     /// Full frames that are free to be used (invariant 3).
-    pub fn ready_frames(&self) -> usize {
+    pub(crate) fn ready_frames(&self) -> usize {
         if self.references.are_possible() { 0 } else { self.ready_frames }
     }
 
     /// An empty slab for a worker; at need one is made by giving free frames back to the kernel.
-    pub fn take_empty(&mut self) -> Option<SlabNo> {
+    pub(crate) fn take_empty(&mut self) -> Option<SlabNo> {
         if let Some(slab) = self.empty.pop() {
             return Some(slab);
         }
@@ -209,16 +209,6 @@ impl Staging {
         self.full_frames += len;
     }
 
-    /// A frame of a worker's slab was moved away.
-    pub fn emptied(&mut self, frame: FrameNo) {
-        let at = frame.0 as usize % PAGES_PER_LEAF;
-        let slab = &mut self.slabs[frame.0 as usize / PAGES_PER_LEAF];
-        debug_assert_eq!(slab.full[at / 64] >> (at % 64) & 1, 1);
-        slab.full[at / 64] &= !(1 << (at % 64));
-        slab.count -= 1;
-        self.full_frames -= 1;
-    }
-
     /// The worker is done with its slab: all its full frames are free.
     pub fn give_back(&mut self, slab: SlabNo) {
         if self.slabs[slab.0 as usize].count == 0 {
@@ -231,7 +221,7 @@ impl Staging {
 
     /// Takes up to `want` neighbouring free frames; none once they may be read from outside
     /// (invariant 3).
-    pub fn take_run(&mut self, want: usize) -> Option<FrameRun> {
+    pub(crate) fn take_run(&mut self, want: usize) -> Option<FrameRun> {
         if self.references.are_possible() {
             return None;
         }
@@ -265,12 +255,12 @@ impl Staging {
     }
 
     /// The address of a run's first frame.
-    pub fn run_addr(&self, run: FrameRun) -> VirtAddr {
+    pub(crate) fn run_addr(&self, run: FrameRun) -> VirtAddr {
         self.addr(run.first)
     }
 
     /// `used` frames of the run were moved away; the rest is given back.
-    pub fn run_used(&mut self, run: FrameRun, used: usize) {
+    pub(crate) fn run_used(&mut self, run: FrameRun, used: usize) {
         self.full_frames -= used;
         let slab_no = SlabNo((run.first.0 as usize / PAGES_PER_LEAF) as u16);
         let first = run.first.0 as usize % PAGES_PER_LEAF;
@@ -310,7 +300,7 @@ impl Staging {
     /// A slab of free frames that may go back to the kernel, where more than `keep` are free. The
     /// caller has them thrown away, for which the memory lock need not be held, and tells
     /// [`Staging::discarded`]; until then they are charged.
-    pub fn spare(&mut self, keep: usize) -> Option<Discard> {
+    pub(crate) fn spare(&mut self, keep: usize) -> Option<Discard> {
         let keep = if self.references.are_possible() { 0 } else { keep };
         if self.ready_frames <= keep {
             return None;
@@ -334,13 +324,13 @@ impl Staging {
     }
 
     /// The kernel has the frames.
-    pub fn discarded(&mut self, discard: Discard) {
+    pub(crate) fn discarded(&mut self, discard: Discard) {
         self.full_frames -= discard.count;
         self.empty.push(discard.slab);
     }
 
     /// The frames are used no more: nothing of them stays, or stays registered.
-    pub fn retire(&mut self) {
+    pub(crate) fn retire(&mut self) {
         self.trim(0);
         let trash = self.trash.lock();
         let _ = trash.uffd.unregister(trash.map.range());
@@ -378,7 +368,7 @@ fn really_moved(
 
 impl Discard {
     /// Gives the pages back to the kernel.
-    pub fn release_frames(&self) {
+    pub(crate) fn release_frames(&self) {
         self.trash.lock().take(self.start, &self.full);
     }
 }

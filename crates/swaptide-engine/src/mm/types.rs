@@ -5,16 +5,16 @@ use swaptide_sys::page::{PAGE_SHIFT, PAGE_SIZE, VirtAddr, VirtRange};
 /// Pages of one chunk: 64 KiB, the folio that swap-out and swap-in work with.
 pub const PAGES_PER_CHUNK: usize = 16;
 /// log2 of [`PAGES_PER_CHUNK`].
-pub const CHUNK_ORDER: u8 = 4;
+pub(crate) const CHUNK_ORDER: u8 = 4;
 /// Bytes of a chunk.
-pub const CHUNK_BYTES: usize = PAGES_PER_CHUNK * PAGE_SIZE;
+pub(crate) const CHUNK_BYTES: usize = PAGES_PER_CHUNK * PAGE_SIZE;
 /// Pages of one leaf of the page table and of one slab of staging frames: 2 MiB, a cluster's worth.
-pub const PAGES_PER_LEAF: usize = 512;
+pub(crate) const PAGES_PER_LEAF: usize = 512;
 /// Chunks of one leaf.
-pub const CHUNKS_PER_LEAF: usize = PAGES_PER_LEAF / PAGES_PER_CHUNK;
+pub(crate) const CHUNKS_PER_LEAF: usize = PAGES_PER_LEAF / PAGES_PER_CHUNK;
 
 /// Smallest mapping worth managing, in bytes.
-pub const MIN_BYTES: usize = 64 << 10;
+pub(crate) const MIN_BYTES: usize = 64 << 10;
 
 /// Behind every page of a program; as the page asked for: nobody asked for one.
 pub(crate) const LAST_PAGE: PageNo = PageNo(1 << 36);
@@ -75,7 +75,7 @@ pub fn pages_of(range: VirtRange) -> std::ops::Range<usize> {
 }
 
 /// The address range of `n` pages from `page` on.
-pub fn range_of(page: PageNo, n: usize) -> VirtRange {
+pub(crate) fn range_of(page: PageNo, n: usize) -> VirtRange {
     VirtRange { start: page.addr(), end: page.plus(n).addr() }
 }
 

@@ -70,7 +70,7 @@ impl VmaChange {
     }
 
     /// Whether something of a range was free afterwards.
-    pub(crate) fn frees(self, range: VirtRange) -> bool {
+    fn frees(self, range: VirtRange) -> bool {
         !matches!(self, VmaChange::Dropped(_)) && self.takes(range)
     }
 

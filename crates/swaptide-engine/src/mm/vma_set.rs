@@ -25,7 +25,7 @@ impl VmaSet {
     }
 
     /// The first managed range that ends above an address.
-    pub fn at_or_after(&self, addr: VirtAddr) -> Option<VirtRange> {
+    pub(crate) fn at_or_after(&self, addr: VirtAddr) -> Option<VirtRange> {
         self.ranges.get(self.ranges.partition_point(|r| r.end <= addr)).copied()
     }
 
@@ -72,7 +72,7 @@ impl VmaSet {
     }
 
     /// Calls `f` with each part of `range` that is not managed.
-    pub fn gaps(&self, range: VirtRange, mut f: impl FnMut(VirtRange)) {
+    pub(crate) fn gaps(&self, range: VirtRange, mut f: impl FnMut(VirtRange)) {
         let mut at = range.start;
         for managed in &self.ranges[self.ranges.partition_point(|r| r.end <= range.start)..] {
             if managed.start >= range.end {

@@ -246,7 +246,7 @@ impl Locality {
     }
 
     /// The same where the stream continues as after `window` pages.
-    pub fn grew_as(&mut self, page: PageNo, n: usize, window: usize) {
+    pub(crate) fn grew_as(&mut self, page: PageNo, n: usize, window: usize) {
         if let Some(stream) = self.growth.find(page.0, false) {
             stream.next = page.0 + n;
             stream.window = window;
@@ -346,13 +346,13 @@ impl Locality {
     }
 
     /// Pages of a chunk that are wanted, the one asked for among them, in 1/16.
-    pub fn density_x16(&self) -> u32 {
+    pub(crate) fn density_x16(&self) -> u32 {
         self.homes[self.home].mean_16 + 16
     }
 
     /// True when a page that is read from the file shall bring its neighbours in the chunk from
     /// there with it.
-    pub fn reads_around(&self) -> bool {
+    pub(crate) fn reads_around(&self) -> bool {
         self.homes[self.home].mean_16 >= MIN_FILE_DENSITY_X16
     }
 

@@ -4,4 +4,4 @@ pub(crate) mod hints;
 pub(crate) mod history;
 pub mod locality;
 pub mod policy;
-pub mod sampling;
+mod sampling;

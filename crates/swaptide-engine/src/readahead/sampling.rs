@@ -40,7 +40,7 @@ impl Trust {
 }
 
 /// Windows smaller than this are not sampled.
-pub const MIN_WINDOW_PAGES: usize = 8;
+pub(crate) const MIN_WINDOW_PAGES: usize = 8;
 /// The page was not wanted if the program continued for so many windows.
 const MAX_WINDOWS_UNTOUCHED: u8 = 2;
 const HOLES: usize = 8;
@@ -103,7 +103,7 @@ impl Samples {
     }
 
     /// A stream continued by a window: how many pages were left out for it and not asked for.
-    pub fn went_on(&mut self, stream: StreamId) -> usize {
+    pub(crate) fn went_on(&mut self, stream: StreamId) -> usize {
         let mut unwanted = 0;
         for hole in
             self.holes.iter_mut().filter(|hole| hole.page != NONE.page && hole.stream == stream)

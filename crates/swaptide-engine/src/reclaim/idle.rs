@@ -44,7 +44,7 @@ impl Calm {
     }
 
     /// True when there is time. `happened` is any number that changes whenever something happens.
-    pub fn is_calm(&mut self, happened: u64, now: Nanos) -> bool {
+    pub(crate) fn is_calm(&mut self, happened: u64, now: Nanos) -> bool {
         self.has_time(happened, now, |calm| calm.times.as_ref().and_then(ThreadTimes::read))
     }
 

@@ -1,8 +1,8 @@
 //! The way out: the workers, and how a batch of chunks goes from the program to the devices.
 
 pub(crate) mod idle;
-pub mod recompress;
+mod recompress;
 pub mod swap_out;
-pub(crate) mod unarmed;
+mod unarmed;
 pub mod worker;
 pub mod writeback;

@@ -133,7 +133,7 @@ impl Worker {
     }
 
     /// The same, with at most `want` chunks in a batch.
-    pub fn step_of(&mut self, engine: &Engine, want: usize) -> Step {
+    pub(crate) fn step_of(&mut self, engine: &Engine, want: usize) -> Step {
         let batch = {
             let mut mm = engine.mm.lock();
             match mm.jobs.longest_waiting() {
@@ -148,7 +148,7 @@ impl Worker {
     }
 
     /// Stores one batch that waits. False when there is none.
-    pub fn store_waiting(&mut self, engine: &Engine) -> bool {
+    pub(crate) fn store_waiting(&mut self, engine: &Engine) -> bool {
         let batch = engine.mm.lock().jobs.longest_waiting();
         match batch {
             Some(batch) => {
@@ -161,7 +161,7 @@ impl Worker {
 
     /// Called by the handler when it has answered: takes a batch for the workers, if room gets
     /// short and they have nothing to do.
-    pub fn balance(&mut self, engine: &Engine) {
+    pub(crate) fn balance(&mut self, engine: &Engine) {
         let charge = &engine.charge;
         if charge.room() >= charge.goal() || engine.park.load(Acquire) != 0 {
             return;

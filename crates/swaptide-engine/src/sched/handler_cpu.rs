@@ -72,7 +72,7 @@ const MIN_STAY_FAULTS: u32 = 1000;
 const NO_RETURN: Nanos = Nanos(u64::MAX);
 
 /// No CPU.
-pub const NO_CPU: u32 = u32::MAX;
+pub(crate) const NO_CPU: u32 = u32::MAX;
 
 /// The thread of this process that is in the idle class; 0 when none is.
 static IN_IDLE_CLASS: AtomicU32 = AtomicU32::new(0);
@@ -82,12 +82,12 @@ static TAKEN_OUT_OF_IDLE: AtomicBool = AtomicBool::new(false);
 static BOOSTED: AtomicBool = AtomicBool::new(false);
 
 /// True while the handler may starve.
-pub fn may_starve() -> bool {
+pub(crate) fn may_starve() -> bool {
     IN_IDLE_CLASS.load(Relaxed) != 0
 }
 
 /// Puts the handler into the normal class, if it is in the idle one. Any thread may call it.
-pub fn leave_sched_idle() {
+pub(crate) fn leave_sched_idle() {
     let tid = IN_IDLE_CLASS.swap(0, Relaxed);
     if tid != 0 {
         // Should the handler leave or enter the class at this moment, it is in the normal one now
@@ -99,7 +99,7 @@ pub fn leave_sched_idle() {
 
 /// Lets the handler come to its turn for what the caller is about to ask of it. It may go back to
 /// the idle class a little later, unless others want the CPU.
-pub fn boost_once() {
+pub(crate) fn boost_once() {
     let tid = IN_IDLE_CLASS.load(Relaxed);
     if tid != 0 {
         let _ = sched_normal(tid);
@@ -148,7 +148,7 @@ const YIELD_AFTER: u32 = 8;
 
 impl YieldEvery {
     /// A page is about to be stored, while one thread faults for single pages or not.
-    pub fn for_a_page(&mut self, beside: bool) {
+    pub(crate) fn for_a_page(&mut self, beside: bool) {
         self.0 += 1;
         if self.0 >= YIELD_AFTER {
             self.0 = 0;
@@ -183,7 +183,7 @@ impl WorkerAffinity {
     }
 
     /// Keeps the calling thread away from `cpu` ([`NO_CPU`]: from none).
-    pub fn keep_from(&mut self, cpu: u32) {
+    pub(crate) fn keep_from(&mut self, cpu: u32) {
         if cpu == self.from {
             return;
         }
@@ -317,12 +317,12 @@ impl HandlerCpu {
 
     /// The CPU that workers must keep away from: with a handler in the idle class it seems to be
     /// free; `NO_CPU` if there is none.
-    pub fn own_cpu(&self) -> u32 {
+    pub(crate) fn own_cpu(&self) -> u32 {
         if self.idle { self.bound.unwrap_or(NO_CPU) } else { NO_CPU }
     }
 
     /// True while the handler is in the idle class.
-    pub fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.idle
     }
 
@@ -352,7 +352,7 @@ impl HandlerCpu {
     }
 
     /// The thread is about to be woken; it is `now`.
-    pub fn answered(&mut self, now: Nanos) {
+    pub(crate) fn answered(&mut self, now: Nanos) {
         self.last = now;
         if !self.idle {
             return;
@@ -415,7 +415,7 @@ impl HandlerCpu {
 
     /// What `f` does is done in the normal class: the kernel may make threads for it, which would
     /// starve in this one.
-    pub fn normally<T>(&self, f: impl FnOnce() -> T) -> T {
+    pub(crate) fn normally<T>(&self, f: impl FnOnce() -> T) -> T {
         if !self.idle {
             return f();
         }

@@ -1,4 +1,4 @@
 //! Where the handler runs, and how long it waits for somebody.
 
 pub mod deadline;
-pub mod handler_cpu;
+pub(crate) mod handler_cpu;

@@ -70,7 +70,7 @@ impl GroupPath {
     }
 
     /// Whether this is `path`, or a group above it.
-    pub fn holds(&self, path: &str) -> bool {
+    pub(crate) fn holds(&self, path: &str) -> bool {
         self.0 == "/"
             || path
                 .strip_prefix(&self.0)
@@ -104,7 +104,7 @@ pub fn memory_cgroup(text: &str) -> Option<&str> {
 }
 
 /// [`memory_cgroup`] of a process.
-pub fn cgroup_of(pid: u32) -> Option<String> {
+pub(crate) fn cgroup_of(pid: u32) -> Option<String> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
     memory_cgroup(&text).map(str::to_owned)
 }

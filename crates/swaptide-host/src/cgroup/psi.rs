@@ -39,7 +39,7 @@ impl Part {
     }
 
     /// The average of about a second, after `elapsed` more in which it was `now`.
-    pub fn averaged(self, now: Part, elapsed: Duration) -> Part {
+    pub(crate) fn averaged(self, now: Part, elapsed: Duration) -> Part {
         self.over(now, elapsed, OWN_WINDOW.as_secs_f64())
     }
 
@@ -58,7 +58,7 @@ pub struct Pressure {
 
 impl Pressure {
     /// Takes in `elapsed` more, in which somebody waited for `part` of the time.
-    pub fn follow(&mut self, part: Part, elapsed: Duration) {
+    pub(crate) fn follow(&mut self, part: Part, elapsed: Duration) {
         for (average, window) in self.averages.iter_mut().zip(WINDOWS) {
             *average = average.over(part, elapsed, window);
         }
@@ -66,13 +66,8 @@ impl Pressure {
     }
 
     /// Seconds in which somebody waited, since the group was made.
-    pub fn total_s(&self) -> f64 {
+    pub(crate) fn total_s(&self) -> f64 {
         self.total_s
-    }
-
-    /// The average over ten seconds, 0 to 1.
-    pub fn average_10s(&self) -> f64 {
-        self.averages[0].0
     }
 }
 

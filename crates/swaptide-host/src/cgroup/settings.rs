@@ -43,7 +43,7 @@ impl Default for Settings {
 }
 
 /// Keys that can only be read.
-pub const READ_ONLY: [&str; 9] = [
+pub(crate) const READ_ONLY: [&str; 9] = [
     "swap.tiers.effective",
     "ram.current",
     "swap.current",

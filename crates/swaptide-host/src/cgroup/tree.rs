@@ -24,8 +24,10 @@ use swaptide_ipc::{EXTENT_BYTES, GroupIndex, MAX_GROUPS, Segment};
 
 use crate::cgroup::psi::{Part, Pressure};
 
-pub use crate::cgroup::path::{GroupPath, PathError, cgroup_of, memory_cgroup};
-pub use crate::cgroup::settings::{KEYS, READ_ONLY, SettingError, SettingErrorKind, Settings};
+pub(crate) use crate::cgroup::path::cgroup_of;
+pub use crate::cgroup::path::{GroupPath, PathError, memory_cgroup};
+pub(crate) use crate::cgroup::settings::READ_ONLY;
+pub use crate::cgroup::settings::{KEYS, SettingError, SettingErrorKind, Settings};
 
 /// What processes have.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -196,7 +198,7 @@ impl Groups {
     }
 
     /// All groups, each after its parent.
-    pub fn downwards(&self) -> Vec<GroupIndex> {
+    pub(crate) fn downwards(&self) -> Vec<GroupIndex> {
         let mut all: Vec<(usize, GroupIndex)> =
             self.iter().map(|(index, group)| (group.path.depth(), index)).collect();
         all.sort();
@@ -346,7 +348,7 @@ impl Groups {
     }
 
     /// Whether a user made this group or one above it, or would make it below one of theirs.
-    pub fn is_owned(&self, path: &GroupPath, uid: u32) -> bool {
+    pub(crate) fn is_owned(&self, path: &GroupPath, uid: u32) -> bool {
         let above = std::iter::successors(Some(path.clone()), GroupPath::parent);
         let groups =
             above.filter_map(|path| self.find(&path).ok()).filter_map(|index| self.get(index));
@@ -357,7 +359,7 @@ impl Groups {
     ///
     /// # Errors
     /// [`GroupError::Full`].
-    pub fn check_room<'a>(
+    pub(crate) fn check_room<'a>(
         &self,
         paths: impl IntoIterator<Item = &'a GroupPath>,
     ) -> Result<(), GroupError> {
@@ -391,7 +393,7 @@ impl Groups {
     ///
     /// # Errors
     /// [`GroupError::Tiers`].
-    pub fn replace_tiers(&mut self, text: &str) -> Result<(), GroupError> {
+    pub(crate) fn replace_tiers(&mut self, text: &str) -> Result<(), GroupError> {
         let devices: Vec<Priority> =
             self.areas().into_iter().map(|(_, priority)| priority).collect();
         let applied = self.tiers.replace(text, &devices).map_err(GroupError::Tiers)?;
@@ -444,7 +446,7 @@ impl Groups {
     }
 
     /// The group that a cgroup means: the one whose path is the longest part of the cgroup's.
-    pub fn of_cgroup(&self, cgroup: &str) -> GroupIndex {
+    pub(crate) fn of_cgroup(&self, cgroup: &str) -> GroupIndex {
         let holding = self.iter().filter(|(_, group)| group.path.holds(cgroup));
         holding
             .max_by_key(|(_, group)| group.path.depth())
@@ -466,7 +468,7 @@ impl Groups {
     }
 
     /// Whether what the group's processes have may go to the swap areas.
-    pub fn writes_back(&self, index: GroupIndex) -> bool {
+    pub(crate) fn writes_back(&self, index: GroupIndex) -> bool {
         self.ancestry(index)
             .filter_map(|index| self.get(index))
             .all(|group| group.settings.zswap_writeback)
@@ -532,7 +534,7 @@ impl Groups {
     /// What 64 fresh pages of a process in a group cost it in microseconds of waiting: nothing
     /// within `swap.high` of the group and all above it, beyond it the square of how far, 6.4 ms
     /// where it is a hundredth.
-    pub fn price_of_growth(&self, index: GroupIndex) -> u32 {
+    pub(crate) fn price_of_growth(&self, index: GroupIndex) -> u32 {
         let price = |index: GroupIndex| {
             let high = self.get(index)?.settings.swap_high?;
             let over =
@@ -552,7 +554,7 @@ impl Groups {
     }
 
     /// Events of a group and those below it.
-    pub fn events(&self, index: GroupIndex) -> Events {
+    pub(crate) fn events(&self, index: GroupIndex) -> Events {
         let mut events = Events::default();
         for (below, _) in self.iter() {
             if self.ancestry(below).any(|above| above == index) {

@@ -118,7 +118,7 @@ impl AgentServer {
     }
 
     /// What is to be said since this was asked last.
-    pub fn take_notes(&self) -> Vec<String> {
+    pub(crate) fn take_notes(&self) -> Vec<String> {
         self.holds.take_notes()
     }
 
@@ -128,7 +128,7 @@ impl AgentServer {
     }
 
     /// What becomes readable when somebody waits to be served.
-    pub fn awaited(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+    pub(crate) fn awaited(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.waiting.iter().map(|waiting| waiting.client.as_fd())
     }
 

@@ -109,7 +109,7 @@ impl Target {
 }
 
 /// Whether a daemon answers there.
-pub fn daemon_is_there() -> bool {
+pub(crate) fn daemon_is_there() -> bool {
     trust::connect(&daemon_path(), Purpose::Ask).is_ok()
 }
 
@@ -227,7 +227,7 @@ pub fn run_tiers(pid: Option<u32>, text: Option<&str>) -> Result<TiersView, Cont
     }
 }
 
-/// How much comes in for a fault of a run, by the keys of [`crate::control::server::READAHEAD`];
+/// How much comes in for a fault of a run, by the keys of `READAHEAD` of the server;
 /// with keys and values, after these were changed.
 ///
 /// # Errors

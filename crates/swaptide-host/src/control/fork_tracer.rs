@@ -25,7 +25,7 @@
 //! 1. A child that cannot be made to begin there is killed before it runs.
 //! 2. The forking thread stands still until its child's memory is armed, or the child is gone.
 //! 3. If the supervisor is killed meanwhile, both are: neither continues with zeros.
-//! 4. A child that has not armed its memory after [`REGISTER_TIMEOUT`] is killed, and its parent
+//! 4. A child that has not armed its memory after `REGISTER_TIMEOUT` is killed, and its parent
 //!    continues. Time in which it is stopped does not count, nor time in which nobody looked.
 //! 5. No thread is traced in a run whose supervisor did not decide to follow forks before its
 //!    program began ([`TracedForks::new`]). A word of the shared segment does not count.
@@ -33,7 +33,7 @@
 //!    not effective at that moment, so the kernel decides. For the same reason the kernel gives no
 //!    rights to a set-uid program that a traced thread executes.
 //! 7. A child is changed only while its parent is the process that asked, with the same user ids
-//!    and a program without rights of its own ([`Peer::is_unchanged`]).
+//!    and a program without rights of its own (`Peer::is_unchanged`).
 //!
 //! Locks: none.
 
@@ -57,7 +57,7 @@ const FORK_TIMEOUT: usize = 24;
 const MAX_FORKS_PER_PROCESS: usize = 8;
 
 /// How long a child may take to arm its memory. It takes milliseconds.
-pub const REGISTER_TIMEOUT: Duration = Duration::from_secs(30);
+pub(crate) const REGISTER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Between two looks at the children that arm theirs; one look adds at most twice this to the time
 /// that counts.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
@@ -123,7 +123,7 @@ pub struct TracedForks {
 ///
 /// # Errors
 /// What the kernel answers where it may not.
-pub fn is_permitted() -> Result<(), Errno> {
+pub(crate) fn is_permitted() -> Result<(), Errno> {
     // SAFETY: the child makes one system call and no other; it does not return here.
     let child = match unsafe { libc::fork() } {
         -1 => return Err(Errno::AGAIN),
@@ -177,7 +177,7 @@ impl TracedForks {
     }
 
     /// What is to be waited for besides children's changes.
-    pub fn awaited(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+    pub(crate) fn awaited(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.forks.iter().take(FORK_TIMEOUT).flat_map(|fork| {
             let life = match &fork.stage {
                 Stage::Arming(arming) => Some(arming.life.as_fd()),
@@ -199,7 +199,7 @@ impl TracedForks {
 
     /// Looks for children that have sent a word, or are gone. Kills children that take longer than
     /// `bound` to arm their memory; answers which.
-    pub fn attend(&mut self, bound: Duration) -> Vec<u32> {
+    pub(crate) fn attend(&mut self, bound: Duration) -> Vec<u32> {
         let mut killed = Vec::new();
         self.forks.retain_mut(|fork| match &mut fork.stage {
             Stage::Ahead if has_word(fork.client.as_fd()) => {

@@ -88,7 +88,7 @@ impl Holds {
     }
 
     /// What is to be said of memory whose process has ended, since this was asked last.
-    pub fn take_notes(&self) -> Vec<String> {
+    pub(crate) fn take_notes(&self) -> Vec<String> {
         self.orphans.take_notes()
     }
 }

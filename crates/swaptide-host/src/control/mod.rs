@@ -3,7 +3,7 @@
 
 pub mod agent_api;
 pub mod client;
-pub mod daemon_client;
+pub(crate) mod daemon_client;
 pub mod fork_tracer;
 pub(crate) mod holds;
 mod orphans;
@@ -15,9 +15,9 @@ pub mod watch;
 use swaptide_sys::uffd::Features;
 
 /// What the engine asks of a userfaultfd where it may.
-pub const REQUIRED: Features = WITHOUT_FORK.union(Features::EVENT_FORK);
+pub(crate) const REQUIRED: Features = WITHOUT_FORK.union(Features::EVENT_FORK);
 /// The same without what needs a capability.
-pub const WITHOUT_FORK: Features = Features::MOVE
+pub(crate) const WITHOUT_FORK: Features = Features::MOVE
     .union(Features::POISON)
     .union(Features::THREAD_ID)
     .union(Features::EVENT_REMAP)

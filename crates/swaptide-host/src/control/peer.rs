@@ -11,7 +11,7 @@
 //! 1. A peer descends from the supervisor. One in a pid namespace that is not below the
 //!    supervisor's has number 0, and is refused; so is one that merely has the same user.
 //! 2. A request comes from the process that connected, by the credentials of its packet.
-//! 3. What is done for a process is done for the one that asked ([`Peer::is_unchanged`]): it is the
+//! 3. What is done for a process is done for the one that asked (`Peer::is_unchanged`): it is the
 //!    one that connected, all of its user ids are ids that the sender had (or the sender is of the
 //!    supervisor's user), and it does not execute a set-uid, set-gid or file-capability program
 //!    (`AT_SECURE`). That is looked at after a file was opened: the file is of the memory that the
@@ -59,7 +59,7 @@ impl Peer {
     }
 
     /// Whether it has sent this packet itself.
-    pub fn has_sent(&self, sender: Option<Sender>) -> bool {
+    pub(crate) fn has_sent(&self, sender: Option<Sender>) -> bool {
         sender.is_some_and(|sender| sender.pid == self.pid)
     }
 
@@ -68,7 +68,7 @@ impl Peer {
     }
 
     /// Whether it and `sender` are of this user, whatever else they may be.
-    pub fn is_of(&self, user: u32, sender: Option<Sender>) -> bool {
+    pub(crate) fn is_of(&self, user: u32, sender: Option<Sender>) -> bool {
         self.uid == user && sender.is_some_and(|sender| sender.uid == user)
     }
 
@@ -86,7 +86,7 @@ impl Peer {
 
     /// Whether the process is still what `sender` asked for (invariant 3); `tid` is the thread of
     /// it that this is about.
-    pub fn is_unchanged(&self, tid: u32, sender: Sender) -> bool {
+    pub(crate) fn is_unchanged(&self, tid: u32, sender: Sender) -> bool {
         self.is_ordinary(tid) && self.is_same(tid, sender)
     }
 

@@ -43,7 +43,7 @@ pub(crate) const MAX_REQUEST_BYTES: usize = 8192;
 /// Clients at one time; others are hung up on.
 pub(crate) const MAX_CLIENTS: usize = 16;
 /// Names the directory of the sockets, instead of the usual one.
-pub const ENV_DIRECTORY: &str = "SWAPTIDE_DIRECTORY";
+const ENV_DIRECTORY: &str = "SWAPTIDE_DIRECTORY";
 
 /// What a run can be asked.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -60,7 +60,7 @@ pub enum Question {
     Swapoff(String),
     /// The tiers; with a text, change them first.
     Tiers(Option<String>),
-    /// How much comes in for a fault, by keys of [`READAHEAD`]; with keys and values, all or none,
+    /// How much comes in for a fault, by keys of `READAHEAD`; with keys and values, all or none,
     /// change it first.
     Readahead(Vec<(String, String)>),
     /// A group and those below it; with settings, make it if there is none, and change it first.
@@ -253,7 +253,7 @@ impl fmt::Display for ControlError {
 impl std::error::Error for ControlError {}
 
 /// Where the daemon of this user listens, or would.
-pub fn daemon_path() -> PathBuf {
+pub(crate) fn daemon_path() -> PathBuf {
     directory().join("daemon.sock")
 }
 
@@ -478,7 +478,7 @@ impl RequestHandler<'_> {
 
 /// What [`Question::Readahead`] knows: `page-cluster` as `swaptide run --page-cluster` takes it,
 /// and the largest order of a swap-in, each a power of two of pages from 0 to 9, or `default`.
-pub const READAHEAD: [&str; 2] = ["page-cluster", "largest-order"];
+const READAHEAD: [&str; 2] = ["page-cluster", "largest-order"];
 
 fn change_readahead(
     header: &Header,

@@ -30,7 +30,7 @@ const ROOT: u32 = 0;
 
 /// What a socket is connected to for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Purpose {
+pub(crate) enum Purpose {
     /// To inspect and control.
     Ask,
     /// To have a run kept by the daemon there.

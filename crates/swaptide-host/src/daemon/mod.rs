@@ -5,4 +5,4 @@ pub(crate) mod metrics;
 pub(crate) mod segment;
 pub mod server;
 pub(crate) mod state;
-pub(crate) mod swap_list;
+mod swap_list;

@@ -59,7 +59,7 @@ impl SegmentId {
 
     /// Whether a process has mapped the segment: a number alone may have come to mean another
     /// process. `None` where its mappings cannot be read (it is not dumpable, for example).
-    pub fn is_mapped_by(self, pid: u32) -> Option<bool> {
+    pub(crate) fn is_mapped_by(self, pid: u32) -> Option<bool> {
         self.mappings(pid).ok().map(|mappings| !mappings.is_empty())
     }
 
@@ -146,7 +146,7 @@ pub fn map(file: &OwnedFd) -> io::Result<SharedMap> {
 }
 
 /// A fresh segment, and its memory file.
-pub fn make() -> io::Result<(&'static Segment, OwnedFd)> {
+pub(crate) fn make() -> io::Result<(&'static Segment, OwnedFd)> {
     let file = memfd_create(c"swaptide", Segment::BYTES as u64)?;
     let segment = Segment::raw(map(&file)?).map_err(io::Error::other)?;
     Ok((segment, file))

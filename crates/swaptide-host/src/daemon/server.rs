@@ -14,7 +14,7 @@
 //! |---|---|
 //! | `state` | what outlives the daemon: names, groups, runs |
 //! | `kept` | the segment, and how it is found again |
-//! | [`client`](crate::control::daemon_client) | the run's side |
+//! | `client` | the run's side |
 //! | `metrics` | numbers for Prometheus |
 //!
 //! Invariants

@@ -410,7 +410,7 @@ impl State {
     }
 
     /// Removes those names that another state does not have.
-    pub fn remove_files_but(&self, other: &State) {
+    pub(crate) fn remove_files_but(&self, other: &State) {
         self.areas
             .iter()
             .filter(|area| other.areas.iter().all(|kept| kept.path != area.path))
@@ -418,7 +418,7 @@ impl State {
     }
 
     /// Removes the names that were made for files.
-    pub fn remove_files(&self) {
+    pub(crate) fn remove_files(&self) {
         self.areas.iter().for_each(SavedArea::remove_file);
     }
 
@@ -477,7 +477,12 @@ impl State {
 
     /// The processes that live, and the runs they belong to. What dead processes had is taken back.
     /// A process whose mappings cannot be read keeps what it has.
-    pub fn restore_runs(&self, keeper: &mut MemoryController, segment: &Segment, id: SegmentId) {
+    pub(crate) fn restore_runs(
+        &self,
+        keeper: &mut MemoryController,
+        segment: &Segment,
+        id: SegmentId,
+    ) {
         self.frozen.iter().for_each(|index| keeper.freeze(GroupIndex(*index), true));
         for kept in &self.runs {
             let same = start_time(kept.run.root) == Some(kept.start_time);

@@ -92,7 +92,7 @@ pub struct CgroupLimit {
 impl CgroupLimit {
     /// That of the cgroups that this process is in; of a version or a container that hides its
     /// files, none.
-    pub fn of_own_cgroups() -> CgroupLimit {
+    pub(crate) fn of_own_cgroups() -> CgroupLimit {
         let levels = limiting_cgroups()
             .into_iter()
             .filter_map(|(directory, _)| Level::open(&directory))

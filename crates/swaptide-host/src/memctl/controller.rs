@@ -3,13 +3,13 @@
 //!
 //! Owns the members ([`ProcessTree`]), the groups ([`Groups`]) and their members
 //! (`Memberships`), the supervisor's side of every process slot, the totals of processes that are
-//! gone, and the swap areas' holes. Each tick it reads what everybody uses, lets [`policy::decide`]
+//! gone, and the swap areas' holes. Each tick it reads what everybody uses, lets `policy::decide`
 //! judge, and carries out the decision through the segment: `limit_bytes`, `engage`, the
 //! `wake_seq`, and what follows from a process's group.
 //!
 //! Invariants
 //! 1. A slot is released only if the kernel says at that moment that its process is gone
-//!    ([`life`]): the number of a dead process may belong to another one, and a failed question
+//!    (`life`): the number of a dead process may belong to another one, and a failed question
 //!    says nothing. Its counters go into the totals of its run first.
 //! 2. An area's bytes are freed only while their extent is kept from everybody
 //!    ([`Segment::while_unheld`]).
@@ -47,7 +47,6 @@ use crate::memctl::shared_pager::Shared;
 use crate::report::totals::{ProcessView, Totals, View};
 use crate::swap::areas::Areas;
 
-pub use self::detach::Detaching;
 use self::sample::Watch;
 use crate::memctl::cgroup_limit::CgroupLimit;
 use crate::memctl::membership::Memberships;
@@ -190,13 +189,13 @@ impl MemoryController {
     }
 
     /// Counts shared memory, too.
-    pub fn with_shared(self, shared: &'static Shared) -> MemoryController {
+    pub(crate) fn with_shared(self, shared: &'static Shared) -> MemoryController {
         MemoryController { shared: Some(shared), ..self }
     }
 
     /// Keeps within what the memory cgroups of this process leave, too: all that it keeps is in
     /// them.
-    pub fn within_cgroups(self) -> MemoryController {
+    pub(crate) fn within_cgroups(self) -> MemoryController {
         MemoryController { ceiling: CgroupLimit::of_own_cgroups(), ..self }
     }
 
@@ -364,7 +363,7 @@ impl MemoryController {
     }
 
     /// Whose a process is that is kept here.
-    pub fn owner_of(&self, pid: u32) -> Option<u32> {
+    pub(crate) fn owner_of(&self, pid: u32) -> Option<u32> {
         self.runs.get(&self.tree.root_of(pid)).map(|kept| kept.run.uid)
     }
 
@@ -676,12 +675,12 @@ impl MemoryController {
     }
 
     /// Whether a process is kept here.
-    pub fn keeps(&self, pid: u32) -> bool {
+    pub(crate) fn keeps(&self, pid: u32) -> bool {
         self.tree.contains(pid)
     }
 
     /// Moves a process that is kept here to a group, where it and its later children stay.
-    pub fn move_process(&mut self, pid: u32, group: GroupIndex) {
+    pub(crate) fn move_process(&mut self, pid: u32, group: GroupIndex) {
         if self.keeps(pid) {
             self.places.fix(pid, group);
         }
@@ -711,18 +710,18 @@ impl MemoryController {
     }
 
     /// Has another budget from here on.
-    pub fn set_budget(&mut self, budget: u64) {
+    pub(crate) fn set_budget(&mut self, budget: u64) {
         self.budget = budget;
     }
 
     /// Whether and when idle groups lose memory.
-    pub fn set_idle(&mut self, rule: Option<IdleReclaim>) {
+    pub(crate) fn set_idle(&mut self, rule: Option<IdleReclaim>) {
         self.idlers.set_rule(rule);
     }
 
     /// A process that lives and was kept by the supervisor before this one, in this group. The
     /// caller has the kernel's word that it has the segment.
-    pub fn adopt(&mut self, pid: u32, group: GroupIndex) {
+    pub(crate) fn adopt(&mut self, pid: u32, group: GroupIndex) {
         if self.groups.get(group).is_some() && self.tree.admit_known(pid) {
             self.places.fix(pid, group);
         }
@@ -731,19 +730,19 @@ impl MemoryController {
     /// A process of the supervisor before this one whose mappings cannot be read. It stays in its
     /// group if it descends from a run that is kept here; else it is left alone, and keeps what it
     /// has.
-    pub fn adopt_descendant(&mut self, pid: u32, group: GroupIndex) {
+    pub(crate) fn adopt_descendant(&mut self, pid: u32, group: GroupIndex) {
         if self.tree.admit(pid) {
             self.adopt(pid, group);
         }
     }
 
     /// The slot of a process that is gone.
-    pub fn bury(&mut self, index: SlotIndex) {
+    pub(crate) fn bury(&mut self, index: SlotIndex) {
         self.release(index);
     }
 
     /// Has a group go out as far as it can, and stay there; or lets it come back.
-    pub fn freeze(&mut self, group: GroupIndex, on: bool) {
+    pub(crate) fn freeze(&mut self, group: GroupIndex, on: bool) {
         if on {
             self.frozen.insert(group)
         } else {
@@ -782,7 +781,7 @@ impl MemoryController {
     }
 
     /// The groups that stay out.
-    pub fn frozen(&self) -> impl Iterator<Item = GroupIndex> {
+    pub(crate) fn frozen(&self) -> impl Iterator<Item = GroupIndex> {
         self.frozen.iter().copied()
     }
 

@@ -21,7 +21,7 @@
 
 /// A group. The first of a list is the root; a parent stands before its children.
 #[derive(Clone, Copy, Debug)]
-pub struct Node {
+pub(crate) struct Node {
     /// The number of its parent; of the root, its own.
     pub parent: usize,
     /// The most that it may have.
@@ -32,7 +32,7 @@ pub struct Node {
 
 /// A process.
 #[derive(Clone, Copy, Debug)]
-pub struct Claim {
+pub(crate) struct Claim {
     /// The number of its group.
     pub node: usize,
     /// What it cannot do without.
@@ -67,7 +67,7 @@ impl Part {
 }
 
 /// What everybody gets of `budget`.
-pub fn divide(budget: u64, nodes: &[Node], claims: &[Claim]) -> Vec<u64> {
+pub(crate) fn divide(budget: u64, nodes: &[Node], claims: &[Claim]) -> Vec<u64> {
     let mut members: Vec<Vec<Member>> = vec![Vec::new(); nodes.len()];
     for (at, claim) in claims.iter().enumerate() {
         members[claim.node].push(Member::Claim(at));

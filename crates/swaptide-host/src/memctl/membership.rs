@@ -54,7 +54,7 @@ impl Memberships {
     }
 
     /// Puts a process into a group.
-    pub fn fix(&mut self, pid: u32, group: GroupIndex) {
+    pub(crate) fn fix(&mut self, pid: u32, group: GroupIndex) {
         self.0.insert(pid, Membership { group, fixed: true, looked: Instant::now() });
     }
 

@@ -3,10 +3,10 @@
 pub(crate) mod cgroup_limit;
 pub mod controller;
 pub mod hierarchy;
-pub(crate) mod membership;
+mod membership;
 pub mod policy;
-pub mod proactive;
+pub(crate) mod proactive;
 pub mod processes;
-pub(crate) mod reclaim_requests;
-pub mod shared_pager;
+mod reclaim_requests;
+pub(crate) mod shared_pager;
 pub(crate) mod strict;

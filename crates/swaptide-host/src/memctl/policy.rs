@@ -11,8 +11,8 @@
 //!   could.
 //!
 //! Invariants
-//! 1. Nothing of a group is engaged while its use, and that of all above it, is under [`trigger`].
-//! 2. The limits in a group together exceed its share only where the floors do ([`FLOOR_BYTES`]),
+//! 1. Nothing of a group is engaged while its use, and that of all above it, is under `trigger`.
+//! 2. The limits in a group together exceed its share only where the floors do (`FLOOR_BYTES`),
 //!    or where limits that were given before are still being lowered and the use is not over the
 //!    share.
 //! 3. A limit is raised only into room that no other process has, in any group above: neither as
@@ -30,16 +30,16 @@ use crate::memctl::hierarchy::{Claim, Node, divide};
 
 mod cow_credit;
 
-pub use cow_credit::{RecentSum, Sharing, StableMin, cow_credit};
+pub(crate) use cow_credit::{RecentSum, Sharing, StableMin, cow_credit};
 
 /// What an engaged process keeps whatever happens, if it uses as much, on top of what cannot be
 /// swapped out ([`Process::fixed`], so far as it is no more than this): with less, faults alone
 /// would fill its time.
-pub const FLOOR_BYTES: u64 = 8 << 20;
+pub(crate) const FLOOR_BYTES: u64 = 8 << 20;
 /// The same where so many processes share the budget that each of them could not have that.
 const CROWDED_FLOOR_BYTES: u64 = 2 << 20;
 /// A process smaller than this is not worth managing.
-pub const MIN_MANAGED_BYTES: u64 = 4 << 20;
+const MIN_MANAGED_BYTES: u64 = 4 << 20;
 /// The same once the budget is exceeded.
 const MIN_MANAGED_BYTES_OVER_BUDGET: u64 = 1 << 20;
 /// The time that a process may take from being engaged until faults hold it.
@@ -48,9 +48,9 @@ const ENGAGE_TIME: Duration = Duration::from_millis(20);
 /// which it wants much.
 const PRESSURE_WINDOW: Duration = Duration::from_millis(250);
 /// The smallest budget: a floor for the program, staging frames, tables and a compressed pool.
-pub const MIN_BUDGET_BYTES: u64 = 16 << 20;
+pub(crate) const MIN_BUDGET_BYTES: u64 = 16 << 20;
 /// The time in which a limit sinks by an eighth at most, while the budget is kept.
-pub const YIELD_TIME: Duration = Duration::from_millis(50);
+const YIELD_TIME: Duration = Duration::from_millis(50);
 /// Families keep so many eighths of what a group has.
 const COW_GROUP_KEEPS_EIGHTHS: u64 = 7;
 /// How fast a program may grow at most, by which the time of the next look is set.
@@ -120,7 +120,7 @@ pub struct Process {
 
 /// What to do now.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Decision {
+pub(crate) struct Decision {
     /// Numbers of the processes to engage.
     pub engage: Vec<usize>,
     /// Limits of the engaged processes, those in `engage` among them.
@@ -134,7 +134,7 @@ pub struct Decision {
 
 /// The use of the tree at which managing begins: late, for a program within its budget pays
 /// nothing; early enough that the engine is at work before the budget is full.
-pub fn trigger(budget: u64) -> u64 {
+fn trigger(budget: u64) -> u64 {
     if budget == u64::MAX {
         return budget;
     }
@@ -163,7 +163,7 @@ fn is_in(groups: &[Bounds], mut group: usize, ancestor: usize) -> bool {
 }
 
 /// Which processes to engage, and the share of each; `elapsed` is the time since the last decision.
-pub fn decide(groups: &[Bounds], processes: &[Process], elapsed: Duration) -> Decision {
+pub(crate) fn decide(groups: &[Bounds], processes: &[Process], elapsed: Duration) -> Decision {
     let totals = sums(groups, processes.iter().map(|p| (p.group, p.used)));
     let mut engage: Vec<usize> =
         (0..processes.len()).filter(|at| processes[*at].standing == Standing::Asking).collect();
@@ -414,13 +414,13 @@ pub fn interval(groups: &[Bounds], processes: &[Process]) -> Duration {
 }
 
 /// Follows a rate by its average over a quarter of a second.
-pub fn average(previous: u64, rate: u64, elapsed: Duration) -> u64 {
+pub(crate) fn average(previous: u64, rate: u64, elapsed: Duration) -> u64 {
     let kept = (-elapsed.as_secs_f64() / PRESSURE_WINDOW.as_secs_f64()).exp();
     (previous as f64 * kept + rate as f64 * (1.0 - kept)) as u64
 }
 
 /// Follows a rate: up at once, down over a second.
-pub fn smooth(previous: u64, rate: u64, elapsed: Duration) -> u64 {
+pub(crate) fn smooth(previous: u64, rate: u64, elapsed: Duration) -> u64 {
     if rate >= previous {
         return rate;
     }

@@ -48,7 +48,7 @@ pub struct IdleGroups {
 
 impl IdleGroups {
     /// Whether and when.
-    pub fn set_rule(&mut self, rule: Option<IdleReclaim>) {
+    pub(crate) fn set_rule(&mut self, rule: Option<IdleReclaim>) {
         if self.rule != rule {
             (self.rule, self.looked) = (rule, None);
             self.groups.clear();
@@ -56,7 +56,7 @@ impl IdleGroups {
     }
 
     /// The most that a group may have for now.
-    pub fn bound(&self, group: GroupIndex) -> Option<u64> {
+    pub(crate) fn bound(&self, group: GroupIndex) -> Option<u64> {
         self.groups.get(&group)?.bound
     }
 

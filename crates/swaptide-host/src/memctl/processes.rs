@@ -19,7 +19,7 @@
 //! 1. A member is reported dead once, after all its threads are gone, and then it is no member any
 //!    more.
 //! 2. A process is a member because it descends from a root or a member, or because the caller has
-//!    the kernel's word for it ([`ProcessTree::admit_known`]); never because a program said so.
+//!    the kernel's word for it (`ProcessTree::admit_known`); never because a program said so.
 //! 3. Looking for new members costs at most a thirtieth of one processor, however many processes
 //!    the machine has.
 //!
@@ -111,27 +111,27 @@ impl ProcessTree {
     }
 
     /// The descendants of one more process are members.
-    pub fn add_root(&mut self, root: u32) {
+    pub(crate) fn add_root(&mut self, root: u32) {
         self.roots.insert(root);
         (self.newest_pid, self.scanned) = (None, None);
     }
 
     /// The parent of a root, if it is that: when the root is killed, the tree is its own.
-    pub fn add_front(&mut self, front: u32, root: u32) {
+    pub(crate) fn add_front(&mut self, front: u32, root: u32) {
         if parent_of(root) == Some(front) && !self.roots.contains(&front) {
             self.fronts.insert(front, root);
         }
     }
 
     /// The descendants of a process that is gone: those that live on stay members.
-    pub fn forget_root(&mut self, root: u32) {
+    pub(crate) fn forget_root(&mut self, root: u32) {
         self.roots.remove(&root);
         self.fronts.retain(|_, of| *of != root);
     }
 
     /// Makes a process a member if it descends from a root or from a member, and lives. False when
     /// it does not: its name may be a lie.
-    pub fn admit(&mut self, pid: u32) -> bool {
+    pub(crate) fn admit(&mut self, pid: u32) -> bool {
         if self.members.contains_key(&pid) {
             return true;
         }
@@ -148,7 +148,7 @@ impl ProcessTree {
 
     /// Makes a process a member of which the caller knows, by the kernel's word, that it belongs
     /// here.
-    pub fn admit_known(&mut self, pid: u32) -> bool {
+    pub(crate) fn admit_known(&mut self, pid: u32) -> bool {
         self.members.contains_key(&pid) || self.insert(pid, self.root_above(pid).unwrap_or(0))
     }
 
@@ -182,7 +182,7 @@ impl ProcessTree {
     }
 
     /// The root in whose tree a member is; 0 where that is not known.
-    pub fn root_of(&self, pid: u32) -> u32 {
+    pub(crate) fn root_of(&self, pid: u32) -> u32 {
         self.members.get(&pid).map_or(0, |member| member.root)
     }
 
@@ -230,7 +230,7 @@ impl ProcessTree {
     }
 
     /// Reads what everybody uses; answers with the members that are gone since the last time.
-    pub fn sample(&mut self) -> Vec<u32> {
+    pub(crate) fn sample(&mut self) -> Vec<u32> {
         let mut dead = Vec::new();
         let mut families: HashMap<u64, u32> = HashMap::new();
         let mut changed: HashSet<u64> = HashSet::new();
@@ -296,7 +296,7 @@ impl ProcessTree {
     }
 
     /// So many bytes of a process's minor faults so far copied nothing.
-    pub fn discount_engine_faults(&mut self, pid: u32, bytes: u64) {
+    pub(crate) fn discount_engine_faults(&mut self, pid: u32, bytes: u64) {
         if let Some(member) = self.members.get_mut(&pid) {
             member.excused = bytes;
         }
@@ -344,7 +344,7 @@ impl ProcessTree {
 
     /// Bytes of pages that came to a member without reading so far, copies of shared ones among
     /// them; none for one that shares nothing.
-    pub fn grown(&self, pid: u32) -> Option<u64> {
+    pub(crate) fn grown(&self, pid: u32) -> Option<u64> {
         self.members
             .get(&pid)
             .filter(|member| member.pss.is_some())
@@ -352,7 +352,7 @@ impl ProcessTree {
     }
 
     /// Members whose first thread has ended and that live on, or seem to.
-    pub fn leaderless(&self) -> impl Iterator<Item = u32> {
+    pub(crate) fn leaderless(&self) -> impl Iterator<Item = u32> {
         self.members.iter().filter(|(_, member)| member.leaderless).map(|(pid, _)| *pid)
     }
 
@@ -362,12 +362,12 @@ impl ProcessTree {
     }
 
     /// All members, in the order of their numbers.
-    pub fn pids(&self) -> impl Iterator<Item = u32> {
+    pub(crate) fn pids(&self) -> impl Iterator<Item = u32> {
         self.members.keys().copied()
     }
 
     /// Kills every member of a root's tree.
-    pub fn kill_all(&self, root: u32) {
+    pub(crate) fn kill_all(&self, root: u32) {
         // The root itself is a member where it is the pager of shared memory.
         for (_, member) in
             self.members.iter().filter(|(pid, member)| member.root == root && **pid != root)
@@ -494,13 +494,13 @@ fn parent_of(pid: u32) -> Option<u32> {
 }
 
 /// Whether `pid` descends from `ancestor`.
-pub fn descends(pid: u32, ancestor: u32) -> bool {
+pub(crate) fn descends(pid: u32, ancestor: u32) -> bool {
     above(pid, |at| (at == ancestor).then_some(())).is_some()
 }
 
 /// What the kernel says of the number of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Life {
+pub(crate) enum Life {
     /// A process of this number lives, or one of its threads does. It may be another than before.
     Lives,
     /// No process has it, or none of its threads lives.
@@ -511,7 +511,7 @@ pub enum Life {
 
 /// Whether a process lives. What a process holds is taken back only if it is gone: a failed
 /// question is no answer.
-pub fn life(pid: u32) -> Life {
+pub(crate) fn life(pid: u32) -> Life {
     match pidfd_open(pid) {
         Ok(pidfd) => match poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)) {
             Ok(0) => Life::Lives,

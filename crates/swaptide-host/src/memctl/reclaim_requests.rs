@@ -62,7 +62,7 @@ impl ReclaimRequests {
     }
 
     /// The most that a group may have for now.
-    pub fn bound(&self, group: GroupIndex) -> Option<u64> {
+    pub(crate) fn bound(&self, group: GroupIndex) -> Option<u64> {
         // Limits end a little above what is used: the goal is reached from a little below.
         self.0.get(&group).map(|squeeze| squeeze.goal - squeeze.goal / 64)
     }

@@ -20,12 +20,12 @@ use std::time::{Duration, Instant};
 use swaptide_sys::process::{pss_shmem, rss_shmem};
 
 /// How long a run may be above its budget.
-pub(super) const MAX_EXCESS_TIME: Duration = Duration::from_secs(5);
+const MAX_EXCESS_TIME: Duration = Duration::from_secs(5);
 /// How old the look at shared memory may be; it walks page tables.
 const SHARED_AGE: Duration = Duration::from_millis(500);
 
 /// What a run may have beyond its budget for longer than that: engines count in steps.
-pub(super) fn margin(budget: u64) -> u64 {
+fn margin(budget: u64) -> u64 {
     budget / 20 + (4 << 20)
 }
 

@@ -81,7 +81,7 @@ impl Wire {
 
     /// The socket, of which nothing too much was read.
     #[must_use]
-    pub fn into_fd(self) -> OwnedFd {
+    pub(crate) fn into_fd(self) -> OwnedFd {
         self.fd
     }
 

@@ -32,7 +32,7 @@ const BUFFER: usize = 64 << 10;
 ///
 /// # Errors
 /// If a file is missing or has nothing of use, or nobody is trusted.
-pub fn client_config(url: &Url) -> Result<Arc<ClientConfig>, NbdError> {
+pub(crate) fn client_config(url: &Url) -> Result<Arc<ClientConfig>, NbdError> {
     let mut roots = RootCertStore::empty();
     match &url.ca {
         Some(path) => {
@@ -117,7 +117,7 @@ pub(super) fn session(
 ///
 /// # Errors
 /// If there are no descriptors or threads to be had.
-pub fn pump(session: ClientConnection, wire: OwnedFd) -> io::Result<OwnedFd> {
+pub(crate) fn pump(session: ClientConnection, wire: OwnedFd) -> io::Result<OwnedFd> {
     let (local, remote) =
         socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     let mut pump = Pump {

@@ -20,7 +20,7 @@ use std::str::FromStr;
 use swaptide_store::nbd::MAX_CONNECTIONS;
 
 /// The port of NBD servers.
-pub const PORT: u16 = 10809;
+const PORT: u16 = 10809;
 /// The longest name the protocol allows.
 const MAX_NAME_BYTES: usize = 4096;
 
@@ -171,7 +171,7 @@ impl Url {
 
     /// The name that the server's certificate must have.
     #[must_use]
-    pub fn server_name(&self) -> &str {
+    pub(crate) fn server_name(&self) -> &str {
         match (&self.tls_hostname, &self.place) {
             (Some(name), _) => name,
             (None, Endpoint::Tcp { host, .. }) => host,

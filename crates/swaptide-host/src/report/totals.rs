@@ -327,7 +327,7 @@ fn unmovable(frame: &ReportFile, totals: &Totals) -> Option<String> {
 }
 
 /// The line of summary, without the program's own name in front.
-pub fn summary(frame: &ReportFile, totals: &Totals, wall_s: f64) -> String {
+pub(crate) fn summary(frame: &ReportFile, totals: &Totals, wall_s: f64) -> String {
     let (peak, budget) = (human(totals.peak_resident), human(frame.budget));
     let mut line = if totals.get(Counter::Engaged) == 0 && totals.pages_out() == 0 {
         format!(
@@ -367,7 +367,7 @@ pub fn summary(frame: &ReportFile, totals: &Totals, wall_s: f64) -> String {
 }
 
 /// The name by which a program is called in messages.
-pub fn program_name(command: &OsStr) -> String {
+pub(crate) fn program_name(command: &OsStr) -> String {
     Path::new(command)
         .file_name()
         .unwrap_or(command)

@@ -9,7 +9,7 @@ use crate::run::error::{AGENT_NAME, ENV_AGENT, RunError};
 ///
 /// # Errors
 /// [`RunError::NoAgent`].
-pub fn find_agent() -> Result<PathBuf, RunError> {
+pub(crate) fn find_agent() -> Result<PathBuf, RunError> {
     let places = match std::env::var_os(ENV_AGENT).filter(|path| !path.is_empty()) {
         Some(path) => vec![PathBuf::from(path)],
         None => {

@@ -1,6 +1,6 @@
 //! Checks kernel and system requirements, with one command that fixes each.
 //!
-//! Owns the list of what a run needs of the kernel and the machine ([`REQUIRED`] among it).
+//! Owns the list of what a run needs of the kernel and the machine (`REQUIRED` among it).
 //!
 //! Locks: none.
 

@@ -14,9 +14,9 @@ use crate::swap::spec::DeviceError;
 use crate::units::{SizeError, human};
 
 /// Names the agent's library, for an installation that is spread out.
-pub const ENV_AGENT: &str = "SWAPTIDE_AGENT";
+pub(crate) const ENV_AGENT: &str = "SWAPTIDE_AGENT";
 /// The agent's file name.
-pub const AGENT_NAME: &str = "libswaptide_agent.so";
+pub(crate) const AGENT_NAME: &str = "libswaptide_agent.so";
 
 /// Why a run did not start.
 #[derive(Debug)]

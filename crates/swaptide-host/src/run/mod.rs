@@ -2,7 +2,7 @@
 
 pub mod agent;
 pub mod doctor;
-pub mod ending;
+pub(crate) mod ending;
 pub(crate) mod error;
 pub mod supervise;
 pub mod target;

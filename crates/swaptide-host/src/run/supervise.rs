@@ -70,17 +70,17 @@ use crate::units::{human, parse_share, ram_total};
 pub use super::error::RunError;
 
 /// How many processes are managed at a time: for tests of what the others do.
-pub const ENV_SLOTS: &str = "SWAPTIDE_TEST_SLOTS";
+const ENV_SLOTS: &str = "SWAPTIDE_TEST_SLOTS";
 /// Test hook: treats every Nth large swap-in as stale.
-pub const ENV_STALE: &str = "SWAPTIDE_TEST_STALE";
+const ENV_STALE: &str = "SWAPTIDE_TEST_STALE";
 /// Test hook: ends every Nth large fill half way.
-pub const ENV_PART: &str = "SWAPTIDE_TEST_PART";
+const ENV_PART: &str = "SWAPTIDE_TEST_PART";
 /// Test hook: every Nth transfer of the first swap area fails.
-pub const ENV_MISHAPS: &str = "SWAPTIDE_TEST_MISHAPS";
+const ENV_MISHAPS: &str = "SWAPTIDE_TEST_MISHAPS";
 /// How engines end, for tests.
-pub const ENV_FAIL: &str = "SWAPTIDE_TEST_FAIL";
+const ENV_FAIL: &str = "SWAPTIDE_TEST_FAIL";
 /// Not empty: no daemon is joined. For measurements, which want to be alone.
-pub const ENV_NO_DAEMON: &str = "SWAPTIDE_NO_DAEMON";
+const ENV_NO_DAEMON: &str = "SWAPTIDE_NO_DAEMON";
 
 /// The share of a process's limit that compressed memory may take where a file stands behind it, in
 /// percent.
@@ -609,7 +609,7 @@ impl Launcher {
 }
 
 /// One line on standard error; if nobody reads there, so be it.
-pub(super) fn report_line(line: &str) {
+fn report_line(line: &str) {
     let _ = writeln!(io::stderr(), "swaptide: {line}");
 }
 

@@ -263,7 +263,7 @@ impl Areas {
 
     /// Takes over an export that an area had before, and whose server does not answer now: it is
     /// looked after until it does.
-    pub fn restore_away(&self, id: AreaId, backing: Backing) {
+    pub(crate) fn restore_away(&self, id: AreaId, backing: Backing) {
         self.restore(id, backing);
         if let Some(held) = self.held().get_mut(&id)
             && self.segment.area(id).state() == AreaState::Open

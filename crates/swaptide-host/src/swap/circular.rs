@@ -28,7 +28,10 @@ const MAX_DESCRIPTORS: usize = 1 << 16;
 /// Finds a process that serves a device. `members` selects the processes of the run among all.
 ///
 /// Returns one line that says why the device is refused.
-pub fn refusal(device: &Device, members: impl FnOnce(Vec<u32>) -> Vec<u32>) -> Option<String> {
+pub(crate) fn refusal(
+    device: &Device,
+    members: impl FnOnce(Vec<u32>) -> Vec<u32>,
+) -> Option<String> {
     let targets = targets(device);
     if targets.is_empty() {
         return None;

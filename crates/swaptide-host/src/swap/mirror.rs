@@ -28,7 +28,7 @@ fn directory(path: &Path) -> PathBuf {
 ///
 /// # Errors
 /// [`DeviceError::Mirror`].
-pub fn resolve(
+pub(crate) fn resolve(
     device: &mut Device,
     tiers: &Tiers,
     files: &[(i32, PathBuf)],
@@ -49,7 +49,7 @@ pub fn resolve(
 }
 
 /// The swap files among devices, with their priorities.
-pub fn files(devices: &[Device]) -> impl Iterator<Item = (i32, PathBuf)> {
+pub(crate) fn files(devices: &[Device]) -> impl Iterator<Item = (i32, PathBuf)> {
     devices.iter().filter_map(|device| match &device.kind {
         DeviceKind::File { path, .. } => {
             Some((device.priority.unwrap_or(DEFAULT_PRIORITY), path.clone()))
@@ -62,7 +62,7 @@ pub fn files(devices: &[Device]) -> impl Iterator<Item = (i32, PathBuf)> {
 ///
 /// # Errors
 /// [`DeviceError::Mirror`].
-pub fn resolve_all(devices: &mut [Device], tiers: &Tiers) -> Result<(), DeviceError> {
+pub(crate) fn resolve_all(devices: &mut [Device], tiers: &Tiers) -> Result<(), DeviceError> {
     let files: Vec<_> = files(devices).collect();
     devices.iter_mut().try_for_each(|device| resolve(device, tiers, &files))
 }

@@ -1,9 +1,9 @@
 //! Swap areas: what `--swap` names, how areas are opened, joined, mirrored and taken away.
 
 pub mod areas;
-pub mod circular;
+pub(crate) mod circular;
 pub(crate) mod error;
 pub mod mirror;
-pub(crate) mod mirror_option;
+mod mirror_option;
 pub(crate) mod rotational;
 pub mod spec;

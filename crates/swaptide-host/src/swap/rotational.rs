@@ -10,7 +10,7 @@ use rustix::fs::{major, minor};
 
 /// True if reads of this file or block device begin with a seek. False where that is unknown (a
 /// file system of many disks, in memory or on a server).
-pub fn is_rotational(file: &File) -> bool {
+pub(crate) fn is_rotational(file: &File) -> bool {
     let Ok(found) = file.metadata() else { return false };
     let disk = if found.file_type().is_block_device() { found.rdev() } else { found.dev() };
     says_so(Path::new("/sys/dev/block"), disk)

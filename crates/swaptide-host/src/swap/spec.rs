@@ -31,7 +31,7 @@ use crate::units::parse_bytes;
 /// The smallest cap of the compressed pool.
 pub const MIN_POOL_BYTES: u64 = 1 << 20;
 /// The priority of a device for which none is given.
-pub const DEFAULT_PRIORITY: i32 = -1;
+pub(crate) const DEFAULT_PRIORITY: i32 = -1;
 /// The mark that mkswap(8) leaves at the end of a device's first page, with pages of 4096 bytes.
 const SWAP_MARK: &[u8; 10] = b"SWAPSPACE2";
 const SWAP_MARK_AT: u64 = 4086;
@@ -433,7 +433,7 @@ pub fn default_places() -> Vec<PathBuf> {
 }
 
 /// Whether files there are in memory.
-pub(crate) fn in_memory(place: &Path) -> bool {
+fn in_memory(place: &Path) -> bool {
     const TMPFS: u32 = 0x0102_1994;
     const RAMFS: u32 = 0x8584_58f6;
     rustix::fs::statfs(place).is_ok_and(|fs| matches!(fs.f_type as u32, TMPFS | RAMFS))
@@ -452,7 +452,7 @@ fn open_default(budget: u64) -> Result<Backing, DeviceError> {
 }
 
 /// Bytes that a writer without privilege may still take in `place`.
-pub fn free_space(place: &Path) -> io::Result<u64> {
+pub(crate) fn free_space(place: &Path) -> io::Result<u64> {
     let fs = rustix::fs::statvfs(place)?;
     Ok(fs.f_bavail.saturating_mul(fs.f_frsize))
 }

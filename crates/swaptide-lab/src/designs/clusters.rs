@@ -126,7 +126,7 @@ impl ClusterAllocator {
     }
 
     /// `2^order` aligned slots, each marked as cached.
-    pub fn alloc(&self, cpu: usize, order: usize) -> Option<u32> {
+    pub(crate) fn alloc(&self, cpu: usize, order: usize) -> Option<u32> {
         let lane = &self.lanes[cpu][order];
         let current = lane.load(Ordering::Relaxed);
         if current != NOWHERE {
@@ -166,7 +166,7 @@ impl ClusterAllocator {
     }
 
     /// Changes the bytes of slots in use, under their cluster's lock.
-    pub fn change(&self, off: u32, n: u32, new: impl Fn(u8) -> u8) {
+    pub(crate) fn change(&self, off: u32, n: u32, new: impl Fn(u8) -> u8) {
         let _cluster = self.clusters[(off / CLUSTER) as usize].lock();
         (off..off + n).for_each(|slot| self.map.set(slot, new(self.map.get(slot))));
     }

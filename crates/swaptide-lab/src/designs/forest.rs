@@ -95,14 +95,14 @@ impl Forest {
 
     /// The same under the tree's lock, for comparison: no kernel did this.
     #[inline(always)]
-    pub fn lookup_locked(&self, off: u32) -> Cached {
+    pub(crate) fn lookup_locked(&self, off: u32) -> Cached {
         let (tree, index) = self.place(off);
         cached(tree.load_locked(index))
     }
 
     /// A folio enters the cache at slots that hold no folio. `false`: one of them does, and nothing
     /// was changed. Like all ranges here it lies in one cluster, hence in one tree.
-    pub fn insert(&self, off: u32, n: u32, folio: FolioId) -> bool {
+    pub(crate) fn insert(&self, off: u32, n: u32, folio: FolioId) -> bool {
         let (tree, index) = self.place(off);
         tree.update(index, n.into(), |old| !is_folio(old), |_| folio_entry(folio))
     }
@@ -114,7 +114,7 @@ impl Forest {
     }
 
     /// The slots are freed: nothing stays.
-    pub fn clear(&self, off: u32, n: u32) {
+    pub(crate) fn clear(&self, off: u32, n: u32) {
         let (tree, index) = self.place(off);
         tree.update(index, n.into(), |_| true, |_| 0);
     }
@@ -125,17 +125,17 @@ impl Forest {
     }
 
     /// Nodes of all trees.
-    pub fn nodes(&self) -> usize {
+    pub(crate) fn nodes(&self) -> usize {
         self.trees.iter().map(Tree::nodes).sum()
     }
 
     /// Bytes that are there before the first slot is used: the trees themselves.
-    pub fn static_bytes(&self) -> usize {
+    pub(crate) fn static_bytes(&self) -> usize {
         self.trees.len() * size_of::<Tree>()
     }
 
     /// Bytes of nodes in use. What the pools keep besides is not counted, in the baselines' favour.
-    pub fn dynamic_bytes(&self) -> usize {
+    pub(crate) fn dynamic_bytes(&self) -> usize {
         self.nodes() * Tree::NODE_BYTES
     }
 }

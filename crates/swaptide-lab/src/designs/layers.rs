@@ -179,12 +179,12 @@ impl SwapTable {
 
     /// The memory of empty tables goes back to the system at once. (The trees' nodes stay in their
     /// pools, so the comparisons of speed do without.)
-    pub fn giving_back(self) -> Self {
+    pub(crate) fn giving_back(self) -> Self {
         SwapTable(self.0.with_table_discard(crate::designs::memory::discard))
     }
 
     /// With the search order of the allocator seed: empty clusters first.
-    pub fn free_first(slots: u32, names: u32, cpus: usize) -> Self {
+    pub(crate) fn free_first(slots: u32, names: u32, cpus: usize) -> Self {
         SwapTable(Self::new(slots, names, cpus).0.with_search_order(SearchOrder::FreeFirst))
     }
 

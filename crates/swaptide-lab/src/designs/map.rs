@@ -10,9 +10,9 @@
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
 /// The slot cannot be used.
-pub const BAD: u8 = 0x3f;
+const BAD: u8 = 0x3f;
 /// The slot is in the swap cache (or in a per-CPU cache of slots).
-pub const HAS_CACHE: u8 = 0x40;
+pub(crate) const HAS_CACHE: u8 = 0x40;
 
 /// The order in which a new device's clusters stand on the free list, the header's left out: one of
 /// each 64 MiB, then the next one of each, so that CPUs that fill clusters at the same time do so
@@ -53,21 +53,21 @@ impl SlotMap {
 
     /// Are `n` slots from `off` all free?
     #[inline]
-    pub fn all_free(&self, off: u32, n: u32) -> bool {
+    pub(crate) fn all_free(&self, off: u32, n: u32) -> bool {
         self.counts[off as usize..(off + n) as usize]
             .iter()
             .all(|byte| byte.load(Ordering::Relaxed) == 0)
     }
 
     /// Records the group that is charged for `n` slots from `off`.
-    pub fn charge(&self, off: u32, n: u32, group: u16) {
+    pub(crate) fn charge(&self, off: u32, n: u32, group: u16) {
         self.groups[off as usize..(off + n) as usize]
             .iter()
             .for_each(|g| g.store(group, Ordering::Relaxed));
     }
 
     /// Slots there are.
-    pub fn slots(&self) -> u32 {
+    pub(crate) fn slots(&self) -> u32 {
         self.counts.len() as u32
     }
 

@@ -17,5 +17,5 @@ pub(crate) mod forest;
 pub mod layers;
 pub(crate) mod map;
 mod memory;
-pub(crate) mod radix;
+mod radix;
 pub(crate) mod scanning;

@@ -127,7 +127,7 @@ unsafe fn get<'a>(node: *mut TreeNode) -> Option<&'a TreeNode> {
 
 impl Tree {
     /// Bytes of one node.
-    pub const NODE_BYTES: usize = size_of::<TreeNode>();
+    pub(crate) const NODE_BYTES: usize = size_of::<TreeNode>();
 
     /// The entry at `index`; 0 when there is none. Takes no lock.
     #[inline(always)]
@@ -166,7 +166,7 @@ impl Tree {
 
     /// The same under the tree's lock.
     #[inline(always)]
-    pub fn load_locked(&self, index: u64) -> TreeEntry {
+    pub(crate) fn load_locked(&self, index: u64) -> TreeEntry {
         let _pool = self.pool.lock();
         self.walk(index)
     }
@@ -174,7 +174,7 @@ impl Tree {
     /// Replaces the `n` entries from `first` by what `new` makes of each, in one critical section.
     /// Asks `check` of all of them first; when it refuses one, nothing is changed and `false`
     /// returned.
-    pub fn update(
+    pub(crate) fn update(
         &self,
         first: u64,
         n: u64,
@@ -377,7 +377,7 @@ impl Tree {
     }
 
     /// Nodes in the tree.
-    pub fn nodes(&self) -> usize {
+    pub(crate) fn nodes(&self) -> usize {
         self.pool.lock().as_ref().map_or(0, |pool| pool.slabs.len() * SLAB - pool.free.len())
     }
 }

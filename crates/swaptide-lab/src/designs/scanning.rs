@@ -92,7 +92,7 @@ impl ScanAllocator {
     }
 
     /// `2^order` aligned slots, each marked as cached.
-    pub fn alloc(&self, cpu: usize, order: usize) -> Option<u32> {
+    pub(crate) fn alloc(&self, cpu: usize, order: usize) -> Option<u32> {
         if order > 0 {
             let mut device = self.device.lock();
             return self.take_from_cluster(&mut device, cpu, order);
@@ -136,13 +136,13 @@ impl ScanAllocator {
     }
 
     /// Changes the bytes of slots in use, under their cluster's lock.
-    pub fn change(&self, off: u32, n: u32, new: impl Fn(u8) -> u8) {
+    pub(crate) fn change(&self, off: u32, n: u32, new: impl Fn(u8) -> u8) {
         let _cluster = self.clusters[(off / CLUSTER) as usize].lock();
         (off..off + n).for_each(|slot| self.map.set(slot, new(self.map.get(slot))));
     }
 
     /// Slots that are neither used nor in a CPU's cache.
-    pub fn free_slots(&self) -> u32 {
+    fn free_slots(&self) -> u32 {
         self.free.load(Ordering::Relaxed)
     }
 

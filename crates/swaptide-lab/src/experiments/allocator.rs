@@ -461,7 +461,7 @@ fn worst(values: &[f64]) -> f64 {
 }
 
 /// Runs all four modes on the three allocators.
-pub fn measure(quick: bool) -> LabReport {
+pub(crate) fn measure(quick: bool) -> LabReport {
     let iterations = if quick { 20 } else { 100 };
     let mut rows = Vec::new();
     let mut curves = Vec::new();

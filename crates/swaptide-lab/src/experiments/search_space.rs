@@ -274,7 +274,7 @@ fn full_device(gib: u32) -> [f64; 2] {
 }
 
 /// Runs the comparison for every size.
-pub fn measure(quick: bool) -> LabReport {
+pub(crate) fn measure(quick: bool) -> LabReport {
     let sizes: &[u32] = if quick { &[1, 128] } else { &[1, 4, 16, 64, 128, 256, 1024] };
     let runs = if quick { 3 } else { 9 };
     let mut rows = Vec::new();

@@ -290,7 +290,7 @@ fn lookup_rows(rows: &mut Vec<Row>, threads: &[usize], pages: u32, all: usize, r
 }
 
 /// Runs everything.
-pub fn measure(quick: bool) -> LabReport {
+pub(crate) fn measure(quick: bool) -> LabReport {
     crate::measure::use_yield();
     let (pages, runs) = if quick { (GIB / 16, 3) } else { (GIB / 2, 9) };
     let threads: &[usize] = if quick { &[1, 2, 8] } else { &[1, 2, 4, 8, 16, 32] };

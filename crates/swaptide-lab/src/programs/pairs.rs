@@ -9,7 +9,7 @@ use crate::report::Row;
 use crate::programs::job::Took;
 
 /// A child process that is killed and waited for when this is dropped.
-pub struct ChildGuard(pub Child);
+pub(crate) struct ChildGuard(pub Child);
 
 impl Drop for ChildGuard {
     fn drop(&mut self) {
@@ -25,18 +25,18 @@ pub struct Pairs {
     after: Vec<Took>,
 }
 
-pub fn mean(values: &[f64]) -> f64 {
+pub(crate) fn mean(values: &[f64]) -> f64 {
     values.iter().sum::<f64>() / values.len().max(1) as f64
 }
 
 /// Sample standard deviation.
-pub fn deviation(values: &[f64]) -> f64 {
+pub(crate) fn deviation(values: &[f64]) -> f64 {
     let mean = mean(values);
     let squares: f64 = values.iter().map(|v| (v - mean) * (v - mean)).sum();
     (squares / (values.len().max(2) - 1) as f64).sqrt()
 }
 
-pub fn median(values: &[f64]) -> f64 {
+pub(crate) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     match sorted.len() {
@@ -47,12 +47,12 @@ pub fn median(values: &[f64]) -> f64 {
 }
 
 /// What the second of two neighbours gave by what the first gave.
-pub fn ratios<T>(before: &[T], after: &[T], f: impl Fn(&T) -> f64) -> Vec<f64> {
+pub(crate) fn ratios<T>(before: &[T], after: &[T], f: impl Fn(&T) -> f64) -> Vec<f64> {
     before.iter().zip(after).map(|(before, after)| f(after) / f(before).max(1e-9)).collect()
 }
 
 /// The median of ratios, and half the width of the range in which it lies with a certainty of 95%.
-pub fn middle_of(ratios: &[f64]) -> (f64, f64) {
+pub(crate) fn middle_of(ratios: &[f64]) -> (f64, f64) {
     let middle = median(ratios);
     let spread = median(&ratios.iter().map(|ratio| (ratio - middle).abs()).collect::<Vec<_>>());
     // The median of n values deviates by 1.253 of their deviation by the root of n; that is 1.483
@@ -61,7 +61,7 @@ pub fn middle_of(ratios: &[f64]) -> (f64, f64) {
 }
 
 /// The row of such a ratio, in per cent, with its bounds as deviation.
-pub fn ratio_row(case: &str, metric: &str, ratio: (f64, f64)) -> Row {
+pub(crate) fn ratio_row(case: &str, metric: &str, ratio: (f64, f64)) -> Row {
     Row::new(case, metric, "%", 100.0, ratio.0 * 100.0).with_deviations(0.0, ratio.1 * 100.0)
 }
 
@@ -80,12 +80,12 @@ impl Pairs {
     }
 
     /// After by before, of each pair.
-    pub fn ratios(&self, f: impl Fn(&Took) -> f64) -> Vec<f64> {
+    pub(crate) fn ratios(&self, f: impl Fn(&Took) -> f64) -> Vec<f64> {
         ratios(&self.before, &self.after, f)
     }
 
     /// The middle of [`Pairs::ratios`], as [`middle_of`] tells it.
-    pub fn ratio(&self, f: impl Fn(&Took) -> f64) -> (f64, f64) {
+    pub(crate) fn ratio(&self, f: impl Fn(&Took) -> f64) -> (f64, f64) {
         middle_of(&self.ratios(f))
     }
 }

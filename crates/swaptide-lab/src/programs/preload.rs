@@ -31,7 +31,7 @@ const NODE: &str = include_str!("services/service.js");
 const PYTHON: &str = include_str!("services/service.py");
 
 /// What was asked for.
-pub struct PreloadPlan {
+pub(crate) struct PreloadPlan {
     /// Starts of each kind.
     pub runs: u32,
     /// Part of the rows.
@@ -267,7 +267,7 @@ fn once(
 ///
 /// # Errors
 /// What failed, of which program.
-pub fn measure(plan: &PreloadPlan) -> Result<LabReport, String> {
+pub(crate) fn measure(plan: &PreloadPlan) -> Result<LabReport, String> {
     if !is_there("nbdkit") {
         return Err("there is no nbdkit; apt install nbdkit".into());
     }

@@ -215,7 +215,7 @@ fn is_there(program: &str) -> bool {
 ///
 /// # Errors
 /// What failed, of which case.
-pub fn measure(plan: &TiersPlan) -> Result<LabReport, String> {
+pub(crate) fn measure(plan: &TiersPlan) -> Result<LabReport, String> {
     let scratch = ScratchDir::new("tiers")?;
     let place = scratch.path();
     let shows = std::io::stderr().is_terminal();

@@ -155,7 +155,7 @@ impl TouchOrder {
 
 /// What is said when all is touched, in each round.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Touched {
+pub(crate) struct Touched {
     /// Filling (in the first round), pushing out and touching.
     pub elapsed_s: f64,
     /// Touching alone.
@@ -165,7 +165,7 @@ pub struct Touched {
 }
 
 /// What is said when the target is out.
-pub const READY: &str = "ready";
+pub(crate) const READY: &str = "ready";
 
 /// Memory that nothing has touched yet, some of it with data.
 struct TargetMemory {

@@ -27,7 +27,7 @@ const LEAST_RAM: u64 = 24 << 20;
 const PATIENCE: Duration = Duration::from_secs(600);
 
 /// What was asked for.
-pub struct ZswapinPlan {
+pub(crate) struct ZswapinPlan {
     /// Runs of each side.
     pub runs: u32,
     /// Times that a run pushes its target out and touches it.
@@ -469,7 +469,7 @@ impl Pair {
 }
 
 /// Runs all cases, or those asked for.
-pub fn measure(plan: &ZswapinPlan) -> Result<LabReport, String> {
+pub(crate) fn measure(plan: &ZswapinPlan) -> Result<LabReport, String> {
     let cases = cases();
     let is_wanted = |case: &&Case| {
         plan.only.is_empty() || plan.only.iter().any(|only| case.name.starts_with(only.as_str()))

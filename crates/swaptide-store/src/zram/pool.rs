@@ -28,7 +28,7 @@ use super::PoolFull;
 use crate::PAGE_SIZE;
 
 /// Address space of one block.
-pub(super) const BLOCK_BYTES: usize = 64 << 10;
+const BLOCK_BYTES: usize = 64 << 10;
 const BLOCK_PAGES: usize = BLOCK_BYTES / PAGE_SIZE;
 /// Fewest pages a class may choose for its blocks: fewer leave too much of the address space
 /// unused.

@@ -20,7 +20,7 @@ const ABORT_BELOW_BYTES: u64 = 24 << 20;
 
 /// How far it has got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Detaching {
+pub(crate) struct Detaching {
     /// Processes that are not let go yet.
     pub processes: usize,
     /// Bytes of them that are still out.
@@ -44,7 +44,7 @@ impl MemoryController {
     ///
     /// # Errors
     /// Why not, in one line; nothing has changed then.
-    pub fn detach(&mut self, pids: &BTreeSet<u32>) -> Result<(), String> {
+    pub(crate) fn detach(&mut self, pids: &BTreeSet<u32>) -> Result<(), String> {
         let slots: Vec<&ProcSlot> = self.slots_of(pids).collect();
         if slots.is_empty() {
             return Err("detach: none of these processes is managed; see swaptide ctl stats".into());
@@ -75,14 +75,14 @@ impl MemoryController {
     }
 
     /// How far it has got.
-    pub fn detaching(&self, pids: &BTreeSet<u32>) -> Detaching {
+    pub(crate) fn detaching(&self, pids: &BTreeSet<u32>) -> Detaching {
         let busy: Vec<&ProcSlot> = self.slots_of(pids).collect();
         let out = busy.iter().map(|slot| out(slot)).sum();
         Detaching { processes: busy.len(), out, short: room() < ABORT_BELOW_BYTES }
     }
 
     /// Those that are not let go yet are managed as before.
-    pub fn keep_after_all(&mut self, pids: &BTreeSet<u32>) {
+    pub(crate) fn keep_after_all(&mut self, pids: &BTreeSet<u32>) {
         for slot in self.slots_of(pids) {
             slot.detach.store(0, Relaxed);
             slot.wake();
@@ -90,7 +90,7 @@ impl MemoryController {
     }
 
     /// The processes of a run that can be detached, or one of them.
-    pub fn detachable(&self, pid: u32) -> BTreeSet<u32> {
+    pub(crate) fn detachable(&self, pid: u32) -> BTreeSet<u32> {
         let is_run = self.runs().any(|run| run.front == pid || run.root == pid);
         let root = self.run_of(pid).map(|run| run.root);
         let in_run =

@@ -21,7 +21,7 @@ const COPIED_AHEAD: Duration = Duration::from_millis(50);
 
 /// A process's pages that others have too, since a fork.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sharing {
+pub(crate) struct Sharing {
     /// What it holds resident beyond what it uses: the parts of shared pages that count for others.
     /// Outside of families, what [`StableMin`] makes of it.
     pub bytes: u64,
@@ -44,7 +44,7 @@ pub struct StableMin {
 impl StableMin {
     /// A process shares `bytes` now, `elapsed` after the last time; gives what it shared all the
     /// time for one to two `STABLE_AFTER`.
-    pub fn follow(&mut self, bytes: u64, elapsed: Duration) -> u64 {
+    pub(crate) fn follow(&mut self, bytes: u64, elapsed: Duration) -> u64 {
         self.least = self.least.min(bytes);
         self.age += elapsed;
         if self.age >= STABLE_AFTER {
@@ -92,7 +92,11 @@ impl RecentSum {
 /// that is shared is lent at once, but for as much as was copied lately (by what the kernel counts
 /// of faults): so much may be copied again before engines have taken anything out. A group that has
 /// more than it may gets four times as much less.
-pub fn cow_credit(groups: &[Bounds], processes: &[Process], sharing: &[Sharing]) -> Vec<u64> {
+pub(crate) fn cow_credit(
+    groups: &[Bounds],
+    processes: &[Process],
+    sharing: &[Sharing],
+) -> Vec<u64> {
     let totals = sums(groups, processes.iter().map(|p| (p.group, p.used)));
     let over = |p: &Process| {
         let over = (0..groups.len())
