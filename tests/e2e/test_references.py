@@ -62,12 +62,19 @@ def test_endings(case):
     case.run_c("endings", "mixed", megabytes=24, seconds=5)
 
 
-@pytest.mark.swaptide(budget=16, allowance=24, forks=True, complaint="still ran on its memory")
-def test_endings_vfork(case):
-    """What is out of the memory of a killed process is lost to the child of its vfork: SIGBUS and
-    EFAULT, no zeros.
+@pytest.mark.swaptide(budget=16, allowance=24, forks=True, complaint="what was swapped out is lost")
+@pytest.mark.parametrize("mode", ["vfork", "clone"])
+def test_endings_of_parents(case, mode):
+    """A process is killed while its child runs on its memory, or has not got its own yet: what the
+    child lacks is SIGBUS and EFAULT, no zeros.
     """
-    case.run_c("endings", "vfork", megabytes=24, seconds=5)
+    case.run_c("endings", mode, megabytes=24, seconds=5)
+
+
+@pytest.mark.swaptide(budget=16, allowance=48, forks=True)
+def test_endings_atfork(case):
+    """A process is killed by its child's fork handler: the child has all its memory."""
+    case.run_c("endings", "atfork", megabytes=24, seconds=5)
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ use crate::log;
 use crate::pages::{excluded, pinned, references};
 use crate::process::{
     ENGINE, ENGINE_PID, FORK_LOCK, NO_SLOT, PLACE, SLOT_PENDING, STAYS_UNMANAGED, empty_table,
-    engine, exchange, open_area, release_hold, request_hold, segment, spawn,
+    engine, exchange, hold_child, open_area, release_hold, request_hold, segment, spawn,
 };
 use crate::seccomp;
 use crate::threads::{spawn_reader, start_workers};
@@ -235,6 +235,7 @@ fn prepare_engine(
         pinned: pinned::pinned_pages,
         spawn_reader,
         release_hold,
+        hold_child,
         references: &references::REFERENCES,
     };
     let engine: &'static Engine =

@@ -212,6 +212,15 @@ pub(crate) fn request_hold(engine: &Engine) {
     HOLD_CONN.store(sent.map_or(-1, |conn| conn.into_fd().into_raw_fd()), Relaxed);
 }
 
+/// Has the supervisor hold a forked child's userfaultfd, should this process end before the child
+/// has what it needs. Nobody waits for it: the child runs already.
+pub(crate) fn hold_child(uffd: BorrowedFd<'_>) -> Option<Conn> {
+    let (name, len) = *SOCKET.lock();
+    let conn = Conn::try_connect_abstract(&name[..len]).ok()?;
+    conn.send(&[Request::Hold as u8], &[uffd]).ok()?;
+    Some(conn)
+}
+
 /// Has it closed there. What did not come about is asked for again.
 pub(crate) fn release_hold() -> bool {
     let number = HOLD_CONN.load(Relaxed);

@@ -1,6 +1,6 @@
 //! The engine of one process: what its threads share.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{
     AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed,
@@ -13,6 +13,7 @@ use swaptide_ipc::{AreaId, Counter, OfOrder, ProcSlot, Segment, SlotIndex};
 use swaptide_store::codec::Scheme;
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::sock::Conn;
 use swaptide_sys::thread::now;
 use swaptide_sys::uffd::{Event, Features, Uffd};
 
@@ -73,6 +74,9 @@ pub struct Start {
     pub spawn_reader: fn() -> bool,
     /// Has other holders of the userfaultfd close it; false if that is not so within a moment.
     pub release_hold: fn() -> bool,
+    /// Has another holder for a forked child's userfaultfd while this process serves it: it closes
+    /// its own when something is sent on the connection, or when the child has it held itself.
+    pub hold_child: fn(BorrowedFd<'_>) -> Option<Conn>,
     /// Whether pages may have readers outside; the hooks say so.
     pub references: &'static References,
 }

@@ -1,15 +1,16 @@
 /* Processes that end, or become another program, while their threads write memory that is out.
  * Whatever leaves such a process is right, however little it is: no page of zeros. MODE is how they
- * end: exit, killed, exec, abort, fault (`mixed`: in turn), or vfork: the process is killed while
- * the child of a vfork still runs on its memory, and writes it. Each process writes to a
- * socket, a pipe or a file, which its parent reads. MB is the memory of one process; SECONDS, if
- * below 1000, else the number of processes. */
+ * end: exit, killed, exec, abort, fault (`mixed`: in turn); or the process is killed while its
+ * child needs its memory, and writes it: vfork, clone (a fork past libc), atfork (in a fork
+ * handler). Each process writes to a socket, a pipe or a file, which its parent reads. MB is the
+ * memory of one process; SECONDS, if below 1000, else the number of processes. */
 #include "common.h"
 #include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
 
@@ -39,10 +40,12 @@ static void *writes(void *x) {
     }
 }
 
-/* The child of a vfork whose parent is killed: the memory lives on, and nobody can bring back what
- * is out. */
+/* The child of a process that is killed: nobody can bring back what is out of a memory that lives
+ * on, and what the child has not got yet. */
 static void outlive(struct way *way) {
     pid_t parent = getppid();
+    /* The parent's engine has heard of the child by then. */
+    usleep(3000);
     kill(parent, SIGKILL);
     while (getppid() == parent) usleep(1000);
     usleep(50000);
@@ -52,6 +55,24 @@ static void outlive(struct way *way) {
         if (writev(way->fd, parts, 2) != (ssize_t)(HEAD + PAGE)) _exit(1);
     }
     _exit(0);
+}
+
+static struct way *forked;
+
+static void outlive_in_handler(void) {
+    outlive(forked);
+}
+
+/* What libc's fork does in the kernel, past it. */
+static long clone_past_libc(void) {
+    long result;
+    register long r10 asm("r10") = 0;
+    register long r8 asm("r8") = 0;
+    asm volatile("syscall"
+                 : "=a"(result)
+                 : "a"(SYS_clone), "D"((long)SIGCHLD), "S"(0L), "d"(0L), "r"(r10), "r"(r8)
+                 : "rcx", "r11", "memory");
+    return result;
 }
 
 static void become(const char *how, int fd, useconds_t delay) {
@@ -68,6 +89,16 @@ static void become(const char *how, int fd, useconds_t delay) {
     if (!strcmp(how, "vfork")) {
         if (vfork() == 0) outlive(&way);
         _exit(0);
+    }
+    if (!strcmp(how, "clone")) {
+        if (clone_past_libc() == 0) outlive(&way);
+        for (;;) pause();
+    }
+    if (!strcmp(how, "atfork")) {
+        forked = &way;
+        pthread_atfork(NULL, NULL, outlive_in_handler);
+        fork();
+        for (;;) pause();
     }
     pthread_t thread;
     MUST(pthread_create(&thread, NULL, writes, &way) == 0);
@@ -111,8 +142,8 @@ int main(int count, char **words) {
     while (processes < most && (given.seconds >= 1000 || now() < until)) {
         const char *how = strcmp(given.mode, "mixed") ? given.mode : ends[processes % 5],
                    *through = ways[processes / 5 % 3];
-        /* Only the end of a stream tells that the child of a vfork has ended. */
-        if (!strcmp(how, "vfork") && !strcmp(through, "file")) through = "pipe";
+        /* Only the end of a stream tells that the child of one that was killed has ended. */
+        if (processes / 5 % 3 == 2 && strcmp(given.mode, "mixed")) through = "pipe";
         useconds_t delay = 10000 + below(&state, 20000);
         int pair[2] = {-1, -1};
         if (!strcmp(through, "socket")) {

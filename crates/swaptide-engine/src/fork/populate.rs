@@ -19,12 +19,13 @@ use swaptide_store::file::{FileDevice, Stamp};
 use swaptide_store::{Page, Slot};
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
-use swaptide_sys::sock::poll_readable;
+use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::thread::{now, yield_now};
 use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
 use swaptide_sys::{AsFd, Errno};
 
 use crate::backing::devices::POOL;
+use crate::engine::Engine;
 use crate::events::brought::Brought;
 use crate::events::reader::{Fault, LATE_EVENT_TIMEOUT};
 use crate::fault::path::FaultPath;
@@ -46,6 +47,10 @@ const ATTENDED: usize = 16;
 const MAX_NEW_CHILDREN: usize = 4;
 /// Between two looks.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
+
+/// How long the other holder of a child's userfaultfd may take to close it. Until it does, a thread
+/// of the child that touches new memory waits.
+const RELEASE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Pages of swap areas that are read at a time for one who gets everything.
 const READ_BATCH_PAGES: usize = 64;
@@ -91,11 +96,14 @@ pub(crate) struct UnmanagedChild {
     /// Its faults that were read and not answered. Where its userfaultfd is closed before they are,
     /// the kernel answers them.
     faults: VecDeque<PageNo>,
+    /// Ends the other hold on its userfaultfd, which outlives this process.
+    hold: Option<Conn>,
 }
 
 impl UnmanagedChild {
-    fn new(uffd: Uffd) -> UnmanagedChild {
+    fn new(engine: &Engine, uffd: Uffd) -> UnmanagedChild {
         UnmanagedChild {
+            hold: (engine.start.hold_child)(uffd.as_fd()),
             uffd,
             layout: Layout::default(),
             own: Vec::new(),
@@ -177,6 +185,23 @@ impl UnmanagedChild {
                 }
             }
         }
+    }
+}
+
+/// It has all its memory, or serves itself: the kernel shall fill what it never touched.
+impl Drop for UnmanagedChild {
+    fn drop(&mut self) {
+        let Some(conn) = self.hold.take() else { return };
+        if conn.send(b"-", &[]).is_err() {
+            // It was closed when the child had it held itself.
+            return;
+        }
+        let began = now();
+        while now().since(began) < RELEASE_TIMEOUT
+            && poll_readable(&[conn.as_fd()], Some(RELEASE_TIMEOUT)) != Ok(0)
+            // What comes first is the answer to the request.
+            && conn.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0)
+        {}
     }
 }
 
@@ -310,7 +335,8 @@ impl Populator {
                 Coverage::Changing => yield_now(),
                 _ if child.forked.is_empty() => return,
                 _ => {
-                    let mut grandchild = UnmanagedChild::new(child.forked.remove(0));
+                    let mut grandchild =
+                        UnmanagedChild::new(pager.path.engine, child.forked.remove(0));
                     let regions: Vec<VirtRange> =
                         pager.path.engine.mm.lock().regions.iter().collect();
                     let known = |addr| {
@@ -334,7 +360,7 @@ impl Populator {
 /// `hooked`: what the table has happened before the fork, for the forking thread waited until
 /// it was read.
 pub(super) fn recipient(path: &mut FaultPath, uffd: Uffd, hooked: bool) -> UnmanagedChild {
-    let mut child = UnmanagedChild::new(uffd);
+    let mut child = UnmanagedChild::new(path.engine, uffd);
     let began = now();
     // The forking thread itself counts as a change until it has run again.
     while path.reader.uffd.coverage(path.engine.bells.range()) == Coverage::Changing {

@@ -278,6 +278,7 @@ fn set_up() -> (Start, Program) {
         pinned: |_| 0,
         spawn_reader: || false,
         release_hold: || true,
+        hold_child: |_| None,
         references: &REFERENCES,
     };
     (start, program)

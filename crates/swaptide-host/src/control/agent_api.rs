@@ -205,6 +205,10 @@ impl AgentServer {
         let pid = peer.pid;
         let own_user = peer.is_of(rustix::process::geteuid().as_raw(), sender);
         let request = Request::from_byte(message[0])?;
+        // What it has sent may be held for the dead, for whom alone it is.
+        if request != Request::Hold && !peer.lives() {
+            return None;
+        }
         if matches!(request, Request::Device | Request::Handshake)
             && self.users == Users::SameUser
             && !own_user
@@ -226,7 +230,7 @@ impl AgentServer {
         if request == Request::Hold {
             let uffd = fd.filter(is_userfaultfd)?;
             // It waits for this; by the time it goes on, the descriptor is on the list.
-            client.send(&message[..1], &[]).ok()?;
+            let _ = client.send(&message[..1], &[]);
             self.holds.add(pid, client, uffd);
             return Some(request);
         }

@@ -21,28 +21,33 @@
 //! Another process may run on the same memory, as the child of a vfork does. So a userfaultfd that
 //! is released is not closed but goes to [`Orphans`], until the memory is gone.
 //!
+//! From a fork until the child serves itself, or has all its memory, the parent's engine has the
+//! child's userfaultfd held as well: killed meanwhile, it would leave zeros where the child had
+//! nothing yet. The child's own request takes the place of that.
+//!
 //! Owns: the descriptors, and a thread that waits for the connections. It starts with the first.
 //!
 //! Invariants
-//! 1. A held userfaultfd is never read while its process has an engine.
+//! 1. A held userfaultfd is never read while its process has an engine: one that is held again is
+//!    on no other list, and is known by its inode, of which each has its own.
 //! 2. Holds use at most a quarter of the descriptors that the supervisor may have, and a process
 //!    has at most [`MAX_HOLDS_PER_PROCESS`]. A process beyond that is not held for: at its end it
 //!    is as without.
 //!
-//! Locks: the list of new holds, for a push or a take.
+//! Locks: the list of holds; below it, that of orphans. Neither is held while the thread waits.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use swaptide_sys::sock::Conn;
+use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::uffd::Uffd;
 
-use crate::control::orphans::Orphans;
+use crate::control::orphans::{Inode, Orphans};
 
-/// Holds of one process: of its engine, of one before it whose end is being looked at, and some
-/// more.
-const MAX_HOLDS_PER_PROCESS: usize = 8;
+/// Holds of one process: of its engine, of one before it whose end is being looked at, of children
+/// that it is giving their memory.
+const MAX_HOLDS_PER_PROCESS: usize = 16;
 /// How often the threads of a process without an engine are looked at.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
@@ -50,6 +55,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(2);
 /// closed.
 struct Hold {
     pid: u32,
+    inode: Inode,
     uffd: OwnedFd,
     conn: Conn,
     /// The connection has ended.
@@ -59,10 +65,21 @@ struct Hold {
 /// See the module's description.
 #[derive(Default)]
 pub struct Holds {
-    new: Arc<Mutex<Vec<Hold>>>,
-    orphans: Arc<Orphans>,
+    list: Arc<List>,
     /// Wakes the thread; `None` where there can be none.
     wake: OnceLock<Option<Conn>>,
+}
+
+#[derive(Default)]
+struct List {
+    holds: Mutex<Vec<Hold>>,
+    orphans: Orphans,
+}
+
+impl List {
+    fn holds(&self) -> MutexGuard<'_, Vec<Hold>> {
+        self.holds.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Holds {
@@ -70,26 +87,28 @@ impl Holds {
     pub fn add(&self, pid: u32, conn: Conn, uffd: OwnedFd) {
         let wake = self.wake.get_or_init(|| {
             let (wake, woken) = Conn::pair().ok()?;
-            let (new, orphans) = (Arc::clone(&self.new), Arc::clone(&self.orphans));
+            let list = Arc::clone(&self.list);
             std::thread::Builder::new()
                 .name("holds".into())
-                .spawn(move || hold(&new, &orphans, &woken))
+                .spawn(move || look_after(&list, &woken))
                 .ok()?;
             Some(wake)
         });
-        let Some(wake) = wake else { return };
-        self.new.lock().unwrap_or_else(PoisonError::into_inner).push(Hold {
-            pid,
-            conn,
-            uffd,
-            is_ending: false,
-        });
+        let (Some(wake), Some(inode)) = (wake, Inode::of(&uffd)) else { return };
+        let mut holds = self.list.holds();
+        holds.retain(|hold| hold.inode != inode);
+        self.list.orphans.remove(inode);
+        let of_one = holds.iter().filter(|hold| hold.pid == pid).count();
+        if holds.len() + self.list.orphans.count() < most() && of_one < MAX_HOLDS_PER_PROCESS {
+            holds.push(Hold { pid, inode, uffd, conn, is_ending: false });
+        }
+        drop(holds);
         let _ = wake.send(b"+", &[]);
     }
 
     /// What is to be said of memory whose process has ended, since this was asked last.
     pub(crate) fn take_notes(&self) -> Vec<String> {
-        self.orphans.take_notes()
+        self.list.orphans.take_notes()
     }
 }
 
@@ -101,9 +120,9 @@ fn most() -> usize {
 }
 
 /// The thread.
-fn hold(new: &Mutex<Vec<Hold>>, orphans: &Orphans, woken: &Conn) {
-    let mut holds: Vec<Hold> = Vec::new();
+fn look_after(list: &List, woken: &Conn) {
     loop {
+        let holds = list.holds();
         let mut polls: Vec<libc::pollfd> = std::iter::once(woken.as_fd())
             // A closed connection would be readable for ever.
             .chain(holds.iter().filter(|hold| !hold.is_ending).map(|hold| hold.conn.as_fd()))
@@ -114,30 +133,36 @@ fn hold(new: &Mutex<Vec<Hold>>, orphans: &Orphans, woken: &Conn) {
         } else {
             -1
         };
+        drop(holds);
         // SAFETY: the array is this thread's own and as long as said.
         unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, patience) };
-        let is_ready = |fd: i32| polls.iter().any(|poll| poll.fd == fd && poll.revents != 0);
+        if polls[0].revents != 0
+            && !woken.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0)
+        {
+            return;
+        }
+        let is_ready = |conn: &Conn| {
+            let fd = conn.as_fd();
+            // The number may be that of a connection which was closed meanwhile.
+            polls.iter().any(|poll| poll.fd == fd.as_raw_fd() && poll.revents != 0)
+                && poll_readable(&[fd], Some(Duration::ZERO)) != Ok(0)
+        };
+        let mut holds = list.holds();
         holds.retain_mut(|hold| {
-            if hold.is_ending || !is_ready(hold.conn.as_fd().as_raw_fd()) {
+            if hold.is_ending || !is_ready(&hold.conn) {
                 return true;
             }
             let received = hold.conn.recv(&mut [0u8; 8], &mut []);
             hold.is_ending = !received.is_ok_and(|(length, _)| length > 0);
             hold.is_ending
         });
-        for hold in holds.extract_if(.., |hold| hold.is_ending && !is_killed(hold.pid)) {
-            orphans.add(hold.pid, Uffd::from_fd(hold.uffd), most());
-        }
-        if is_ready(woken.as_fd().as_raw_fd()) {
-            if !woken.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0) {
-                return;
-            }
-            for hold in std::mem::take(&mut *new.lock().unwrap_or_else(PoisonError::into_inner)) {
-                let of_one = holds.iter().filter(|other| other.pid == hold.pid).count();
-                if holds.len() + orphans.count() < most() && of_one < MAX_HOLDS_PER_PROCESS {
-                    holds.push(hold);
-                }
-            }
+        let mut ending: Vec<u32> =
+            holds.iter().filter(|hold| hold.is_ending).map(|hold| hold.pid).collect();
+        drop(holds);
+        ending.retain(|pid| !is_killed(*pid));
+        let released = |hold: &mut Hold| hold.is_ending && ending.contains(&hold.pid);
+        for hold in list.holds().extract_if(.., released) {
+            list.orphans.add(hold.pid, Uffd::from_fd(hold.uffd), most());
         }
     }
 }

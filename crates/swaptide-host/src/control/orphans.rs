@@ -14,12 +14,10 @@
 //!    there are more than the limit of [`Orphans::add`].
 //! 2. It is read without waiting, whatever another holder of the descriptor set.
 //!
-//! Locks: the list of new ones, for a push or a take; the list of notes, likewise. Neither is held
-//! with the other.
+//! Locks: the list, and that of notes below it. Neither is held while the thread waits.
 
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
@@ -36,9 +34,21 @@ const MAX_FAULTS: usize = 1024;
 /// Processes of which it is said that memory is lost. SIGBUS says it of all.
 const MAX_NOTES: usize = 8;
 
+/// What tells a userfaultfd from others, whichever process has a descriptor of it.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub(super) struct Inode(u64);
+
+impl Inode {
+    /// That of a descriptor.
+    pub(super) fn of(fd: &impl AsFd) -> Option<Inode> {
+        rustix::fs::fstat(fd).ok().map(|stat| Inode(stat.st_ino))
+    }
+}
+
 struct Orphan {
     /// Its process that has ended.
     pid: u32,
+    inode: Inode,
     uffd: Uffd,
     /// Pages that were touched and are not poisoned yet.
     faults: Vec<VirtRange>,
@@ -56,17 +66,20 @@ pub(super) struct Orphans {
 
 #[derive(Default)]
 struct Shared {
-    new: Mutex<Vec<Orphan>>,
-    notes: Mutex<Vec<String>>,
-    /// Notes made so far.
-    noted: AtomicUsize,
-    count: AtomicUsize,
+    list: Mutex<Vec<Orphan>>,
+    notes: Mutex<Notes>,
+}
+
+#[derive(Default)]
+struct Notes {
+    unsaid: Vec<String>,
+    count: usize,
 }
 
 impl Orphans {
     /// How many there are.
     pub(super) fn count(&self) -> usize {
-        self.shared.count.load(Ordering::Relaxed)
+        self.shared.list().len()
     }
 
     /// Keeps the memory of process `pid`, which has ended, from being filled with zeros, as long as
@@ -83,77 +96,86 @@ impl Orphans {
             Some(wake)
         });
         let Some(wake) = wake else { return };
-        if self.count() < limit {
-            self.shared.count.fetch_add(1, Ordering::Relaxed);
-            self.shared.added().push(Orphan { pid, uffd, faults: Vec::new(), is_said: false });
+        let mut list = self.shared.list();
+        if list.len() < limit {
+            list.extend(Orphan::new(pid, uffd, false));
+            drop(list);
             let _ = wake.send(b"+", &[]);
         }
     }
 
+    /// An engine serves this userfaultfd, and nobody else reads it from here on.
+    pub(super) fn remove(&self, inode: Inode) {
+        self.shared.list().retain(|orphan| orphan.inode != inode);
+    }
+
     /// What is to be said since this was asked last.
     pub(super) fn take_notes(&self) -> Vec<String> {
-        std::mem::take(&mut self.shared.notes.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut self.shared.notes().unsaid)
     }
 }
 
 impl Shared {
-    fn added(&self) -> std::sync::MutexGuard<'_, Vec<Orphan>> {
-        self.new.lock().unwrap_or_else(PoisonError::into_inner)
+    fn list(&self) -> MutexGuard<'_, Vec<Orphan>> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn notes(&self) -> MutexGuard<'_, Notes> {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn note(&self, what: String) {
-        if self.noted.fetch_add(1, Ordering::Relaxed) >= MAX_NOTES {
-            return;
+        let mut notes = self.notes();
+        notes.count += 1;
+        if notes.count <= MAX_NOTES {
+            notes.unsaid.push(what);
         }
-        self.notes.lock().unwrap_or_else(PoisonError::into_inner).push(what);
     }
 }
 
 /// The thread.
 fn serve(shared: &Shared, woken: &Conn, limit: usize) {
-    let mut orphans: Vec<Orphan> = Vec::new();
     loop {
+        let list = shared.list();
         let mut polls: Vec<libc::pollfd> = std::iter::once(woken.as_fd())
-            .chain(orphans.iter().map(|orphan| orphan.uffd.as_fd()))
+            .chain(list.iter().map(|orphan| orphan.uffd.as_fd()))
             .map(|fd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 })
             .collect();
-        let patience =
-            if orphans.is_empty() { -1 } else { POLL_INTERVAL.as_millis() as libc::c_int };
+        let patience = if list.is_empty() { -1 } else { POLL_INTERVAL.as_millis() as libc::c_int };
+        drop(list);
         // SAFETY: the array is this thread's own and as long as said.
         unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, patience) };
+        if polls[0].revents != 0
+            && !woken.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0)
+        {
+            return;
+        }
+        let mut list = shared.list();
         let mut children = Vec::new();
-        orphans.retain_mut(|orphan| {
+        list.retain_mut(|orphan| {
             orphan.read(&mut children);
             let is_alive = !orphan.uffd.is_gone();
             if is_alive && orphan.poison() && !std::mem::replace(&mut orphan.is_said, true) {
                 shared.note(format!(
-                    "process {} ended while another process still ran on its memory (vfork or \
-                     CLONE_VM): what was swapped out of it is lost, and that process gets SIGBUS \
-                     where it touches it",
+                    "process {} ended while another process still needed its memory or had not \
+                     got its own (vfork, CLONE_VM, fork): what was swapped out is lost, and that \
+                     process gets SIGBUS where it touches it",
                     orphan.pid
                 ));
             }
-            if !is_alive {
-                shared.count.fetch_sub(1, Ordering::Relaxed);
-            }
             is_alive
         });
-        for child in children {
-            if shared.count.load(Ordering::Relaxed) < limit {
-                shared.count.fetch_add(1, Ordering::Relaxed);
-                orphans.push(child);
-            }
-        }
-        if polls[0].revents != 0 {
-            if !woken.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0) {
-                return;
-            }
-            orphans.append(&mut shared.added());
-        }
+        let room = limit.saturating_sub(list.len());
+        list.extend(children.into_iter().take(room));
     }
 }
 
 impl Orphan {
+    fn new(pid: u32, uffd: Uffd, is_said: bool) -> Option<Orphan> {
+        let inode = Inode::of(&uffd)?;
+        Some(Orphan { pid, inode, uffd, faults: Vec::new(), is_said })
+    }
+
     /// Reads what has happened. Changes of mappings need no answer; a forked child lacks the same
     /// pages.
     fn read(&mut self, children: &mut Vec<Orphan>) {
@@ -167,12 +189,9 @@ impl Orphan {
                 Event::Fault { addr, .. } if self.faults.len() < MAX_FAULTS => {
                     self.faults.push(page_of(addr));
                 }
-                Event::Fork { uffd } => children.push(Orphan {
-                    pid: self.pid,
-                    uffd,
-                    faults: Vec::new(),
-                    is_said: self.is_said,
-                }),
+                Event::Fork { uffd } => {
+                    children.extend(Orphan::new(self.pid, uffd, self.is_said));
+                }
                 _ => {}
             }
         }

@@ -45,7 +45,8 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// The peer, if it is `supervisor` itself or descends from it, and lives.
+    /// The peer, if it is `supervisor` itself or descends from it. It may have ended, as long as
+    /// its parent has not taken notice.
     pub fn of(conn: &Conn, supervisor: u32) -> Option<Peer> {
         let cred = conn.peer().ok()?;
         // Before Linux 6.5 the number may have passed to another process since it connected; the
@@ -54,8 +55,7 @@ impl Peer {
         if cred.pid == 0 || (cred.pid != supervisor && !descends(cred.pid, supervisor)) {
             return None;
         }
-        let peer = Peer { pid: cred.pid, uid: cred.uid, pidfd, start: start_time(cred.pid)? };
-        peer.lives().then_some(peer)
+        Some(Peer { pid: cred.pid, uid: cred.uid, pidfd, start: start_time(cred.pid)? })
     }
 
     /// Whether it has sent this packet itself.
@@ -63,7 +63,8 @@ impl Peer {
         sender.is_some_and(|sender| sender.pid == self.pid)
     }
 
-    fn lives(&self) -> bool {
+    /// Whether it has not ended.
+    pub fn lives(&self) -> bool {
         poll_readable(&[self.pidfd.as_fd()], Some(Duration::ZERO)) == Ok(0)
     }
 
