@@ -19,6 +19,7 @@ FORK_MODES = (
     "spawn",
     "closefds",
     "grown",
+    "left",
     "guarded",
 )
 
@@ -59,6 +60,7 @@ def test_forks_daemon(case):
         param(("forks", "many"), 96, allowance=24),
         param(("forks", "closefds"), 96, allowance=8),
         param(("forks", "grown"), 96, allowance=8),
+        param(("forks", "left"), 96, allowance=8),
         param(("forks", "guarded"), 96, allowance=8),
         param(("forkmove", "libc"), 96, allowance=64),
         param(("torture", "threads"), 96, allowance=128),

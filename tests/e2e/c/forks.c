@@ -317,6 +317,52 @@ static void grown(void) {
     check_all("in the parent at the end");
 }
 
+/* A child has what a move has left mapped (`MREMAP_DONTUNMAP`), empty. */
+static void left(void) {
+    const size_t block = 256, gap = 16;
+    for (size_t round = 0; round < 4 || now() < end; round++) {
+        /* Alone: what follows a managed mapping is looked for anyway. */
+        unsigned char *around = mmap(NULL, (block + 2 * gap) * PAGE, PROT_READ,
+                                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        MUST(around != MAP_FAILED);
+        unsigned char *at = around + gap * PAGE;
+        MUST(mmap(at, block * PAGE, PROT_READ | PROT_WRITE,
+                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at);
+        for (size_t page = 0; page < block; page++) fill_page(at + page * PAGE, key(page, 77));
+        rewrite(round % 4, given.pages, 4, 20 + (uint32_t)round);
+        unsigned char *moved = mremap(at, block * PAGE, block * PAGE,
+                                      MREMAP_MAYMOVE | MREMAP_DONTUNMAP, NULL);
+        MUST(moved != MAP_FAILED);
+        unsigned char *again = NULL;
+        if (round % 2) {
+            /* What was left moves on before anybody has touched it. */
+            again = mremap(at, block * PAGE, block * PAGE, MREMAP_MAYMOVE | MREMAP_DONTUNMAP, NULL);
+            MUST(again != MAP_FAILED);
+        }
+        pid_t child = fork_or_die();
+        if (child == 0) {
+            for (size_t page = 0; page < block; page++) {
+                check_page(moved + page * PAGE, key(page, 77), "in a child, what was moved");
+                check_page(at + page * PAGE, 0, "in a child, what the move has left");
+                if (again) check_page(again + page * PAGE, 0, "in a child, what moved on");
+                fill_page(at + page * PAGE, key(page, 78));
+            }
+            for (size_t page = 0; page < block; page++)
+                check_page(at + page * PAGE, key(page, 78), "what a child wrote there");
+            _exit(0);
+        }
+        await(child, "left");
+        for (size_t page = 0; page < block; page++) {
+            check_page(moved + page * PAGE, key(page, 77), "what was moved");
+            check_page(at + page * PAGE, 0, "what the move has left");
+        }
+        MUST(munmap(around, (block + 2 * gap) * PAGE) == 0);
+        MUST(munmap(moved, block * PAGE) == 0);
+        if (again) MUST(munmap(again, block * PAGE) == 0);
+    }
+    check_all("in the parent at the end");
+}
+
 enum { WARD = 512 };
 
 /* Fills what is missing in the ward, as a program that pages by itself does. */
@@ -406,6 +452,8 @@ int main(int count, char **words) {
         closefds();
     else if (strcmp(mode, "grown") == 0)
         grown();
+    else if (strcmp(mode, "left") == 0)
+        left();
     else if (strcmp(mode, "guarded") == 0)
         guarded();
     else if (strcmp(mode, "plain") == 0) {

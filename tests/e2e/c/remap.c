@@ -2,6 +2,9 @@
  * new. Whatever happens without swaptide must happen with it, and the contents move along. */
 #include "common.h"
 
+/* Kinds of calls. */
+enum { KINDS = 7 };
+
 static struct arguments given;
 
 /* A free place for `pages`, with as many free ones behind it. */
@@ -44,7 +47,7 @@ int main(int count, char **words) {
     unsigned char *ballast = map(given.pages * PAGE);
     size_t pages = 2048, grown = pages + 512, more = grown + 256;
     size_t refused = 0;
-    for (uint32_t round = 1; round < 5 || now() < end; round++) {
+    for (uint32_t round = 1; round < KINDS || now() < end; round++) {
         unsigned char *at = place(2 * more);
         extend(at, 0, pages);
         write_pages(at, 0, pages, round);
@@ -53,7 +56,8 @@ int main(int count, char **words) {
         extend(at, pages, grown);
         if (round & 1) write_pages(at, pages, grown, round);
         unsigned char *moved = at;
-        unsigned kind = round % 5;
+        unsigned kind = round % KINDS;
+        int leaves = kind >= 5;
         switch (kind) {
         case 0: /* grows where it is */ moved = mremap(at, grown * PAGE, more * PAGE, 0); break;
         case 1: /* moves to a place of the program's choice */
@@ -82,10 +86,19 @@ int main(int count, char **words) {
             moved = place(more);
             moved = mremap(at, grown * PAGE, grown * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, moved);
             break;
+        case 5: /* the same, and the old place stays mapped */
+            extend(at, 0, 16);
+            write_pages(at, 0, 16, round);
+            moved = mremap(at, grown * PAGE, grown * PAGE,
+                           MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, place(more));
+            break;
+        case 6: /* to a place of the kernel's choice */
+            moved = mremap(at, grown * PAGE, grown * PAGE, MREMAP_MAYMOVE | MREMAP_DONTUNMAP, NULL);
+            break;
         }
         if (moved == MAP_FAILED)
             die("round %u: mremap: %s, and without swaptide it works", round, strerror(errno));
-        size_t now_has = kind == 3 ? pages + 3 : kind == 1 || kind == 4 ? grown : more;
+        size_t now_has = kind == 3 ? pages + 3 : kind == 1 || kind >= 4 ? grown : more;
         size_t old_has = now_has < grown ? now_has : grown;
         check_pages(moved, 0, pages, round, "old page after mremap");
         if (round & 1)
@@ -96,7 +109,9 @@ int main(int count, char **words) {
         write_pages(moved, 0, now_has, round + 1000);
         press(ballast);
         check_pages(moved, 0, now_has, round + 1000, "page written after mremap");
-        if (moved != at) {
+        if (leaves) {
+            zeros(at, 0, grown, "page that a move has left");
+        } else if (moved != at) {
             /* Nothing may be left at the old place. */
             unsigned char one;
             if (mincore(at, PAGE, &one) == 0 || errno != ENOMEM)

@@ -12,6 +12,8 @@
 //! call that the kernel refuses for its arguments, since what is carried out here gives up what is
 //! at the target first.
 //!
+//! A move that leaves its old place mapped (`MREMAP_DONTUNMAP`) is carried out in the same way.
+//!
 //! Locks: none. Nothing is allocated; `/proc/self/maps` is open for a moment in the program's own
 //! table.
 
@@ -32,6 +34,8 @@ pub(crate) const SYS_MREMAP: u32 = k::__NR_mremap;
 const EFAULT: isize = -(linux_raw_sys::errno::EFAULT as isize);
 const MREMAP_MAYMOVE: usize = k::MREMAP_MAYMOVE as usize;
 const MREMAP_FIXED: usize = k::MREMAP_FIXED as usize;
+const MREMAP_DONTUNMAP: usize = k::MREMAP_DONTUNMAP as usize;
+const ALL_FLAGS: usize = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
 const PROT_NONE: usize = k::PROT_NONE as usize;
 const MAP_RESERVE: usize = (k::MAP_PRIVATE | k::MAP_ANONYMOUS | k::MAP_NORESERVE) as usize;
 const MAP_FIXED: usize = k::MAP_FIXED as usize;
@@ -63,7 +67,7 @@ fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: u
         VirtRange { start: VirtAddr(old), end: VirtAddr(old.saturating_add(old_len)).page_up() };
     let mut pieces = [VirtRange { start: VirtAddr(0), end: VirtAddr(0) }; MAX_PIECES];
     let len = VirtAddr(new_len).page_up().0;
-    let may_tear = flags == MREMAP_MAYMOVE | MREMAP_FIXED
+    let may_tear = flags & !MREMAP_DONTUNMAP == MREMAP_MAYMOVE | MREMAP_FIXED
         && is_moved_whole(range, len, to)
         && crate::process::engine().is_some();
     let mut word = match may_tear.then(|| pieces_of(range, &mut pieces)).flatten() {
@@ -73,7 +77,7 @@ fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: u
     for _ in 0..MAX_TRIES {
         if word != EFAULT
             || crate::process::engine().is_none()
-            || flags & !(MREMAP_MAYMOVE | MREMAP_FIXED) != 0
+            || flags & !ALL_FLAGS != 0
             || old_len == 0
         {
             break;
@@ -170,7 +174,8 @@ fn in_pieces(
     let (first, last) = (pieces[0], pieces[pieces.len() - 1]);
     let old = first.start.0;
     let old_len = last.end.0 - old;
-    if flags & MREMAP_FIXED == 0 {
+    let keeps_old = flags & MREMAP_DONTUNMAP;
+    if flags & (MREMAP_FIXED | MREMAP_DONTUNMAP) == 0 {
         if new_len <= old_len {
             return shrink(old, new_len, old_len);
         }
@@ -200,8 +205,8 @@ fn in_pieces(
         }
         let is_last = at + 1 == pieces.len() || piece.end.0 - old >= new_len;
         let len = if is_last { new_len - offset } else { piece.len() };
-        let word =
-            call([piece.start.0, piece.len(), len, MREMAP_MAYMOVE | MREMAP_FIXED, target + offset]);
+        let moves = MREMAP_MAYMOVE | MREMAP_FIXED | keeps_old;
+        let word = call([piece.start.0, piece.len(), len, moves, target + offset]);
         wait_for_events(target + offset);
         if word < 0 {
             for moved in &pieces[..at] {

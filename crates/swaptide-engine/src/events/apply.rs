@@ -19,9 +19,9 @@
 //! 5. A thread that moves a mapping says so first, and then that it has left the old place: the
 //!    latter is *owed*. Another thread may have moved something there in between, and the `Unmap`
 //!    that is read after that does not mean it. So a `Remap` to a place that is owed is late until
-//!    the `Unmap` was read, or until no event is on its way: then none is owed (the move left its
-//!    old place mapped, `MREMAP_DONTUNMAP`). While the move itself is late, its `Unmap` waits with
-//!    it.
+//!    the `Unmap` was read, or until no event is on its way: then none is owed. The move left its
+//!    old place mapped (`MREMAP_DONTUNMAP`), which stands in `Mm::armed` from then on. While the
+//!    move itself is late, its `Unmap` waits with it.
 //! 6. Two changes of one thread, read before an older one of another thread, could not be told from
 //!    that one's. So in a program with several threads who moves a mapping continues only when its
 //!    change was applied ([`crate::requests::HandlerRequests::fence`]). Who grows one in place
@@ -166,9 +166,18 @@ pub(crate) fn apply(engine: &Engine, mm: &mut Mm, event: Event) {
     }
 }
 
+/// No place that was moved away from is still to be told of: those that were not are still mapped
+/// (`MREMAP_DONTUNMAP`), and armed.
+fn none_is_owed(mm: &mut Mm) {
+    for at in 0..mm.owed.len() {
+        mm.armed.insert(mm.owed[at]);
+    }
+    mm.owed.clear();
+}
+
 /// Applies what is late: the kernel has said that no event is on its way.
 pub(crate) fn apply_late(engine: &Engine, mm: &mut Mm) {
-    mm.owed.clear();
+    none_is_owed(mm);
     while !mm.late.is_empty() {
         let event = mm.late.remove(0);
         apply_now(engine, mm, event);
@@ -250,12 +259,10 @@ fn remapped(engine: &Engine, mm: &mut Mm, from: VirtAddr, to: VirtAddr, len: usi
         at = page.plus(1);
     }
     mm.regions.remove(source);
-    if mm.armed.overlaps(source) {
-        mm.armed.remove(source);
-        mm.armed.insert(target);
-    }
+    mm.armed.remove(source);
     if mm.owed.len() == MAX_PENDING_UNMAPS {
-        mm.owed.remove(0);
+        let left = mm.owed.remove(0);
+        mm.armed.insert(left);
     }
     mm.owed.push(source);
     if managed {
@@ -265,5 +272,8 @@ fn remapped(engine: &Engine, mm: &mut Mm, from: VirtAddr, to: VirtAddr, len: usi
             // It may have been open while it moved.
             let _ = dontfork::deny(target);
         }
+    } else {
+        // Or the kernel had not told.
+        mm.armed.insert(target);
     }
 }

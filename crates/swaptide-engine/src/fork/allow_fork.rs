@@ -38,6 +38,53 @@ pub(super) fn list_grown(pager: &mut Pager) {
     });
 }
 
+/// Lists what moves have left mapped (`MREMAP_DONTUNMAP`). No event tells of it, and it has the
+/// advice of what was moved: it would be missing in the child. No change of mappings may be under
+/// way: then a place that nobody has said to be left is still mapped.
+pub(super) fn list_left(pager: &mut Pager) {
+    let engine = pager.path.engine;
+    let mut places = Vec::new();
+    {
+        let mut mm = engine.mm.lock();
+        places.append(&mut mm.owed);
+        places.extend(mm.armed.iter());
+        for place in &places {
+            mm.armed.insert(*place);
+        }
+    }
+    let Pager { path, adopter } = pager;
+    for place in places {
+        let mut is_changing = false;
+        let mut at = place.start;
+        while let Ok(Some(info)) = path.installer.maps.vma_at_or_next(at) {
+            let vma = info.vma();
+            at = vma.range.end;
+            let part = VirtRange {
+                start: vma.range.start.max(place.start),
+                end: vma.range.end.min(place.end),
+            };
+            if part.is_empty() {
+                break;
+            }
+            if !vma.is_private_anon() {
+                continue;
+            }
+            // In this order, as for what has grown.
+            match path.reader.uffd.coverage(part) {
+                Coverage::Whole if arm(engine, part) => {
+                    let _ = adopter.adopt_at(path, part.start);
+                }
+                Coverage::Changing => is_changing = true,
+                _ => {}
+            }
+        }
+        if !is_changing {
+            // What is not listed now is not armed.
+            engine.mm.lock().armed.remove(place);
+        }
+    }
+}
+
 /// Opens all that is managed.
 pub(super) fn allow_fork_of_regions(path: &mut FaultPath) {
     let maps = &mut path.installer.maps;

@@ -27,7 +27,7 @@ use crate::events::reader::LATE_EVENT_TIMEOUT;
 use crate::fault::complete::complete;
 use crate::fault::path::FaultPath;
 use crate::fault_injection::{Standstill, stand_still};
-use crate::fork::allow_fork::{allow_fork_of_regions, deny_fork, list_grown};
+use crate::fork::allow_fork::{allow_fork_of_regions, deny_fork, list_grown, list_left};
 use crate::fork::child_uffd::receive_child_uffd;
 use crate::fork::help::Forker;
 use crate::fork::populate::Populator;
@@ -199,6 +199,7 @@ impl ForkServer {
         };
         loop {
             if is_quiet(&pager.path) {
+                list_left(pager);
                 list_grown(pager);
                 allow_fork_of_regions(&mut pager.path);
                 if is_quiet(&pager.path) {

@@ -14,8 +14,9 @@
 //! 1. Nothing is listed as managed that would come along at a fork, but while one is followed. What
 //!    moves takes its shield along; what moved while it was open is closed when its event is read.
 //! 2. What is open is marked; what cannot be marked stays closed.
-//! 3. A mapping that grows takes its shield along, and nobody tells: what is armed behind a region
-//!    is listed before a fork, and so opened with it.
+//! 3. A mapping that grows takes its shield along, and so does what a move leaves mapped
+//!    (`MREMAP_DONTUNMAP`); no event tells. What is armed behind a region, and what was left, is
+//!    listed before a fork, and so opened with it.
 //!
 //! Locks: none of its own. Advice that sends no event may be given with the memory lock held.
 
