@@ -23,7 +23,14 @@ from unprivileged import copy_of
 @pytest.mark.swaptide(budget=32, allowance=8)
 @pytest.mark.parametrize(
     "mode",
-    [param("vmas", allowance=16), param("threads", allowance=24), "uring", "limits", "nothp"],
+    [
+        param("vmas", allowance=16),
+        param("threads", allowance=24),
+        "uring",
+        "limits",
+        "limited",
+        "nothp",
+    ],
 )
 def test_strain(case, mode):
     case.run_c("strain", mode, seconds=5)

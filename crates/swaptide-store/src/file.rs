@@ -62,7 +62,7 @@ use self::extents::{Extents, FreedExtent, Full, Purpose, Taken, WriteCursor};
 pub use self::io::own_ring_mappings;
 use self::io::{BlockIo, SwapFile};
 use self::places::{SlotExtent, SlotExtents};
-use self::reading::{READ_BUFFERS, ReadBuffer, Wanted, lay_out};
+use self::reading::{READ_BLOCKS, READ_BUFFERS, ReadBuffer, Wanted, lay_out};
 use self::router::Router;
 pub use self::router::{Areas, HandedOver, InjectedFault, Location, MAX_AREAS, Opened, Spot};
 use crate::codec::{self, Packed, RAW_ABOVE, Unpacker};
@@ -242,11 +242,17 @@ impl Drop for UnderWay<'_> {
     }
 }
 
-/// Block-aligned memory, made when first needed.
+/// Block-aligned memory. Its addresses are reserved with the device: a program may limit its
+/// address space later (`RLIMIT_AS`, `RLIMIT_DATA`), and must get its pages back all the same.
+/// Where they cannot be had then they are asked for again when they are needed.
 #[derive(Default)]
 struct Buffer(Option<Mapping>);
 
 impl Buffer {
+    fn reserve(blocks: usize) -> Buffer {
+        Buffer(Mapping::reserve(blocks * PAGE_SIZE).ok())
+    }
+
     fn is_none(&self) -> bool {
         self.0.is_none()
     }
@@ -322,9 +328,12 @@ impl FileDevice {
         let extents = Extents::new(Arc::new(cipher));
         let state = State { places: SlotExtents::default(), digests: Digests::default(), extents };
         let read_buffers = core::array::from_fn(|_| {
-            Lock::new(ReadBuffer { buffer: Buffer::default(), unpacker: Unpacker::new() })
+            Lock::new(ReadBuffer {
+                buffer: Buffer::reserve(PAGE_BLOCKS + READ_BLOCKS),
+                unpacker: Unpacker::new(),
+            })
         });
-        let bounce = Lock::new(Buffer::default());
+        let bounce = Lock::new(Buffer::reserve(2 * WRITE_BLOCKS + PAGE_BLOCKS));
         FileDevice {
             io,
             source,

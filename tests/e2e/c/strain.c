@@ -7,6 +7,7 @@
  *               registered ones
  *     limits    RLIMIT_AS, RLIMIT_DATA, RLIMIT_STACK, RLIMIT_MEMLOCK, RLIMIT_NOFILE lowered while
  *               memory is out
+ *     limited   RLIMIT_AS and RLIMIT_DATA lowered before the first page has come back
  *     nothp     without huge pages, and again with them
  *     abort     ends by SIGABRT with most of it out: a core dump must not hang */
 #include "common.h"
@@ -231,6 +232,21 @@ static void limits(void) {
     check_all(1 + sizeof lower / sizeof *lower, "page under all limits");
 }
 
+static void limited(void) {
+    struct rlimit limit;
+    MUST(getrlimit(RLIMIT_DATA, &limit) == 0);
+    limit.rlim_cur = (rlim_t)(given.megabytes + 64) << 20;
+    MUST(setrlimit(RLIMIT_DATA, &limit) == 0);
+    MUST(getrlimit(RLIMIT_AS, &limit) == 0);
+    limit.rlim_cur = (rlim_t)(given.megabytes + 64) << 20;
+    MUST(setrlimit(RLIMIT_AS, &limit) == 0);
+    for (uint64_t turn = 0; turn < 3; turn++) {
+        check_all(1 + turn, "page under a limit from the beginning");
+        fill_all(2 + turn);
+    }
+    check_all(4, "page at the end");
+}
+
 static void nothp(void) {
     for (uint64_t turn = 0; turn < 4; turn++) {
         MUST(prctl(PR_SET_THP_DISABLE, turn % 2 == 0, 0, 0, 0) == 0);
@@ -253,6 +269,8 @@ int main(int count, char **words) {
         uring();
     else if (strcmp(given.mode, "limits") == 0)
         limits();
+    else if (strcmp(given.mode, "limited") == 0)
+        limited();
     else if (strcmp(given.mode, "nothp") == 0)
         nothp();
     else if (strcmp(given.mode, "abort") == 0)

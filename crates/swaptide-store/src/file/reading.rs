@@ -17,7 +17,7 @@ use crate::{PAGE_SIZE, Page, Slot};
 /// Readers that can be inside at a time; more wait for one of them.
 pub(super) const READ_BUFFERS: usize = 5;
 /// Blocks that are read before they are unpacked.
-const READ_BLOCKS: usize = 128;
+pub(super) const READ_BLOCKS: usize = 128;
 
 /// What reading needs.
 pub(super) struct ReadBuffer {
