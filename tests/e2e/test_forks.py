@@ -61,6 +61,7 @@ def test_forks_daemon(case):
         param(("forks", "closefds"), 96, allowance=8),
         param(("forks", "grown"), 96, allowance=8),
         param(("forks", "left"), 96, allowance=8),
+        param(("forks", "parted"), 40, allowance=96),
         param(("forks", "guarded"), 96, allowance=8),
         param(("forkmove", "libc"), 96, allowance=64),
         param(("torture", "threads"), 96, allowance=128),

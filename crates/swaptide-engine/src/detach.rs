@@ -167,9 +167,10 @@ pub(crate) fn detach(path: &mut FaultPath) -> bool {
         mm.table = PageTable::new();
         if engine.followed {
             let all = VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) };
-            dontfork::restore(&mm.regions, all);
+            dontfork::restore(mm.shielded(), all);
         }
         (mm.regions, mm.armed) = (VmaSet::default(), VmaSet::default());
+        mm.owed.clear();
     }
     path.installer.discard_fresh();
     engine.devices.file.device.clear();

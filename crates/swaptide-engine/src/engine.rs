@@ -594,6 +594,11 @@ impl Engine {
 }
 
 impl Mm {
+    /// All that may bear the shield against forks that nobody follows ([`crate::mm::dontfork`]).
+    pub(crate) fn shielded(&self) -> impl Iterator<Item = VirtRange> + '_ {
+        self.regions.iter().chain(self.armed.iter()).chain(self.owed.iter().copied())
+    }
+
     /// Makes room for what is known of the frames before `end`. The memory is reserved: nothing is
     /// allocated.
     pub fn reach(&mut self, end: FrameNo) {

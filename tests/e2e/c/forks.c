@@ -363,6 +363,33 @@ static void left(void) {
     check_all("in the parent at the end");
 }
 
+/* The same for a child past fork(2): without fork events its parent is let go before. */
+static void parted(void) {
+    const size_t block = 256, gap = 16;
+    unsigned char *around = mmap(NULL, (block + 2 * gap) * PAGE, PROT_READ,
+                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    MUST(around != MAP_FAILED);
+    unsigned char *at = around + gap * PAGE;
+    MUST(mmap(at, block * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1,
+              0) == at);
+    for (size_t page = 0; page < block; page++) fill_page(at + page * PAGE, key(page, 77));
+    rewrite(0, given.pages, 1, 20);
+    unsigned char *moved =
+        mremap(at, block * PAGE, block * PAGE, MREMAP_MAYMOVE | MREMAP_DONTUNMAP, NULL);
+    MUST(moved != MAP_FAILED);
+    pid_t child = (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+    MUST(child >= 0);
+    if (child == 0) {
+        for (size_t page = 0; page < block; page++) {
+            check_page(moved + page * PAGE, key(page, 77), "in a child, what was moved");
+            check_page(at + page * PAGE, 0, "in a child, what the move has left");
+        }
+        _exit(0);
+    }
+    await(child, "parted");
+    check_all("in the parent at the end");
+}
+
 enum { WARD = 512 };
 
 /* Fills what is missing in the ward, as a program that pages by itself does. */
@@ -452,6 +479,8 @@ int main(int count, char **words) {
         closefds();
     else if (strcmp(mode, "grown") == 0)
         grown();
+    else if (strcmp(mode, "parted") == 0)
+        parted();
     else if (strcmp(mode, "left") == 0)
         left();
     else if (strcmp(mode, "guarded") == 0)

@@ -24,8 +24,6 @@ use swaptide_sys::Errno;
 use swaptide_sys::mem::{Advice, advise};
 use swaptide_sys::page::VirtRange;
 
-use crate::mm::vma_set::VmaSet;
-
 pub(crate) fn advise_fork(range: VirtRange, advice: Advice) -> Result<(), Errno> {
     // SAFETY: none of these changes what is in memory.
     unsafe { advise(range, advice) }
@@ -48,14 +46,11 @@ pub(crate) fn allow(range: VirtRange) -> Result<(), Errno> {
     advise_fork(range, Advice::DoFork)
 }
 
-/// What of a range is managed, and is about to be managed no more, comes along at forks as it would
-/// without.
-pub(crate) fn restore(regions: &VmaSet, range: VirtRange) {
-    for region in
-        regions.iter().filter(|region| region.start < range.end && range.start < region.end)
-    {
-        let part =
-            VirtRange { start: region.start.max(range.start), end: region.end.min(range.end) };
+/// What of a range is armed, and is about to be managed no more, comes along at forks as it would
+/// without. `armed`: all that may bear the shield.
+pub(crate) fn restore(armed: impl Iterator<Item = VirtRange>, range: VirtRange) {
+    for armed in armed.filter(|armed| armed.start < range.end && range.start < armed.end) {
+        let part = VirtRange { start: armed.start.max(range.start), end: armed.end.min(range.end) };
         // Where something was unmapped a moment ago the rest is done all the same.
         let _ = advise_fork(part, Advice::DoFork);
     }

@@ -140,7 +140,7 @@ pub(crate) fn release(path: &mut FaultPath, range: VirtRange) -> Result<(), Inte
     // neighbours were done.
     let _ = path.reader.uffd.unregister(range);
     if engine.followed {
-        dontfork::restore(&mm.regions, range);
+        dontfork::restore(mm.shielded(), range);
     }
     drop_pages(&mut mm, engine, range);
     mm.regions.remove(range);
