@@ -3,7 +3,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::empty_segment;
-use swaptide_host::cgroup::tree::Groups;
+use swaptide_host::cgroup::tree::GroupTree;
 use swaptide_host::config::Config;
 
 const RAM: u64 = 1 << 34;
@@ -16,9 +16,9 @@ fuzz_target!(|text: &str| {
         }
         Ok(config) => {
             assert_eq!(config.swap.len(), config.devices.len());
-            let mut groups = Groups::new(empty_segment().0, RAM);
+            let mut groups = GroupTree::new(empty_segment().0, RAM);
             let first = config.apply(&mut groups, 1000);
-            let views = |groups: &Groups| {
+            let views = |groups: &GroupTree| {
                 groups.iter().map(|(index, _)| groups.view(index)).collect::<Vec<_>>()
             };
             let before = views(&groups);

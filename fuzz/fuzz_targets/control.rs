@@ -3,7 +3,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::empty_segment;
-use swaptide_host::cgroup::tree::{GroupPath, Groups, KEYS};
+use swaptide_host::cgroup::tree::{GroupPath, GroupTree, KEYS};
 use swaptide_host::control::server::Question;
 use swaptide_host::swap::spec;
 use swaptide_ipc::MAX_GROUPS;
@@ -11,7 +11,7 @@ use swaptide_ipc::MAX_GROUPS;
 const RAM: u64 = 1 << 34;
 
 fuzz_target!(|text: &str| {
-    let mut groups: Option<Groups> = None;
+    let mut groups: Option<GroupTree> = None;
     for line in text.lines().take(32) {
         let Ok(question) = serde_json::from_str::<Question>(line) else { continue };
         // What is understood says the same again.
@@ -20,8 +20,8 @@ fuzz_target!(|text: &str| {
             serde_json::from_str::<Question>(&again).expect("which is a question"),
             question
         );
-        let groups = groups.get_or_insert_with(|| Groups::new(empty_segment().0, RAM));
-        let views = |groups: &Groups| {
+        let groups = groups.get_or_insert_with(|| GroupTree::new(empty_segment().0, RAM));
+        let views = |groups: &GroupTree| {
             groups.iter().map(|(index, _)| groups.view(index)).collect::<Vec<_>>()
         };
         match question {

@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::{Bytes, empty_segment};
-use swaptide_host::cgroup::tree::{GroupPath, Groups, Usage};
+use swaptide_host::cgroup::tree::{GroupPath, GroupTree, GroupUsage};
 use swaptide_host::memctl::controller::{self, MemoryController, Run};
 use swaptide_host::cgroup::psi::Part;
-use swaptide_host::swap::areas::{Areas, Open};
+use swaptide_host::swap::areas::{Areas, AreaOpener};
 use swaptide_ipc::{
     AreaId, AreaMask, ExtentId, GroupIndex, Header, MAX_AREAS, MAX_EXTENTS, MAX_GROUPS, NewArea,
     ProcSlot, Segment, SlotIndex,
@@ -41,7 +41,7 @@ fn scribble(segment: &Segment, bytes: &mut Bytes<'_>) -> Option<()> {
 }
 
 /// Two looks of a keeper at the segment as it is, and everything that it can be asked.
-fn keep(segment: &'static Segment, groups: Groups, areas: &Arc<Areas>) {
+fn keep(segment: &'static Segment, groups: GroupTree, areas: &Arc<Areas>) {
     let me = std::process::id();
     segment.claim(me, 0);
     let mut thread = MemoryController::new(segment, Arc::clone(areas), groups, 64 << 20);
@@ -92,7 +92,7 @@ fuzz_target!(|data: &[u8]| {
     let mut bytes = Bytes(data);
     let segment = empty_segment().0;
     let areas = Arc::new(Areas::new(segment));
-    let mut groups = Groups::new(segment, 1 << 34);
+    let mut groups = GroupTree::new(segment, 1 << 34);
     let mut scribbled = false;
     // Extents in use, as long as nobody has scribbled.
     let mut leased: BTreeSet<(u32, u32)> = BTreeSet::new();
@@ -186,7 +186,7 @@ fuzz_target!(|data: &[u8]| {
                 let usage = |slot: &ProcSlot| {
                     let stalled = Part::of(slot.stalled_us(Nanos(u64::from(what) << 40)), elapsed);
                     assert!(stalled.of_bytes(1 << 40) <= 1 << 40, "more than all of the time");
-                    Usage { stalled, ..Usage::default() }
+                    GroupUsage { stalled, ..GroupUsage::default() }
                 };
                 let own = segment
                     .claimed()

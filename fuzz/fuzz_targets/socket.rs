@@ -9,15 +9,15 @@ use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::empty_segment;
 use swaptide_host::control::agent_api::{AgentServer, Users};
 use swaptide_host::control::fork_tracer::TracedForks;
-use swaptide_host::swap::areas::{Areas, Open};
+use swaptide_host::swap::areas::{Areas, AreaOpener};
 use swaptide_ipc::Request;
 use swaptide_sys::AsFd;
 use swaptide_sys::sock::Conn;
 
 fuzz_target!(|data: &[u8]| {
-    static COUNTER: OnceLock<(Mutex<AgentServer>, Arc<dyn Open>)> = OnceLock::new();
+    static COUNTER: OnceLock<(Mutex<AgentServer>, Arc<dyn AreaOpener>)> = OnceLock::new();
     let (counter, areas) = COUNTER.get_or_init(|| {
-        let areas: Arc<dyn Open> = Arc::new(Areas::new(empty_segment().0));
+        let areas: Arc<dyn AreaOpener> = Arc::new(Areas::new(empty_segment().0));
         (Mutex::new(AgentServer::open(Users::All).expect("a socket")), areas)
     });
     let mut counter = counter.lock().expect("one thread");

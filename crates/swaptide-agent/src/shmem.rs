@@ -20,7 +20,8 @@ use std::time::Duration;
 use linux_raw_sys::general as k;
 use swaptide_ipc::ProcState;
 use swaptide_ipc::shared::{
-    self, ADVICE_HOLD, ADVICE_REMOVE, ADVICE_SETTLE, Advised, MIN_REGION_BYTES, REGION_PATH, Reach,
+    self, ADVICE_HOLD, ADVICE_REMOVE, ADVICE_SETTLE, AdviceOutcome, MIN_REGION_BYTES, REGION_PATH,
+    Reach,
 };
 use swaptide_sys::lock::futex;
 use swaptide_sys::maps::MapsFile;
@@ -227,10 +228,10 @@ fn remove_part(socket: &[u8], part: VirtRange) -> isize {
         return -(errno.raw_os_error() as isize);
     }
     match shared::advise(socket, part.start.0, part.len(), ADVICE_REMOVE) {
-        Some(Advised::Taken) => 0,
+        Some(AdviceOutcome::Taken) => 0,
         // It was never attached: the kernel has all of it.
-        Some(Advised::Elsewhere) => kernel_removes(part),
-        Some(Advised::Failed) | None => -EAGAIN,
+        Some(AdviceOutcome::Elsewhere) => kernel_removes(part),
+        Some(AdviceOutcome::Failed) | None => -EAGAIN,
     }
 }
 
@@ -272,9 +273,9 @@ pub(crate) fn around(
         Some((start, len)) => {
             let socket = environment::socket().filter(|_| !seccomp::is())?;
             match shared::advise(socket, start, len, ADVICE_HOLD)? {
-                Advised::Taken => Some((socket, start, len)),
-                Advised::Elsewhere => None,
-                Advised::Failed => return None,
+                AdviceOutcome::Taken => Some((socket, start, len)),
+                AdviceOutcome::Elsewhere => None,
+                AdviceOutcome::Failed => return None,
             }
         }
     };

@@ -94,9 +94,9 @@ fn cycle(c: &mut Criterion) {
         group.bench_function(name, |b| {
             b.iter(|| {
                 let off = out(&d, order);
-                assert_eq!(d.lookup(off), Slot::Folio(F));
+                assert_eq!(d.lookup(off), SlotContent::Folio(F));
                 d.folio_to_shadow(off, n, F, Shadow(7), ZeroMask::None).unwrap();
-                assert_ne!(d.lookup(off), Slot::Free);
+                assert_ne!(d.lookup(off), SlotContent::Free);
                 d.free(off, n, Expect::Shadow).unwrap();
             });
         });

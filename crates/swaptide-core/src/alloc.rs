@@ -31,7 +31,7 @@
 //!    moment).
 
 use crate::cluster::ListId;
-use crate::cluster::{SLOTS_PER_LINE, State};
+use crate::cluster::{ClusterState, SLOTS_PER_LINE};
 use crate::device::SwapDevice;
 use crate::entry::Entry;
 use crate::error::AllocError;
@@ -39,7 +39,7 @@ use crate::ids::{
     ClusterIndex, CpuId, FolioId, GroupId, ORDERS, Order, SLOTS_PER_CLUSTER, SwapOffset,
 };
 use crate::per_cpu::{BATCH, LaneIndex, PerCpu};
-use crate::sync::{AtomicU64, Guard, Ordering, relax};
+use crate::sync::{AtomicU64, Ordering, SpinGuard, relax};
 use crate::table::Table;
 
 /// Clusters of nonfull[o], o > 0, looked at in one search while there are empty ones.
@@ -75,7 +75,7 @@ struct Search<'a> {
     no_memory: bool,
 }
 
-type FoundCluster<'a> = (ClusterIndex, Guard<'a, State>);
+type FoundCluster<'a> = (ClusterIndex, SpinGuard<'a, ClusterState>);
 
 impl SwapDevice {
     /// Allocates `2^order` aligned slots for `folio`: each is in the swap cache and has a count of
@@ -350,7 +350,7 @@ impl<'a> Search<'a> {
 
     /// Takes the first free run at or after slot `start` of a locked cluster.
     #[inline]
-    fn take(&self, index: ClusterIndex, state: &mut State, start: usize) -> Option<usize> {
+    fn take(&self, index: ClusterIndex, state: &mut ClusterState, start: usize) -> Option<usize> {
         let n = self.order.pages() as usize;
         let table = self.device.tables.get(index)?;
         let at = free_run(table, state, n, start)?;
@@ -372,7 +372,7 @@ impl<'a> Search<'a> {
     fn keep_current(
         &self,
         index: ClusterIndex,
-        mut state: Guard<'_, State>,
+        mut state: SpinGuard<'_, ClusterState>,
         home: ListId,
         found: Option<usize>,
     ) -> Option<SwapOffset> {
@@ -399,7 +399,12 @@ fn lines_of(n: usize) -> u64 {
 /// The first free, aligned run of `n` slots at or after slot `start` of a locked cluster with a
 /// table.
 #[inline]
-pub(crate) fn free_run(table: &Table, state: &State, n: usize, start: usize) -> Option<usize> {
+pub(crate) fn free_run(
+    table: &Table,
+    state: &ClusterState,
+    n: usize,
+    start: usize,
+) -> Option<usize> {
     if usize::from(state.used) + n > SLOTS_PER_CLUSTER {
         return None;
     }

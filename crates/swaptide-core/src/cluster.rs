@@ -17,7 +17,7 @@
 //! lock after it.
 
 use crate::entry::{COUNT_OVERFLOW, Entry};
-use crate::sync::{AtomicU32, AtomicUsize, Guard, Ordering, SpinLock};
+use crate::sync::{AtomicU32, AtomicUsize, Ordering, SpinGuard, SpinLock};
 use crate::table::TableState;
 
 /// End of an intrusive list, and "no cluster".
@@ -39,7 +39,7 @@ pub(crate) struct Cluster {
     /// Neighbours on the list named by `state.list`; lists lock.
     pub prev: AtomicU32,
     pub next: AtomicU32,
-    state: SpinLock<State>,
+    state: SpinLock<ClusterState>,
 }
 
 #[cfg(not(loom))]
@@ -50,7 +50,7 @@ pub(crate) const SLOTS_PER_LINE: usize = 8;
 const _: () = assert!(crate::ids::SLOTS_PER_CLUSTER / SLOTS_PER_LINE <= u64::BITS as usize);
 
 /// The part under the cluster lock.
-pub(crate) struct State {
+pub(crate) struct ClusterState {
     overflow: Option<Box<Overflow>>,
     /// What became of the table.
     pub table: TableState,
@@ -71,7 +71,7 @@ impl Default for Cluster {
         Cluster {
             prev: AtomicU32::new(NO_CLUSTER),
             next: AtomicU32::new(NO_CLUSTER),
-            state: SpinLock::new(State {
+            state: SpinLock::new(ClusterState {
                 overflow: None,
                 table: TableState::Bare,
                 used: 0,
@@ -86,11 +86,11 @@ impl Default for Cluster {
 }
 
 impl Cluster {
-    pub fn lock(&self) -> Guard<'_, State> {
+    pub fn lock(&self) -> SpinGuard<'_, ClusterState> {
         self.state.lock()
     }
 
-    pub fn try_lock(&self) -> Option<Guard<'_, State>> {
+    pub fn try_lock(&self) -> Option<SpinGuard<'_, ClusterState>> {
         self.state.try_lock()
     }
 }
@@ -101,7 +101,7 @@ struct Overflow {
     counts: Vec<(u16, u32)>,
 }
 
-impl State {
+impl ClusterState {
     /// The true count of slot `i`, whose word is `entry`.
     pub fn count(&self, i: usize, entry: Entry) -> u32 {
         if entry.count() < COUNT_OVERFLOW { entry.count() } else { COUNT_OVERFLOW + self.rest(i) }
@@ -135,7 +135,7 @@ impl State {
         room
     }
 
-    /// The word with a count one higher; room was made by [`State::reserve_count`].
+    /// The word with a count one higher; room was made by [`ClusterState::reserve_count`].
     pub(crate) fn count_up(&mut self, i: usize, entry: Entry) -> Entry {
         match entry.count() {
             COUNT_OVERFLOW => {
@@ -183,7 +183,8 @@ impl State {
         }
     }
 
-    /// A word that comes to slot `i` with that count; room was made by [`State::reserve_overflow`].
+    /// A word that comes to slot `i` with that count; room was made by
+    /// [`ClusterState::reserve_overflow`].
     pub(crate) fn give_count(&mut self, i: usize, entry: Entry, count: u32) -> Entry {
         if entry.count() == COUNT_OVERFLOW {
             self.overflow.get_or_insert_default().counts.push((i as u16, count - COUNT_OVERFLOW));

@@ -18,8 +18,8 @@
 //! under the cluster lock.
 
 use crate::cluster::ListId;
-use crate::cluster::{Cluster, NO_CLUSTER, State};
-use crate::entry::{Entry, Slot, SlotInfo};
+use crate::cluster::{Cluster, ClusterState, NO_CLUSTER};
+use crate::entry::{Entry, SlotContent, SlotInfo};
 use crate::ids::{ClusterIndex, MAX_SLOTS, Order, SLOTS_PER_CLUSTER, SwapOffset, SwapType};
 use crate::lists::{Headers, Lists};
 use crate::per_cpu::{BATCH, LaneIndex, PerCpu};
@@ -265,7 +265,7 @@ impl SwapDevice {
     /// What slot `off` holds. Takes no lock; the answer was true at a moment during the call, and
     /// a caller that acts on it says in the exchange what it expects. A slot beyond the end is bad.
     #[inline]
-    pub fn lookup(&self, off: SwapOffset) -> Slot {
+    pub fn lookup(&self, off: SwapOffset) -> SlotContent {
         self.word(off).slot()
     }
 
@@ -454,7 +454,7 @@ impl SwapDevice {
     }
 
     /// Puts a locked cluster on `list`, from whichever it is on.
-    pub(crate) fn move_to(&self, index: ClusterIndex, state: &mut State, list: ListId) {
+    pub(crate) fn move_to(&self, index: ClusterIndex, state: &mut ClusterState, list: ListId) {
         if state.list != list {
             let mut lists = self.lists.lock();
             lists.unlink(&self.headers, index, state);
@@ -463,7 +463,7 @@ impl SwapDevice {
     }
 
     /// An empty, locked cluster is about to be used for that order.
-    pub(crate) fn open(&self, index: ClusterIndex, state: &mut State, order: u8) {
+    pub(crate) fn open(&self, index: ClusterIndex, state: &mut ClusterState, order: u8) {
         debug_assert_eq!(state.used, 0);
         self.tables.open(index, &mut state.table);
         state.order = order;
@@ -471,7 +471,7 @@ impl SwapDevice {
 
     /// Takes the table from a locked cluster in which no slot is used any more, and puts the
     /// cluster where empty ones go.
-    pub(crate) fn close(&self, index: ClusterIndex, state: &mut State) {
+    pub(crate) fn close(&self, index: ClusterIndex, state: &mut ClusterState) {
         debug_assert_eq!(state.used, 0);
         debug_assert!((0..SLOTS_PER_CLUSTER).all(|i| self.table(index).get_locked(i).is_free()));
         self.tables.close(index, &mut state.table);

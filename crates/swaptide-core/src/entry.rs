@@ -36,7 +36,7 @@ pub(crate) const COUNT_OVERFLOW: u32 = 255;
 
 /// What a slot holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Slot {
+pub enum SlotContent {
     /// Nothing; the allocator may hand it out.
     Free,
     /// The page is in the swap cache, in this folio.
@@ -56,7 +56,7 @@ pub enum Slot {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SlotInfo {
     /// What it holds.
-    pub slot: Slot,
+    pub slot: SlotContent,
     /// Swap count. From a look-up without lock it saturates at 255.
     pub count: u32,
     /// The page is all zeros on the device (in the cache: it was when it was read).
@@ -143,12 +143,12 @@ impl Entry {
     }
 
     #[inline]
-    pub fn slot(self) -> Slot {
+    pub fn slot(self) -> SlotContent {
         match self.0 & KIND_MASK {
-            FREE => Slot::Free,
-            FOLIO => Slot::Folio(FolioId((self.0 >> PAYLOAD_SHIFT) as u32)),
-            SHADOW => Slot::Shadow { shadow: self.shadow(), zero: self.zero() },
-            _ => Slot::Bad,
+            FREE => SlotContent::Free,
+            FOLIO => SlotContent::Folio(FolioId((self.0 >> PAYLOAD_SHIFT) as u32)),
+            SHADOW => SlotContent::Shadow { shadow: self.shadow(), zero: self.zero() },
+            _ => SlotContent::Bad,
         }
     }
 
@@ -167,7 +167,7 @@ mod tests {
         let e =
             Entry::new_folio(FolioId(u32::MAX), GroupId(0xabcd)).with_zero(true).with_count(254);
         let s = e.with_shadow(Shadow(0x8000_0001));
-        assert_eq!(s.slot(), Slot::Shadow { shadow: Shadow(0x8000_0001), zero: true });
+        assert_eq!(s.slot(), SlotContent::Shadow { shadow: Shadow(0x8000_0001), zero: true });
         assert_eq!((s.count(), s.group(), s.zero()), (254, GroupId(0xabcd), true));
         let f = s.with_folio(FolioId(7)).with_zero(false);
         assert!(f.holds(FolioId(7)) && !f.holds(FolioId(8)) && !f.zero());
@@ -178,8 +178,8 @@ mod tests {
     #[test]
     fn free_is_the_zero_word() {
         assert_eq!(Entry::FREE.0, 0);
-        assert_eq!(Entry(0).slot(), Slot::Free);
-        assert_eq!(Entry::BAD.slot(), Slot::Bad);
+        assert_eq!(Entry(0).slot(), SlotContent::Free);
+        assert_eq!(Entry::BAD.slot(), SlotContent::Bad);
         assert!(!Entry::BAD.is_free() && !Entry::new_folio(FolioId(0), GroupId(0)).is_free());
     }
 }

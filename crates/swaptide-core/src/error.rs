@@ -1,7 +1,7 @@
 //! What can go wrong: an allocation that finds no place, an exchange that finds another state than
 //! it was told.
 
-use crate::entry::{Slot, SlotInfo};
+use crate::entry::{SlotContent, SlotInfo};
 use crate::ids::{ClusterIndex, FolioId, SwapEntry};
 
 /// Why an allocation failed.
@@ -85,11 +85,11 @@ pub struct Mismatch {
 impl Mismatch {
     /// A shadow was expected and a folio found: somebody else swapped it in first.
     pub fn exists(&self) -> bool {
-        self.expected == Expected::Shadow && matches!(self.found.slot, Slot::Folio(_))
+        self.expected == Expected::Shadow && matches!(self.found.slot, SlotContent::Folio(_))
     }
 
     /// The slot is free: its last user went away first.
     pub fn gone(&self) -> bool {
-        self.found.slot == Slot::Free && self.expected != Expected::Range
+        self.found.slot == SlotContent::Free && self.expected != Expected::Range
     }
 }

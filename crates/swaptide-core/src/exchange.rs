@@ -16,14 +16,14 @@
 //! 3. Slots that become free are reported to the device's hook before the cluster lock is given up.
 
 use crate::cluster::ListId;
-use crate::cluster::{SLOTS_PER_LINE, State};
+use crate::cluster::{ClusterState, SLOTS_PER_LINE};
 use crate::device::SwapDevice;
 use crate::entry::{Entry, SlotInfo};
 use crate::error::{Expect, Expected, Mismatch};
 use crate::ids::{
     ClusterIndex, FolioId, GroupId, MAX_SLOTS, SLOTS_PER_CLUSTER, Shadow, SwapEntry, SwapOffset,
 };
-use crate::sync::Guard;
+use crate::sync::SpinGuard;
 use crate::table::Table;
 use core::ops::Range;
 
@@ -57,7 +57,7 @@ impl ZeroMask<'_> {
 struct SlotRun<'a> {
     device: &'a SwapDevice,
     index: ClusterIndex,
-    state: Guard<'a, State>,
+    state: SpinGuard<'a, ClusterState>,
     table: &'a Table,
     slots: Range<usize>,
 }
@@ -267,7 +267,7 @@ impl SlotRun<'_> {
     fn check(
         &self,
         expected: Expected,
-        right: impl Fn(&State, usize, Entry) -> bool,
+        right: impl Fn(&ClusterState, usize, Entry) -> bool,
     ) -> Result<(), Mismatch> {
         for i in self.slots.clone() {
             let entry = self.table.get_locked(i);
@@ -282,7 +282,10 @@ impl SlotRun<'_> {
     /// Replaces every word by what `new` makes of it (given the state, the first slot, the slot,
     /// the word), then puts the cluster where it belongs. Returns how many slots became free.
     #[inline(always)]
-    fn exchange(mut self, mut new: impl FnMut(&mut State, usize, usize, Entry) -> Entry) -> u32 {
+    fn exchange(
+        mut self,
+        mut new: impl FnMut(&mut ClusterState, usize, usize, Entry) -> Entry,
+    ) -> u32 {
         let start = self.slots.start;
         let mut freed = 0;
         let mut first_free = None;

@@ -62,7 +62,7 @@ mod table;
 mod tiers;
 
 pub use device::{FreeNotify, Kind, SearchOrder, SwapDevice, Usage};
-pub use entry::{Slot, SlotInfo};
+pub use entry::{SlotContent, SlotInfo};
 pub use error::{AllocError, Expect, Expected, Mismatch};
 pub use exchange::ZeroMask;
 pub use ids::{
@@ -73,7 +73,7 @@ pub use moving::{Compacted, Move, Mover};
 pub use reclaim::CacheReclaim;
 pub use space::{SpaceError, SwapSpace, TypeMask};
 #[cfg(not(loom))]
-pub use sync::{Guard, SpinLock, TableMemory, lock_waits, set_yield};
+pub use sync::{SpinGuard, SpinLock, TableMemory, lock_waits, set_yield};
 pub use table::TableDiscard;
 pub use tiers::{
     Applied, MAX_TIER_NAME, MAX_TIERS, Priority, Rule, TierError, TierIndex, TierMask, TierView,

@@ -14,9 +14,9 @@
 //! tails and links; it is taken with a cluster lock held, and to take a cluster from a list the
 //! cluster is only try-locked (a contended one is skipped).
 
-use crate::cluster::{Cluster, ListId, NO_CLUSTER, State};
+use crate::cluster::{Cluster, ClusterState, ListId, NO_CLUSTER};
 use crate::ids::{ClusterIndex, ORDERS};
-use crate::sync::{Guard, Ordering, TableDirectory};
+use crate::sync::{Ordering, SpinGuard, TableDirectory};
 
 /// Headers made together.
 #[cfg(not(loom))]
@@ -66,7 +66,13 @@ impl Lists {
     }
 
     /// Puts a cluster (locked by the caller, on no list) at the tail of `id`.
-    pub fn push(&mut self, headers: &Headers, index: ClusterIndex, state: &mut State, id: ListId) {
+    pub fn push(
+        &mut self,
+        headers: &Headers,
+        index: ClusterIndex,
+        state: &mut ClusterState,
+        id: ListId,
+    ) {
         debug_assert_eq!(state.list, ListId::None);
         state.list = id;
         let Some(i) = id.index() else { return };
@@ -84,7 +90,7 @@ impl Lists {
     }
 
     /// Takes a cluster (locked by the caller) off its list.
-    pub fn unlink(&mut self, headers: &Headers, index: ClusterIndex, state: &mut State) {
+    pub fn unlink(&mut self, headers: &Headers, index: ClusterIndex, state: &mut ClusterState) {
         let Some(i) = state.list.index() else { return };
         state.list = ListId::None;
         let list = &mut self.lists[i];
@@ -110,7 +116,7 @@ impl Lists {
         &mut self,
         headers: &'a Headers,
         id: ListId,
-    ) -> Option<(ClusterIndex, Guard<'a, State>)> {
+    ) -> Option<(ClusterIndex, SpinGuard<'a, ClusterState>)> {
         let mut at_index = self.lists[id.index()?].head;
         while at_index != NO_CLUSTER {
             let cluster = at(headers, at_index);
@@ -131,7 +137,7 @@ impl Lists {
         headers: &Headers,
         id: ListId,
         max: u32,
-        mut see: impl FnMut(ClusterIndex, &State),
+        mut see: impl FnMut(ClusterIndex, &ClusterState),
     ) {
         let Some(i) = id.index() else { return };
         let mut at_index = self.lists[i].head;
@@ -152,7 +158,7 @@ impl Lists {
     pub(crate) fn pop_fresh<'a>(
         &mut self,
         headers: &'a Headers,
-    ) -> Option<(ClusterIndex, Guard<'a, State>)> {
+    ) -> Option<(ClusterIndex, SpinGuard<'a, ClusterState>)> {
         if self.fresh == self.fresh_end {
             return None;
         }

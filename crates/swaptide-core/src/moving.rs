@@ -18,16 +18,16 @@
 
 use crate::alloc::free_run;
 use crate::cluster::ListId;
-use crate::cluster::{SLOTS_PER_LINE, State};
+use crate::cluster::{ClusterState, SLOTS_PER_LINE};
 use crate::device::SwapDevice;
-use crate::entry::{Entry, Slot, SlotInfo};
+use crate::entry::{Entry, SlotContent, SlotInfo};
 use crate::error::{AllocError, Expect};
 use crate::ids::{
     ClusterIndex, CpuId, FolioId, GroupId, ORDERS, Order, SLOTS_PER_CLUSTER, SwapEntry, SwapOffset,
     SwapType,
 };
 use crate::space::{SpaceError, SwapSpace, TypeMask};
-use crate::sync::{Guard, relax};
+use crate::sync::{SpinGuard, relax};
 
 /// Clusters of each list that [`SwapDevice::compact`] considers at a time: where each has few
 /// holes, those of all together must hold one more.
@@ -58,7 +58,7 @@ pub struct Move<'a> {
     pub from: SwapEntry,
     /// Where it goes.
     pub to: SwapEntry,
-    /// What each of the slots holds, with its exact count. [`Slot::Free`]: this one is not
+    /// What each of the slots holds, with its exact count. [`SlotContent::Free`]: this one is not
     /// part of the unit.
     pub slots: &'a [SlotInfo],
 }
@@ -66,7 +66,7 @@ pub struct Move<'a> {
 impl Move<'_> {
     /// Old and new entry of each slot that moves, and what it holds.
     pub fn each(&self) -> impl Iterator<Item = (SwapEntry, SwapEntry, SlotInfo)> + '_ {
-        let used = (0u32..).zip(self.slots).filter(|(_, info)| info.slot != Slot::Free);
+        let used = (0u32..).zip(self.slots).filter(|(_, info)| info.slot != SlotContent::Free);
         used.map(|(i, info)| (self.from.plus(i), self.to.plus(i), *info))
     }
 }
@@ -106,7 +106,7 @@ struct Unit {
 /// What a slot of the unit that starts at `start` is: the folio, or shadows.
 fn belongs(first: Entry, entry: Entry) -> bool {
     match first.slot() {
-        Slot::Folio(folio) => entry.holds(folio),
+        SlotContent::Folio(folio) => entry.holds(folio),
         _ => entry.is_shadow(),
     }
 }
@@ -114,7 +114,7 @@ fn belongs(first: Entry, entry: Entry) -> bool {
 struct LockedCluster<'a> {
     device: &'a SwapDevice,
     index: ClusterIndex,
-    state: Guard<'a, State>,
+    state: SpinGuard<'a, ClusterState>,
 }
 
 impl<'a> LockedCluster<'a> {
@@ -205,7 +205,7 @@ fn carry(
 ) -> u32 {
     let (from, to) = (source.device.table(source.index), dest.device.table(dest.index));
     let (start, at) = (slots.from.offset().in_cluster(), slots.to.offset().in_cluster());
-    let used = || slots.slots.iter().enumerate().filter(|(_, info)| info.slot != Slot::Free);
+    let used = || slots.slots.iter().enumerate().filter(|(_, info)| info.slot != SlotContent::Free);
     for (k, info) in used() {
         to.set(at + k, dest.state.give_count(at + k, from.get_locked(start + k), info.count));
     }
@@ -469,7 +469,8 @@ impl SwapSpace {
             source.gather(unit, i, infos);
             unit
         };
-        let last = infos.iter().rposition(|info| info.slot != Slot::Free).unwrap_or(unit.n - 1);
+        let last =
+            infos.iter().rposition(|info| info.slot != SlotContent::Free).unwrap_or(unit.n - 1);
         let next = index.slot(unit.start + last).plus(1);
         let order = Order::from_pages(unit.n as u32).expect("a unit's size is a power of two");
         let to = self.alloc_folio(mask, CpuId(0), order, MOVING, GroupId(0))?;
@@ -498,13 +499,14 @@ fn transfer(
     let (index, to) = (slots.from.offset().cluster(), slots.to.offset());
     let (mut source, mut dest) = LockedCluster::both((device, index), (other, to.cluster()));
     let range = unit.start..unit.start + unit.n;
-    let same = |(i, info): (usize, &SlotInfo)| info.slot == Slot::Free || source.info(i) == *info;
+    let same =
+        |(i, info): (usize, &SlotInfo)| info.slot == SlotContent::Free || source.info(i) == *info;
     // All that was copied is as it was, and a folio has no slot more.
     let unchanged = source.state.used > 0
         && range.clone().zip(slots.slots).all(same)
         && (source.get(i).is_shadow()
             || range.zip(slots.slots).all(|(at, info)| {
-                belongs(source.get(i), source.get(at)) == (info.slot != Slot::Free)
+                belongs(source.get(i), source.get(at)) == (info.slot != SlotContent::Free)
             }));
     if !unchanged || !dest.room_for_counts(slots.slots) {
         return 0;
@@ -519,7 +521,7 @@ fn transfer(
     }
     let spare = unit.n as u32 - moved;
     if spare > 0 {
-        for (j, _) in (at..).zip(slots.slots).filter(|(_, info)| info.slot == Slot::Free) {
+        for (j, _) in (at..).zip(slots.slots).filter(|(_, info)| info.slot == SlotContent::Free) {
             table.set(j, Entry::FREE);
             dest.state.open |= 1 << (j / SLOTS_PER_LINE);
         }

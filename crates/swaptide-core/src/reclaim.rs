@@ -12,7 +12,7 @@
 
 use crate::cluster::ListId;
 use crate::device::SwapDevice;
-use crate::entry::Slot;
+use crate::entry::SlotContent;
 use crate::ids::{ClusterIndex, FolioId, ORDERS, SLOTS_PER_CLUSTER, SwapOffset};
 use core::ops::Range;
 
@@ -80,7 +80,7 @@ impl SwapDevice {
         let mut freed = 0;
         for i in slots {
             let word = table.get(i);
-            if let (true, Slot::Folio(folio)) = (word.is_cache_only(), word.slot()) {
+            if let (true, SlotContent::Folio(folio)) = (word.is_cache_only(), word.slot()) {
                 freed += hook(self, index.slot(i), folio);
             }
         }

@@ -12,7 +12,7 @@
 //! Lock: `order`, outermost and held only to read or turn the order of devices.
 
 use crate::device::SwapDevice;
-use crate::entry::{Slot, SlotInfo};
+use crate::entry::{SlotContent, SlotInfo};
 use crate::error::AllocError;
 use crate::ids::{
     CpuId, FolioId, GroupId, Order, SLOTS_PER_CLUSTER, SWAP_TYPES, SwapEntry, SwapType,
@@ -145,8 +145,8 @@ impl SwapSpace {
 
     /// What the entry's slot holds; bad when there is no such device. Takes no lock.
     #[inline]
-    pub fn lookup(&self, entry: SwapEntry) -> Slot {
-        self.device(entry.ty()).map_or(Slot::Bad, |device| device.lookup(entry.offset()))
+    pub fn lookup(&self, entry: SwapEntry) -> SlotContent {
+        self.device(entry.ty()).map_or(SlotContent::Bad, |device| device.lookup(entry.offset()))
     }
 
     /// Like [`SwapSpace::lookup`], with count, zero flag and group; `None` when there is no such

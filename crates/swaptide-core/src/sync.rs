@@ -32,9 +32,9 @@ use core::ptr::NonNull;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 
 #[cfg(loom)]
-pub(crate) use model::{Guard, SpinLock};
+pub(crate) use model::{SpinGuard, SpinLock};
 #[cfg(not(loom))]
-pub use spin::{Guard, SpinLock};
+pub use spin::{SpinGuard, SpinLock};
 
 #[cfg(not(loom))]
 mod spin {
@@ -55,7 +55,7 @@ mod spin {
     unsafe impl<T: Send> Sync for SpinLock<T> {}
 
     /// Exclusive access; ends when dropped.
-    pub struct Guard<'a, T> {
+    pub struct SpinGuard<'a, T> {
         lock: &'a SpinLock<T>,
     }
 
@@ -67,18 +67,18 @@ mod spin {
 
         /// Access, if nobody has it.
         #[inline]
-        pub fn try_lock(&self) -> Option<Guard<'_, T>> {
-            // Acquire pairs with the release in `Guard::drop`.
+        pub fn try_lock(&self) -> Option<SpinGuard<'_, T>> {
+            // Acquire pairs with the release in `SpinGuard::drop`.
             if self.locked.load(Ordering::Relaxed) || self.locked.swap(true, Ordering::Acquire) {
                 return None;
             }
             // Made only now: a guard that is dropped unlocks.
-            Some(Guard { lock: self })
+            Some(SpinGuard { lock: self })
         }
 
         /// Access; waits for its holder.
         #[inline]
-        pub fn lock(&self) -> Guard<'_, T> {
+        pub fn lock(&self) -> SpinGuard<'_, T> {
             if let Some(guard) = self.try_lock() {
                 return guard;
             }
@@ -86,7 +86,7 @@ mod spin {
         }
 
         #[cold]
-        fn wait(&self) -> Guard<'_, T> {
+        fn wait(&self) -> SpinGuard<'_, T> {
             super::WAITS.fetch_add(1, Ordering::Relaxed);
             let mut spins = 0;
             loop {
@@ -98,7 +98,7 @@ mod spin {
         }
     }
 
-    impl<T> Deref for Guard<'_, T> {
+    impl<T> Deref for SpinGuard<'_, T> {
         type Target = T;
 
         fn deref(&self) -> &T {
@@ -107,7 +107,7 @@ mod spin {
         }
     }
 
-    impl<T> DerefMut for Guard<'_, T> {
+    impl<T> DerefMut for SpinGuard<'_, T> {
         fn deref_mut(&mut self) -> &mut T {
             // SAFETY: as in `deref`; `&mut self` makes this the only reference taken from this
             // guard.
@@ -115,7 +115,7 @@ mod spin {
         }
     }
 
-    impl<T> Drop for Guard<'_, T> {
+    impl<T> Drop for SpinGuard<'_, T> {
         fn drop(&mut self) {
             self.lock.locked.store(false, Ordering::Release);
         }
@@ -138,7 +138,7 @@ mod model {
         value: std::sync::Mutex<T>,
     }
 
-    pub(crate) struct Guard<'a, T> {
+    pub(crate) struct SpinGuard<'a, T> {
         lock: &'a SpinLock<T>,
         value: Option<std::sync::MutexGuard<'a, T>>,
     }
@@ -152,17 +152,20 @@ mod model {
             }
         }
 
-        fn acquired(&self) -> Guard<'_, T> {
-            Guard { lock: self, value: Some(self.value.try_lock().expect("one holder at a time")) }
+        fn acquired(&self) -> SpinGuard<'_, T> {
+            SpinGuard {
+                lock: self,
+                value: Some(self.value.try_lock().expect("one holder at a time")),
+            }
         }
 
-        pub fn try_lock(&self) -> Option<Guard<'_, T>> {
+        pub fn try_lock(&self) -> Option<SpinGuard<'_, T>> {
             let free =
                 !core::mem::replace(&mut *self.locked.lock().expect("no holder panics"), true);
             free.then(|| self.acquired())
         }
 
-        pub fn lock(&self) -> Guard<'_, T> {
+        pub fn lock(&self) -> SpinGuard<'_, T> {
             let mut locked = self.locked.lock().expect("no holder panics");
             while *locked {
                 locked = self.unlocked.wait(locked).expect("no holder panics");
@@ -173,7 +176,7 @@ mod model {
         }
     }
 
-    impl<T> Deref for Guard<'_, T> {
+    impl<T> Deref for SpinGuard<'_, T> {
         type Target = T;
 
         fn deref(&self) -> &T {
@@ -181,13 +184,13 @@ mod model {
         }
     }
 
-    impl<T> DerefMut for Guard<'_, T> {
+    impl<T> DerefMut for SpinGuard<'_, T> {
         fn deref_mut(&mut self) -> &mut T {
             self.value.as_mut().expect("there until the guard is dropped")
         }
     }
 
-    impl<T> Drop for Guard<'_, T> {
+    impl<T> Drop for SpinGuard<'_, T> {
         fn drop(&mut self) {
             self.value = None;
             *self.lock.locked.lock().expect("no holder panics") = false;

@@ -18,15 +18,15 @@ fn one_folio_out_and_in_again() {
     let off = d.alloc_folio(CPU, order(4), FolioId(7), G).unwrap();
     assert_eq!(off.0 % 16, 0);
     for i in 0..16 {
-        assert_eq!(d.lookup(off.plus(i)), Slot::Folio(FolioId(7)));
+        assert_eq!(d.lookup(off.plus(i)), SlotContent::Folio(FolioId(7)));
         assert_eq!(
             d.info(off.plus(i)),
-            SlotInfo { slot: Slot::Folio(FolioId(7)), count: 1, zero: false, group: G }
+            SlotInfo { slot: SlotContent::Folio(FolioId(7)), count: 1, zero: false, group: G }
         );
     }
     assert_eq!(d.folio_to_shadow(off, 16, FolioId(7), Shadow(99), ZeroMask::Bits(&[0b101])), Ok(0));
-    assert_eq!(d.lookup(off.plus(2)), Slot::Shadow { shadow: Shadow(99), zero: true });
-    assert_eq!(d.lookup(off.plus(3)), Slot::Shadow { shadow: Shadow(99), zero: false });
+    assert_eq!(d.lookup(off.plus(2)), SlotContent::Shadow { shadow: Shadow(99), zero: true });
+    assert_eq!(d.lookup(off.plus(3)), SlotContent::Shadow { shadow: Shadow(99), zero: false });
     assert_eq!(d.swap_in_range(off, 16), None, "zero flags differ");
     assert_eq!(d.swap_in_range(off.plus(4), 4), Some((false, G)));
     let mut shadows = [Shadow(0); 16];
@@ -38,7 +38,7 @@ fn one_folio_out_and_in_again() {
     assert_eq!(d.used(), 16);
     assert_eq!(d.folio_release(off, 16, FolioId(9)), Ok(16));
     assert_eq!((d.used(), d.usage().tables), (0, 0));
-    assert_eq!(d.lookup(off), Slot::Free);
+    assert_eq!(d.lookup(off), SlotContent::Free);
 }
 
 #[test]
@@ -49,7 +49,7 @@ fn a_refused_exchange_changes_nothing_and_says_what_it_found() {
     let lost = d.shadow_to_folio(off, 4, FolioId(8), None).unwrap_err();
     assert!(lost.exists() && !lost.gone());
     assert_eq!((lost.entry.offset(), lost.cluster), (off.plus(2), off.cluster()));
-    assert_eq!(d.lookup(off), Slot::Shadow { shadow: Shadow(1), zero: false });
+    assert_eq!(d.lookup(off), SlotContent::Shadow { shadow: Shadow(1), zero: false });
     let text = d.replace_folio(off.plus(2), 2, FolioId(1), FolioId(2)).unwrap_err().to_string();
     for part in ["0:0x2", "cluster 0", "folio 1", "folio 7", "count 1"] {
         assert!(text.contains(part), "{part} in {text}");
@@ -65,7 +65,7 @@ fn a_refused_exchange_changes_nothing_and_says_what_it_found() {
     for (off, n) in [(0, 0), (511, 2), (4095, 2), (4096, 1), (u32::MAX, 1), (0, 513)] {
         assert_eq!(d.dup(SwapOffset(off), n).unwrap_err().expected, Expected::Range);
     }
-    assert_eq!(d.lookup(SwapOffset(4096)), Slot::Bad);
+    assert_eq!(d.lookup(SwapOffset(4096)), SlotContent::Bad);
 }
 
 #[test]
@@ -172,7 +172,7 @@ fn bad_slots_are_never_given_out() {
     let used: Vec<_> =
         (0..1013).map(|_| d.alloc_folio(CPU, order(0), FolioId(0), G).unwrap().0).collect();
     assert!(used.iter().all(|&off| off != 0 && !(700..710).contains(&off)));
-    assert_eq!(d.lookup(SwapOffset(705)), Slot::Bad);
+    assert_eq!(d.lookup(SwapOffset(705)), SlotContent::Bad);
     assert!(d.mark_bad(SwapOffset(5), 1).is_err(), "in use");
     assert!(d.put(SwapOffset(705), 1).is_err());
     let mut listed = 0;
@@ -249,7 +249,7 @@ fn a_closed_device_is_drained() {
     assert_eq!(d.alloc_folio(CPU, order(0), FolioId(0), G), Err(AllocError::Disabled));
     assert_eq!(d.drain().map(|(off, _)| off.0).collect::<Vec<_>>(), expected);
     for (off, info) in d.drain() {
-        let Slot::Folio(folio) = info.slot else { panic!("{info:?}") };
+        let SlotContent::Folio(folio) = info.slot else { panic!("{info:?}") };
         d.free(off, 1, Expect::Folio(folio)).unwrap();
     }
     assert_eq!((d.used(), d.drain().count(), d.usage().tables), (0, 0, 0));
@@ -264,7 +264,7 @@ fn memory_follows_use() {
         tib.metadata_bytes()
     );
     let last = SwapOffset(MAX_SLOTS - 1);
-    assert_eq!((tib.lookup(last), tib.usage().clusters_free), (Slot::Free, (1 << 19) - 1));
+    assert_eq!((tib.lookup(last), tib.usage().clusters_free), (SlotContent::Free, (1 << 19) - 1));
 
     static DISCARDED: AtomicU32 = AtomicU32::new(0);
     fn discard(page: *const u8, len: usize) {
@@ -338,8 +338,8 @@ fn priorities_masks_and_turns() {
         (1024 + 1024, 1024 + 2048)
     );
     let entry = alloc(&space, TypeMask::only(ty(1)), 0).unwrap();
-    assert_eq!(space.lookup(entry), Slot::Folio(FolioId(1)));
-    assert_eq!(space.lookup(SwapEntry::new(ty(3), SwapOffset(0))), Slot::Bad);
+    assert_eq!(space.lookup(entry), SlotContent::Folio(FolioId(1)));
+    assert_eq!(space.lookup(SwapEntry::new(ty(3), SwapOffset(0))), SlotContent::Bad);
     assert!(space.metadata_bytes() > 3 * 4096);
 
     assert!(matches!(space.take(ty(0)), Err(SpaceError::InUse(_, 1024))));

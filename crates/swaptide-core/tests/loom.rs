@@ -59,7 +59,11 @@ fn lookup_against_table_free() {
         let own = if first.cluster() == off.cluster() { 2 } else { 3 };
         assert_ne!(first.cluster(), second.cluster());
         for slot in seen {
-            let known = [Slot::Free, Slot::Folio(FolioId(1)), Slot::Folio(FolioId(own))];
+            let known = [
+                SlotContent::Free,
+                SlotContent::Folio(FolioId(1)),
+                SlotContent::Folio(FolioId(own)),
+            ];
             assert!(known.contains(&slot), "{slot:?} was never in this slot");
         }
         assert!(!(seen[0] == known(own) && seen[1] == known(1)), "a look-up went back in time");
@@ -80,8 +84,8 @@ fn lookup_against_the_first_table() {
         assert_eq!(alloc(&d, 0, 2, 1), Ok(SwapOffset(0)));
         let seen = reader.join().unwrap();
         assert!(
-            seen.iter().all(|slot| [Slot::Free, known(1)].contains(slot))
-                && seen != [known(1), Slot::Free],
+            seen.iter().all(|slot| [SlotContent::Free, known(1)].contains(slot))
+                && seen != [known(1), SlotContent::Free],
             "{seen:?}"
         );
     });
@@ -113,8 +117,8 @@ fn lookup_shows_what_came_before() {
     });
 }
 
-fn known(folio: u32) -> Slot {
-    Slot::Folio(FolioId(folio))
+fn known(folio: u32) -> SlotContent {
+    SlotContent::Folio(FolioId(folio))
 }
 
 /// Two folios are swapped in over ranges that overlap: one wins whole, the other finds out.
@@ -133,8 +137,8 @@ fn insert_against_overlapping_insert() {
         assert!(mine.is_ok() != theirs.is_ok());
         let lost = mine.err().or(theirs.err()).unwrap();
         assert!(lost.exists());
-        let now: Vec<Slot> = (0..4).map(|i| d.lookup(off.plus(i))).collect();
-        let shadow = Slot::Shadow { shadow: Shadow(9), zero: false };
+        let now: Vec<SlotContent> = (0..4).map(|i| d.lookup(off.plus(i))).collect();
+        let shadow = SlotContent::Shadow { shadow: Shadow(9), zero: false };
         if theirs.is_ok() {
             assert_eq!(now, [known(2); 4]);
         } else {
@@ -193,7 +197,7 @@ fn put_to_zero_against_swap_in() {
             }
             Err(gone) => assert!(gone.gone() && freed == 1),
         }
-        assert_eq!((d.used(), d.usage().tables, d.lookup(off)), (0, 0, Slot::Free));
+        assert_eq!((d.used(), d.usage().tables, d.lookup(off)), (0, 0, SlotContent::Free));
     });
 }
 
@@ -301,7 +305,7 @@ fn compaction_against_swap_in() {
         };
         user.with(|at| {
             let off = at.offset();
-            assert_eq!(d.lookup(off), Slot::Shadow { shadow: Shadow(1), zero: false });
+            assert_eq!(d.lookup(off), SlotContent::Shadow { shadow: Shadow(1), zero: false });
             d.shadow_to_folio(off, 1, FolioId(3), None).unwrap();
             assert_eq!(d.free(off, 1, Expect::Folio(FolioId(3))), Ok(1));
         });

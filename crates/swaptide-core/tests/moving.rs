@@ -275,7 +275,7 @@ fn swapoff_fails_cleanly() {
     let scattered: Vec<u32> = users
         .pages
         .iter()
-        .filter(|(_, (e, i))| e.ty() == ty(1) && matches!(i.slot, Slot::Shadow { .. }))
+        .filter(|(_, (e, i))| e.ty() == ty(1) && matches!(i.slot, SlotContent::Shadow { .. }))
         .map(|(p, _)| *p)
         .collect();
     scattered.iter().step_by(20).take(10).for_each(|page| gone(&space, &mut users, *page));
@@ -329,7 +329,7 @@ fn slots_that_only_the_cache_holds_are_won_back_as_the_device_fills() {
     let off = alloc(4, 20_100).unwrap();
     let n = asked.lock().unwrap().len();
     assert!(n > 0 && n <= 1024, "{n} asked");
-    assert_eq!(d.lookup(off), Slot::Folio(FolioId(20_100)));
+    assert_eq!(d.lookup(off), SlotContent::Folio(FolioId(20_100)));
     // The rest in the background, cluster by cluster.
     let before = d.used();
     let freed = d.reclaim_cached(u32::MAX);

@@ -85,8 +85,8 @@ fn stress(duration: Duration) {
             let o = &mut owned[at];
             let page = o.off.plus(next(o.n));
             match (device.lookup(page), o.cached) {
-                (Slot::Folio(folio), true) => assert_eq!(folio, o.folio),
-                (Slot::Shadow { shadow, zero }, false) => {
+                (SlotContent::Folio(folio), true) => assert_eq!(folio, o.folio),
+                (SlotContent::Shadow { shadow, zero }, false) => {
                     assert_eq!((shadow.0, zero), (o.folio.0, true))
                 }
                 (other, _) => panic!("{page} of {:?} (cached {}): {other:?}", o.folio, o.cached),
@@ -138,10 +138,10 @@ fn stress(duration: Duration) {
                 slot = (slot + 1543) % SLOTS;
                 let info = device.info(SwapOffset(slot));
                 let by = match info.slot {
-                    Slot::Folio(folio) => folio.0 >> 24,
-                    Slot::Shadow { shadow, .. } => shadow.0 >> 24,
-                    Slot::Free => continue,
-                    Slot::Bad => panic!("slot {slot} is bad"),
+                    SlotContent::Folio(folio) => folio.0 >> 24,
+                    SlotContent::Shadow { shadow, .. } => shadow.0 >> 24,
+                    SlotContent::Free => continue,
+                    SlotContent::Bad => panic!("slot {slot} is bad"),
                 };
                 assert!(
                     (1..=THREADS).contains(&by) && u32::from(info.group.0) == by - 1,
@@ -223,9 +223,9 @@ impl Mover for &Records {
             let record =
                 locked.get_mut(&user).expect("nobody else changes a locked record's slots");
             let expected = if record.cached {
-                Slot::Folio(FolioId(record.folio))
+                SlotContent::Folio(FolioId(record.folio))
             } else {
-                Slot::Shadow { shadow: Shadow(record.folio), zero: false }
+                SlotContent::Shadow { shadow: Shadow(record.folio), zero: false }
             };
             assert_eq!((info.slot, info.count), (expected, 1), "{from}");
             let slot = record
@@ -304,9 +304,9 @@ fn stress_moves(duration: Duration) {
             }
             for slot in slots.iter() {
                 let expected = if *cached {
-                    Slot::Folio(FolioId(*folio))
+                    SlotContent::Folio(FolioId(*folio))
                 } else {
-                    Slot::Shadow { shadow: Shadow(*folio), zero: false }
+                    SlotContent::Shadow { shadow: Shadow(*folio), zero: false }
                 };
                 assert_eq!(space.lookup(*slot), expected, "{slot}");
             }

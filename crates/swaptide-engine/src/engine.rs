@@ -8,7 +8,7 @@ use std::sync::atomic::{
 };
 use std::time::Duration;
 
-use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
+use swaptide_core::{Expect, FolioId, Shadow, SlotContent as TableSlot, SwapEntry};
 use swaptide_ipc::{AreaId, Counter, OfOrder, ProcSlot, Segment, SlotIndex};
 use swaptide_store::codec::Scheme;
 use swaptide_sys::lock::{Lock, futex};

@@ -33,7 +33,7 @@ use serde::de::{Deserializer, Visitor};
 use swaptide_core::Tiers;
 use toml::Spanned;
 
-use crate::cgroup::tree::{GroupError, GroupPath, Groups, Settings};
+use crate::cgroup::tree::{GroupError, GroupPath, GroupTree, Settings};
 use crate::control::Users;
 use crate::memctl::proactive::IdleReclaim;
 use crate::swap::spec::{self, Device};
@@ -98,14 +98,14 @@ struct File {
     tiers: Option<Spanned<String>>,
     userfaultfd: Option<Spanned<String>>,
     #[serde(default)]
-    groups: BTreeMap<Spanned<String>, Group>,
+    groups: BTreeMap<Spanned<String>, GroupConfig>,
     #[serde(default)]
     daemon: Daemon,
 }
 
 #[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Group {
+struct GroupConfig {
     #[serde(default)]
     ram: Ram,
     #[serde(default)]
@@ -160,7 +160,7 @@ fn one_percent() -> u32 {
     10
 }
 
-impl Group {
+impl GroupConfig {
     fn items(&self) -> [(&'static str, &Item); 8] {
         [
             ("ram.max", &self.ram.max),
@@ -311,7 +311,7 @@ impl Config {
     ///
     /// # Errors
     /// [`GroupError`]; nothing has changed then.
-    pub fn apply(&self, groups: &mut Groups, owner: u32) -> Result<(), GroupError> {
+    pub fn apply(&self, groups: &mut GroupTree, owner: u32) -> Result<(), GroupError> {
         groups.check_room(self.groups.iter().map(|plan| &plan.path))?;
         groups.replace_tiers(&self.tiers)?;
         let after = *groups.tiers();
@@ -385,7 +385,7 @@ idle = { seconds = 60, refaults = 10 }
         assert_eq!(config.groups[1].owner, Some(1000));
         assert_eq!(config.metrics, Some(MetricsPlace::Port(9469)));
         assert_eq!(config.idle, Some(IdleReclaim { after_s: 60, refaults: 10, stall_ms: 10 }));
-        let mut groups = Groups::new(segment(), 1 << 32);
+        let mut groups = GroupTree::new(segment(), 1 << 32);
         config.apply(&mut groups, 7).expect("applied");
         let front = groups.find(&GroupPath::parse("/web/front").expect("path")).expect("group");
         assert_eq!(groups.view(front).values["swap.tiers.effective"], "SSD NET");
@@ -434,7 +434,7 @@ idle = { seconds = 60, refaults = 10 }
 
     #[test]
     fn a_file_that_is_read_again_changes_all_that_it_names_and_keeps_indices() {
-        let mut groups = Groups::new(segment(), 1 << 32);
+        let mut groups = GroupTree::new(segment(), 1 << 32);
         Config::parse(SOUND, 1 << 32).expect("sound").apply(&mut groups, 7).expect("applied");
         let other = "tiers = \"+NET:-1 +SSD:200\"\n[groups.\"/web\"]\nswap.tiers = \
             \"-NET\"\nram.max = \"2G\"";

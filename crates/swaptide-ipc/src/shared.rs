@@ -9,9 +9,9 @@
 //! Invariants
 //! 1. A program gets the address of a mapping only after [`attach`] succeeded: no page of it was
 //!    ever filled behind the pager's back.
-//! 2. A forked child touches its regions only after its [`Guard`] stands, if anything of any region
-//!    may be swapped: as long as one holder of the userfaultfd lives, a missing page is waited for
-//!    and never read as zeros.
+//! 2. A forked child touches its regions only after its [`PagerGuard`] stands, if anything of any
+//!    region may be swapped: as long as one holder of the userfaultfd lives, a missing page is
+//!    waited for and never read as zeros.
 //!
 //! Locks: none. Nothing is allocated.
 
@@ -68,7 +68,7 @@ pub enum Attached {
 /// The answer to [`Request::Advise`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Advised {
+pub enum AdviceOutcome {
     /// It is not the pager's: nothing of the range is in regions ([`ADVICE_REMOVE`]: not all of
     /// it), or the process is not known. Nothing was done.
     Elsewhere = 0,
@@ -143,7 +143,7 @@ pub fn attach(socket: &[u8], reach: Reach) -> Option<()> {
 }
 
 /// Advice on a range. `None`: the pager does not answer.
-pub fn advise(socket: &[u8], addr: usize, len: usize, advice: i32) -> Option<Advised> {
+pub fn advise(socket: &[u8], addr: usize, len: usize, advice: i32) -> Option<AdviceOutcome> {
     let conn = Conn::connect_abstract(socket).ok()?;
     let mut request = [Request::Advise as u8; 21];
     request[1..9].copy_from_slice(&(addr as u64).to_le_bytes());
@@ -152,13 +152,13 @@ pub fn advise(socket: &[u8], addr: usize, len: usize, advice: i32) -> Option<Adv
     conn.send(&request, &[]).ok()?;
     let mut reply = [0u8; 2];
     let (length, _) = conn.recv(&mut reply, &mut []).ok()?;
-    [Advised::Elsewhere, Advised::Taken, Advised::Failed]
+    [AdviceOutcome::Elsewhere, AdviceOutcome::Taken, AdviceOutcome::Failed]
         .into_iter()
         .find(|answer| length == 2 && reply[1] == *answer as u8)
 }
 
 /// What a process holds of its pager.
-pub struct Guard {
+pub struct PagerGuard {
     /// Hung up when the pager ends.
     pub conn: Conn,
     /// While this is open, missing pages are waited for.
@@ -168,7 +168,7 @@ pub struct Guard {
     pub slot: SlotIndex,
 }
 
-impl Guard {
+impl PagerGuard {
     /// Whether the pager's end is a loss to this process: it has regions mapped, and of some region
     /// something is out.
     pub fn has_lost(&self, segment: &Segment) -> bool {
@@ -186,7 +186,7 @@ impl Guard {
 
 /// Stands guard for the calling process. To be called in the thread that does: its descriptors are
 /// to live in a table that the program does not see.
-pub fn guard(socket: &[u8]) -> Option<Guard> {
+pub fn guard(socket: &[u8]) -> Option<PagerGuard> {
     let landmark = Landmark::raise().ok()?;
     let conn = Conn::connect_abstract(socket).ok()?;
     let mut request = [Request::Guard as u8; 9];
@@ -196,5 +196,5 @@ pub fn guard(socket: &[u8]) -> Option<Guard> {
     let (length, _) = conn.recv(&mut reply, &mut fds).ok()?;
     let [fd] = fds;
     let slot = SlotIndex(u32::from_le_bytes(reply[1..].try_into().ok()?));
-    (length == reply.len()).then_some(Guard { conn, uffd: Uffd::from_fd(fd?), slot })
+    (length == reply.len()).then_some(PagerGuard { conn, uffd: Uffd::from_fd(fd?), slot })
 }

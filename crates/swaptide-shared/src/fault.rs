@@ -26,9 +26,11 @@ use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::uffd::{Event, Message, Uffd};
 
 use crate::reclaim::margin;
-use crate::region::{PageState, RegionId};
-use crate::space::{Piece, Space, SpaceId, Standing};
-use crate::state::{GUARD_TIMEOUT, Inner, ROOM_TOKEN, STOP_FAULTS, State, is_hole, write_pages};
+use crate::region::{RegionId, RegionPage};
+use crate::space::{Piece, Space, SpaceId, SpaceState};
+use crate::state::{
+    GUARD_TIMEOUT, Inner, PagerState, ROOM_TOKEN, STOP_FAULTS, is_hole, write_pages,
+};
 
 /// Most pages that one fault brings in: 2 MiB.
 const MAX_PAGES_PER_FAULT: usize = 512;
@@ -40,15 +42,15 @@ const WINDOW_PAGES: usize = 64;
 const DEFAULT_WINDOW_LIMIT_BYTES: u64 = 128 << 20;
 
 /// Memory of a thread that brings pages in.
-pub(crate) struct Loader {
+pub(crate) struct PageLoader {
     buffer: Vec<u8>,
     unpacker: Unpacker,
 }
 
-impl Loader {
+impl PageLoader {
     /// With room for the most usual window.
-    pub fn new() -> Loader {
-        Loader { buffer: vec![0; FIRST_PAGES * PAGE_SIZE], unpacker: Unpacker::new() }
+    pub fn new() -> PageLoader {
+        PageLoader { buffer: vec![0; FIRST_PAGES * PAGE_SIZE], unpacker: Unpacker::new() }
     }
 }
 
@@ -63,7 +65,7 @@ struct EventPoller {
 pub(crate) fn run(inner: Arc<Inner>) {
     // A fault is a thread that waits.
     swaptide_sys::affinity::go_first();
-    let mut loader = Loader::new();
+    let mut loader = PageLoader::new();
     let mut events =
         [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
             64];
@@ -111,12 +113,12 @@ pub(crate) fn run(inner: Arc<Inner>) {
 
 impl Inner {
     /// True when nothing may come in before something goes out.
-    fn is_full(&self, state: &State) -> bool {
+    fn is_full(&self, state: &PagerState) -> bool {
         !self.has_room(state, FIRST_PAGES) && !state.is_stuck()
     }
 
     /// True when so many pages may come in within the limit.
-    fn has_room(&self, state: &State, pages: usize) -> bool {
+    fn has_room(&self, state: &PagerState, pages: usize) -> bool {
         let Some(limit) = self.limit().filter(|_| state.engaged) else { return true };
         let used = (state.counts().resident * PAGE_SIZE) as u64 + self.own_bytes_before();
         used + (pages * PAGE_SIZE) as u64 <= limit
@@ -124,7 +126,7 @@ impl Inner {
 
     /// Brings in a window of what programs want in, if there is room. True when there is more to
     /// bring in at once: faults are answered in between.
-    fn bring_some(&self, state: &mut State, loader: &mut Loader) -> bool {
+    fn bring_some(&self, state: &mut PagerState, loader: &mut PageLoader) -> bool {
         while let Some((id, pages)) = state.wanted_in.front().cloned() {
             let region = state.regions.get(&id);
             let out = |page: &usize| region.is_some_and(|region| region.state(*page).is_out());
@@ -156,20 +158,20 @@ impl Inner {
 
     /// The guard of an address space hung up: its process has ended or executed another program, or
     /// soon will have.
-    fn guard_gone(&self, state: &mut State, id: SpaceId) {
+    fn guard_gone(&self, state: &mut PagerState, id: SpaceId) {
         let Some(space) = state.spaces.get_mut(&id) else { return };
         space.guard = None;
         // Another program may go by that number now.
         space.pid = None;
         space.unguarded = Instant::now();
         state.generation += 1;
-        if space.standing() == Standing::Gone {
+        if space.standing() == SpaceState::Gone {
             self.forget_space(state, id);
         }
     }
 
     /// Looks at address spaces without a guard, and at faults that wait.
-    fn look_after(&self, state: &mut State, loader: &mut Loader) {
+    fn look_after(&self, state: &mut PagerState, loader: &mut PageLoader) {
         let alone: Vec<SpaceId> = state
             .spaces
             .iter()
@@ -178,7 +180,7 @@ impl Inner {
             .collect();
         for id in alone {
             let space = &state.spaces[&id];
-            if space.standing() == Standing::Gone {
+            if space.standing() == SpaceState::Gone {
                 self.forget_space(state, id);
             } else if space.unguarded.elapsed() > GUARD_TIMEOUT && !space.rescued {
                 self.rescue(state, id);
@@ -192,7 +194,7 @@ impl Inner {
 
     /// Brings everything back that an address space may need which nobody stands guard for, or
     /// whose faults somebody else answers.
-    pub(crate) fn rescue(&self, state: &mut State, id: SpaceId) {
+    pub(crate) fn rescue(&self, state: &mut PagerState, id: SpaceId) {
         let regions: Vec<RegionId> = match state.spaces.get_mut(&id) {
             Some(space) => {
                 space.rescued = true;
@@ -211,7 +213,7 @@ impl Inner {
     }
 
     /// Reads what an address space tells, and answers.
-    fn hear(&self, state: &mut State, id: SpaceId, loader: &mut Loader) {
+    fn hear(&self, state: &mut PagerState, id: SpaceId, loader: &mut PageLoader) {
         let mut messages = Message::buffer::<32>();
         let mut faults: Vec<(VirtAddr, bool)> = Vec::new();
         let mut children: Vec<Uffd> = Vec::new();
@@ -266,11 +268,11 @@ impl Inner {
     /// Answers one fault.
     fn answer(
         &self,
-        state: &mut State,
+        state: &mut PagerState,
         id: SpaceId,
         addr: VirtAddr,
         wp: bool,
-        loader: &mut Loader,
+        loader: &mut PageLoader,
     ) {
         let Some(space) = state.spaces.get(&id) else { return };
         let place = match space.translate(addr) {
@@ -298,7 +300,7 @@ impl Inner {
             return;
         };
         let door = EventPoller { space: id, piece };
-        let comes_in = |state: PageState| state == PageState::Absent || state.is_out();
+        let comes_in = |state: RegionPage| state == RegionPage::Absent || state.is_out();
         if state.regions.get(&piece.region).is_some_and(|region| comes_in(region.state(page)))
             && self.is_full(state)
         {
@@ -310,23 +312,23 @@ impl Inner {
             return;
         };
         match region.state(page) {
-            PageState::Absent => self.grow(state, door, page),
-            PageState::Zero | PageState::Pool | PageState::File => {
+            RegionPage::Absent => self.grow(state, door, page),
+            RegionPage::Zero | RegionPage::Pool | RegionPage::File => {
                 self.swap_in(state, door, page, loader)
             }
-            PageState::Leaving if wp => {
+            RegionPage::Leaving if wp => {
                 // It is written to: it stays, and so does what is around it, for a while.
-                region.set(page, PageState::Present);
+                region.set(page, RegionPage::Present);
                 region.chunk(page / 16).hot = true;
                 self.count(Counter::SwapCacheHit, 1);
             }
             // A program gave it up by itself.
-            PageState::Present if !wp && is_hole(&region.memory, &(page..page + 1)) => {
-                region.set(page, PageState::Absent);
+            RegionPage::Present if !wp && is_hole(&region.memory, &(page..page + 1)) => {
+                region.set(page, RegionPage::Absent);
                 self.grow(state, door, page);
             }
-            PageState::Present | PageState::Leaving => {}
-            PageState::Lost => {
+            RegionPage::Present | RegionPage::Leaving => {}
+            RegionPage::Lost => {
                 if let Some(space) = state.spaces.get(&id) {
                     // A thread that touches it gets a signal.
                     let _ = space.uffd.poison(at);
@@ -338,7 +340,7 @@ impl Inner {
             let protected = state
                 .regions
                 .get(&piece.region)
-                .is_some_and(|region| region.state(page) == PageState::Leaving);
+                .is_some_and(|region| region.state(page) == RegionPage::Leaving);
             if !protected && space.uffd.write_protect(at, false) == Err(Errno::AGAIN) {
                 state.held.push((id, addr, wp));
                 return;
@@ -349,7 +351,7 @@ impl Inner {
 
     /// Answers a fault in a space whose mappings are not known, and for which everything was
     /// brought back: what is missing was never touched, wherever it is, or is lost.
-    fn answer_unknown(&self, state: &mut State, id: SpaceId, addr: VirtAddr, wp: bool) {
+    fn answer_unknown(&self, state: &mut PagerState, id: SpaceId, addr: VirtAddr, wp: bool) {
         let counts = state.counts();
         if counts.out() > counts.lost {
             // Something could not be brought back for want of memory: it is tried again.
@@ -372,7 +374,7 @@ impl Inner {
         let _ = space.uffd.wake(at);
     }
 
-    fn wake(&self, state: &State, id: SpaceId, at: VirtRange) {
+    fn wake(&self, state: &PagerState, id: SpaceId, at: VirtRange) {
         if let Some(space) = state.spaces.get(&id) {
             let _ = space.uffd.wake(at);
         }
@@ -396,13 +398,13 @@ impl Inner {
     }
 
     /// Pages that nobody has touched yet.
-    fn grow(&self, state: &mut State, door: EventPoller, page: usize) {
+    fn grow(&self, state: &mut PagerState, door: EventPoller, page: usize) {
         let bound = self.bound();
         let Some(region) = state.regions.get_mut(&door.piece.region) else { return };
         let window = region.locality.growth_window(PageNo(page), bound);
         let end = (page + window).min(region.pages());
         let run = region
-            .runs(page..end, |state| state == PageState::Absent)
+            .runs(page..end, |state| state == RegionPage::Absent)
             .first()
             .cloned()
             .unwrap_or(page..page + 1);
@@ -424,7 +426,7 @@ impl Inner {
             return;
         }
         for page in run.clone() {
-            region.set(page, PageState::Present);
+            region.set(page, RegionPage::Present);
         }
         region.locality.grew(PageNo(page), run.len());
         self.count(Counter::Pgminfault, 1);
@@ -434,7 +436,13 @@ impl Inner {
     }
 
     /// A page that is out, and what is likely to be wanted with it.
-    fn swap_in(&self, state: &mut State, door: EventPoller, page: usize, loader: &mut Loader) {
+    fn swap_in(
+        &self,
+        state: &mut PagerState,
+        door: EventPoller,
+        page: usize,
+        loader: &mut PageLoader,
+    ) {
         let bound = self.bound();
         let id = door.piece.region;
         let Some(region) = state.regions.get_mut(&id) else { return };
@@ -456,7 +464,7 @@ impl Inner {
             region.locality.left_out(PageNo(out));
         }
         let ahead = region
-            .runs(wanted.clone(), PageState::is_out)
+            .runs(wanted.clone(), RegionPage::is_out)
             .iter()
             .map(|run| run.len())
             .sum::<usize>();
@@ -465,13 +473,13 @@ impl Inner {
         self.count(Counter::SwapRaHit, hits as u64);
         self.count(Counter::SwapRa, ahead.saturating_sub(1) as u64);
         self.count(Counter::Pgmajfault, 1);
-        for run in without(region.runs(wanted.clone(), PageState::is_out), out) {
+        for run in without(region.runs(wanted.clone(), RegionPage::is_out), out) {
             self.count_orders(&run);
         }
         // First what was asked for, then waiting threads, then the rest.
         let first = wanted.start.max(page / FIRST_PAGES * FIRST_PAGES)
             ..wanted.end.min((page / FIRST_PAGES + 1) * FIRST_PAGES);
-        for run in without(region.runs(first.clone(), PageState::is_out), out) {
+        for run in without(region.runs(first.clone(), RegionPage::is_out), out) {
             self.fill(state, Some(door), id, run, loader);
         }
         if first == wanted {
@@ -484,7 +492,7 @@ impl Inner {
             let runs = state
                 .regions
                 .get(&id)
-                .map_or(Vec::new(), |region| region.runs(rest, PageState::is_out));
+                .map_or(Vec::new(), |region| region.runs(rest, RegionPage::is_out));
             for run in without(runs, out) {
                 self.fill(state, Some(door), id, run, loader);
             }
@@ -505,12 +513,12 @@ impl Inner {
     }
 
     /// Brings all pages of a range back that are out.
-    pub fn restore(&self, state: &mut State, id: RegionId, pages: Range<usize>) {
-        let mut loader = Loader::new();
+    pub fn restore(&self, state: &mut PagerState, id: RegionId, pages: Range<usize>) {
+        let mut loader = PageLoader::new();
         let runs = state
             .regions
             .get(&id)
-            .map_or(Vec::new(), |region| region.runs(pages, PageState::is_out));
+            .map_or(Vec::new(), |region| region.runs(pages, RegionPage::is_out));
         for run in runs {
             for start in run.clone().step_by(MAX_PAGES_PER_FAULT) {
                 self.fill(
@@ -527,11 +535,11 @@ impl Inner {
     /// Brings a run of pages back that are all out.
     fn fill(
         &self,
-        state: &mut State,
+        state: &mut PagerState,
         door: Option<EventPoller>,
         id: RegionId,
         run: Range<usize>,
-        loader: &mut Loader,
+        loader: &mut PageLoader,
     ) {
         let Some(region) = state.regions.get_mut(&id) else { return };
         let bytes = run.len() * PAGE_SIZE;
@@ -539,18 +547,18 @@ impl Inner {
             loader.buffer.resize(bytes, 0);
         }
         let (pages, _) = loader.buffer[..bytes].as_chunks_mut::<PAGE_SIZE>();
-        let mut requests: Vec<(Slot, PageState, &mut Page)> = run
+        let mut requests: Vec<(Slot, RegionPage, &mut Page)> = run
             .clone()
             .zip(pages)
             .map(|(page, buffer)| (region.slot(page), region.state(page), buffer))
             .collect();
         let failed = self.store.load(&mut requests, &mut loader.unpacker);
-        let from = |wanted: PageState| {
+        let from = |wanted: RegionPage| {
             requests.iter().filter(|(_, state, _)| *state == wanted).count() as u64
         };
-        self.count(Counter::Zswpin, from(PageState::Pool));
-        self.count(Counter::Pswpin, from(PageState::File));
-        self.count(Counter::SwpinZero, from(PageState::Zero));
+        self.count(Counter::Zswpin, from(RegionPage::Pool));
+        self.count(Counter::Pswpin, from(RegionPage::File));
+        self.count(Counter::SwpinZero, from(RegionPage::Zero));
         for slot in &failed {
             let page = (slot.0 - region.base) as usize;
             (self.log)(&format!(
@@ -558,9 +566,9 @@ impl Inner {
                 id.0
             ));
             self.count(Counter::PagesPoisoned, 1);
-            region.set(page, PageState::Lost);
+            region.set(page, RegionPage::Lost);
         }
-        let goods = region.runs(run.clone(), PageState::is_out);
+        let goods = region.runs(run.clone(), RegionPage::is_out);
         for good in &goods {
             let data = &loader.buffer
                 [(good.start - run.start) * PAGE_SIZE..(good.end - run.start) * PAGE_SIZE];
@@ -576,7 +584,7 @@ impl Inner {
             }
             for page in good.clone() {
                 self.store.free(region.slot(page), region.state(page));
-                region.set(page, PageState::Present);
+                region.set(page, RegionPage::Present);
             }
             self.count(Counter::WorkingsetRefault, good.len() as u64);
         }
@@ -587,7 +595,7 @@ impl Inner {
     }
 
     /// A chunk came in: hot, if it went not long ago.
-    fn activate(&self, state: &mut State, id: RegionId, chunk: usize) {
+    fn activate(&self, state: &mut PagerState, id: RegionId, chunk: usize) {
         let resident = state.counts().resident as u32;
         let clock = state.clock;
         if let Some(region) = state.regions.get_mut(&id) {

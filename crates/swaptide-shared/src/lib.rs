@@ -39,4 +39,4 @@ mod state;
 pub mod store;
 
 pub use handle::{Host, SharedRegion};
-pub use pager::{Pager, Settings, Stats};
+pub use pager::{PagerSettings, PagerStats, SharedMemoryPager};

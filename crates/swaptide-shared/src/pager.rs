@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
 use rustix::event::{EventfdFlags, epoll};
-use swaptide_ipc::shared::Advised;
+use swaptide_ipc::shared::AdviceOutcome;
 use swaptide_ipc::{Request, Segment, SlotIndex};
 use swaptide_sys::page::VirtAddr;
 use swaptide_sys::process::StatmFd;
@@ -18,11 +18,11 @@ use swaptide_sys::sock::Conn;
 use swaptide_sys::{AsFd, Errno, OwnedFd};
 
 use crate::region::{Counts, RegionId};
-use crate::state::{Inner, ROOM_TOKEN, STOP_FAULTS, STOP_ROOM, State};
+use crate::state::{Inner, PagerState, ROOM_TOKEN, STOP_FAULTS, STOP_ROOM};
 use crate::store::{OpenArea, Store};
 
 /// What a pager needs.
-pub struct Settings {
+pub struct PagerSettings {
     /// The segment of the run; the pager's limit and counters are in a slot of it.
     pub segment: &'static Segment,
     /// How a swap area's descriptor is had.
@@ -33,7 +33,7 @@ pub struct Settings {
 
 /// How a pager stands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
+pub struct PagerStats {
     /// Regions.
     pub regions: usize,
     /// Address spaces that have them mapped.
@@ -48,26 +48,26 @@ pub struct Stats {
 
 /// The pager. Dropping it brings everything back first; when its process is killed, a process that
 /// has memory swapped in it is stopped by his guard.
-pub struct Pager {
+pub struct SharedMemoryPager {
     inner: Arc<Inner>,
     faults: Option<JoinHandle<()>>,
     room: Option<JoinHandle<()>>,
 }
 
-impl Pager {
+impl SharedMemoryPager {
     /// Starts a pager.
     ///
     /// # Errors
     /// When there is no slot in the segment, no memory, or no thread.
-    pub fn start(settings: Settings) -> Result<Pager, Errno> {
-        let Settings { segment, open, log } = settings;
+    pub fn start(settings: PagerSettings) -> Result<SharedMemoryPager, Errno> {
+        let PagerSettings { segment, open, log } = settings;
         let index = segment.claim(std::process::id(), 0).ok_or(Errno::NOSPC)?;
         let inner = Arc::new(Inner {
             segment,
             index,
             store: Store::new(segment, index, open)?,
             log,
-            state: Mutex::new(State::default()),
+            state: Mutex::new(PagerState::default()),
             work: Condvar::new(),
             poll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
             room: rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
@@ -91,7 +91,7 @@ impl Pager {
         };
         let faults = Some(spawn("shared-faults", crate::fault::run)?);
         let room = Some(spawn("shared-room", crate::reclaim::run)?);
-        Ok(Pager { inner, faults, room })
+        Ok(SharedMemoryPager { inner, faults, room })
     }
 
     /// The pager's slot in the segment.
@@ -105,9 +105,9 @@ impl Pager {
     }
 
     /// How it stands.
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> PagerStats {
         let state = self.inner.lock();
-        Stats {
+        PagerStats {
             regions: state.regions.len(),
             spaces: state.spaces.len(),
             pages: state.counts(),
@@ -144,7 +144,7 @@ impl Pager {
                     (Some(addr), Some(len), Some(advice)) => {
                         self.inner.advise(pid, addr as usize, len as usize, advice)
                     }
-                    _ => Advised::Elsewhere,
+                    _ => AdviceOutcome::Elsewhere,
                 };
                 conn.send(&[byte, answer as u8], &[])
             }
@@ -170,7 +170,7 @@ impl Pager {
     }
 }
 
-impl Drop for Pager {
+impl Drop for SharedMemoryPager {
     fn drop(&mut self) {
         self.inner.stop.fetch_or(STOP_ROOM, Relaxed);
         self.inner.work.notify_all();

@@ -49,9 +49,9 @@ use swaptide_sys::page::PAGE_SIZE;
 
 use crate::huge_pages::HugePages;
 use crate::pinned::pinned;
-use crate::region::{PageState, RegionId};
-use crate::space::{SpaceId, Standing};
-use crate::state::{Inner, STOP_ROOM, State, is_hole, punch, write_pages};
+use crate::region::{RegionId, RegionPage};
+use crate::space::{SpaceId, SpaceState};
+use crate::state::{Inner, PagerState, STOP_ROOM, is_hole, punch, write_pages};
 use crate::store::{PutOutcome, compressor};
 
 /// Most pages of one batch.
@@ -63,7 +63,7 @@ const WRITE_BACK: usize = 128;
 const FULL_BACKOFF: Duration = Duration::from_millis(20);
 
 /// What the thread works with.
-struct Worker {
+struct ReclaimThread {
     compressor: Compressor,
     unpacker: Unpacker,
     buffer: Vec<u8>,
@@ -71,14 +71,14 @@ struct Worker {
 }
 
 /// Pages on their way out.
-struct Batch {
+struct ReclaimBatch {
     runs: Vec<(RegionId, Range<usize>)>,
     /// Chunks among them that somebody asked for.
     wanted: Vec<(RegionId, u32)>,
     generation: u64,
 }
 
-impl Batch {
+impl ReclaimBatch {
     fn pages(&self) -> usize {
         self.runs.iter().map(|(_, run)| run.len()).sum()
     }
@@ -108,7 +108,7 @@ enum Outcome {
 
 /// The thread.
 pub(crate) fn run(inner: Arc<Inner>) {
-    let mut worker = Worker {
+    let mut worker = ReclaimThread {
         compressor: compressor(inner.segment),
         unpacker: Unpacker::new(),
         buffer: Vec::new(),
@@ -126,7 +126,7 @@ pub(crate) fn run(inner: Arc<Inner>) {
     }
 }
 
-impl Worker {
+impl ReclaimThread {
     /// Does what there is to do, a step of it; answers with the time until it is worth looking
     /// again.
     fn turn(&mut self, inner: &Inner) -> Duration {
@@ -202,7 +202,7 @@ impl Worker {
     }
 
     /// Reads the pages of a batch and puts them away. False when one of its regions is gone.
-    fn store(&mut self, inner: &Inner, batch: &Batch, stored: &mut Vec<Stored>) -> bool {
+    fn store(&mut self, inner: &Inner, batch: &ReclaimBatch, stored: &mut Vec<Stored>) -> bool {
         self.buffer.resize(batch.pages() * PAGE_SIZE, 0);
         let mut at = 0;
         let mut for_file: Vec<(usize, Slot, usize)> = Vec::new();
@@ -246,7 +246,7 @@ impl Worker {
             }
             for (number, slot, at) in some {
                 stored[*number].put = match written {
-                    true => PutOutcome::In(PageState::File),
+                    true => PutOutcome::In(RegionPage::File),
                     false => inner.store.keep(*slot, &pages[*at], &mut self.compressor),
                 };
             }
@@ -267,7 +267,7 @@ impl Worker {
                 let epoch = region.chunk(chunk as usize).epoch;
                 for page in region
                     .chunk_pages(chunk as usize)
-                    .filter(|page| region.state(*page) == PageState::Pool)
+                    .filter(|page| region.state(*page) == RegionPage::Pool)
                 {
                     chosen.push((id, page, region.slot(page), epoch));
                 }
@@ -288,18 +288,18 @@ impl Worker {
             let stands = state.regions.get_mut(&id).is_some_and(|region| {
                 region.slot(page) == slot
                     && region.chunk(page / 16).epoch == epoch
-                    && region.state(page) == PageState::Pool
+                    && region.state(page) == RegionPage::Pool
             });
             match (copied, stands) {
                 (true, true) => {
-                    inner.store.free(slot, PageState::Pool);
+                    inner.store.free(slot, RegionPage::Pool);
                     if let Some(region) = state.regions.get_mut(&id) {
-                        region.set(page, PageState::File);
+                        region.set(page, RegionPage::File);
                     }
                     inner.count(Counter::Zswpwb, 1);
                     inner.count(Counter::Pswpout, 1);
                 }
-                (true, false) => inner.store.free(slot, PageState::File),
+                (true, false) => inner.store.free(slot, RegionPage::File),
                 (false, true) => again.push((id, page / 16)),
                 (false, false) => {}
             }
@@ -347,7 +347,7 @@ impl Inner {
     }
 
     /// Publishes what the keeper and the report ask for.
-    fn tell_use(&self, state: &State) {
+    fn tell_use(&self, state: &PagerState) {
         let slot = self.segment.slot(self.index);
         let counts = state.counts();
         slot.managed_bytes.store((counts.resident * PAGE_SIZE) as u64, Relaxed);
@@ -355,7 +355,7 @@ impl Inner {
         slot.overhead_bytes.store(self.store.metadata_bytes() as u64, Relaxed);
     }
 
-    fn log_chunk(&self, state: &mut State, id: RegionId, chunk: usize) {
+    fn log_chunk(&self, state: &mut PagerState, id: RegionId, chunk: usize) {
         if let Some(region) = state.regions.get_mut(&id)
             && !std::mem::replace(&mut region.chunk(chunk).logged, true)
         {
@@ -365,7 +365,7 @@ impl Inner {
 
     /// Chooses pages that were asked for, and `most` of others, and protects them. `None` when
     /// nothing may go out; an error when some address space is changing.
-    fn protect(&self, most: usize) -> Result<Option<Batch>, Errno> {
+    fn protect(&self, most: usize) -> Result<Option<ReclaimBatch>, Errno> {
         let mut state = self.lock();
         let mut runs: Vec<(RegionId, Range<usize>)> = Vec::new();
         let mut count = 0;
@@ -414,7 +414,7 @@ impl Inner {
         if count == 0 {
             return Ok(None);
         }
-        let batch = Batch { runs, wanted, generation: state.generation };
+        let batch = ReclaimBatch { runs, wanted, generation: state.generation };
         let ids: Vec<SpaceId> = state.spaces.keys().copied().collect();
         for id in ids {
             let space = &state.spaces[&id];
@@ -447,7 +447,7 @@ impl Inner {
 
     /// Whether a process that maps a part of the batch may write past its page tables; then its
     /// regions wait.
-    fn exempted(&self, batch: &Batch) -> bool {
+    fn exempted(&self, batch: &ReclaimBatch) -> bool {
         let pids: HashSet<u32> = {
             let state = self.lock();
             let concerned = |region: &RegionId| batch.runs.iter().any(|(id, _)| id == region);
@@ -464,12 +464,12 @@ impl Inner {
     }
 
     /// Nothing of a batch goes out.
-    fn unprotect(&self, state: &mut State, batch: &Batch) {
+    fn unprotect(&self, state: &mut PagerState, batch: &ReclaimBatch) {
         for (id, run) in &batch.runs {
             if let Some(region) = state.regions.get_mut(id) {
                 for page in run.clone() {
-                    if region.state(page) == PageState::Leaving {
-                        region.set(page, PageState::Present);
+                    if region.state(page) == RegionPage::Leaving {
+                        region.set(page, RegionPage::Present);
                     }
                 }
             }
@@ -487,7 +487,7 @@ impl Inner {
 
     /// Lifts protection and wakes waiting threads. Where it cannot be lifted now, the next write
     /// faults and lifts it.
-    fn lift(&self, state: &State, id: RegionId, run: &Range<usize>) {
+    fn lift(&self, state: &PagerState, id: RegionId, run: &Range<usize>) {
         for space in state.spaces.values() {
             for range in space.addresses(id, run) {
                 let _ = space.uffd.write_protect(range, false);
@@ -506,15 +506,15 @@ impl Inner {
 
     /// Takes stored pages out of the memory files. `None` when something changed meanwhile, and
     /// nothing went out.
-    fn finish(&self, batch: &Batch, stored: &[Stored], buffer: &[u8]) -> Option<usize> {
+    fn finish(&self, batch: &ReclaimBatch, stored: &[Stored], buffer: &[u8]) -> Option<usize> {
         let mut state = self.lock();
         let concerned = |id: &RegionId| batch.runs.iter().any(|(region, _)| region == id);
         let quiet = state.generation == batch.generation
             && state.spaces.values().all(|space| {
                 !space.layout.iter().any(|piece| concerned(&piece.region))
-                    || space.standing() != Standing::Changing
+                    || space.standing() != SpaceState::Changing
             });
-        let mut outs: Vec<(RegionId, usize, PageState)> = Vec::new();
+        let mut outs: Vec<(RegionId, usize, RegionPage)> = Vec::new();
         for stored in stored {
             let PutOutcome::In(place) = stored.put else { continue };
             let (id, page) = (stored.region, stored.page);
@@ -522,7 +522,7 @@ impl Inner {
                 && state
                     .regions
                     .get(&id)
-                    .is_some_and(|region| region.state(page) == PageState::Leaving)
+                    .is_some_and(|region| region.state(page) == RegionPage::Leaving)
             {
                 outs.push((id, page, place));
             } else {
@@ -533,7 +533,7 @@ impl Inner {
         let mut counts = state.counts();
         for (_, _, place) in &outs {
             match place {
-                PageState::File => counts.file += 1,
+                RegionPage::File => counts.file += 1,
                 _ => counts.pool += 1,
             }
         }
@@ -561,10 +561,10 @@ impl Inner {
     /// Takes a run of pages out.
     fn take_out(
         &self,
-        state: &mut State,
+        state: &mut PagerState,
         id: RegionId,
-        run: &[(RegionId, usize, PageState)],
-        batch: &Batch,
+        run: &[(RegionId, usize, RegionPage)],
+        batch: &ReclaimBatch,
         buffer: &[u8],
     ) -> usize {
         let clock = state.clock;
@@ -603,8 +603,8 @@ impl Inner {
             region.set(*page, *place);
             region.chunk(page / 16).gone = clock;
             match place {
-                PageState::Zero => self.count(Counter::SwpoutZero, 1),
-                PageState::Pool => {
+                RegionPage::Zero => self.count(Counter::SwpoutZero, 1),
+                RegionPage::Pool => {
                     self.count(Counter::Zswpout, 1);
                     logged.push(page / 16);
                 }
@@ -626,7 +626,7 @@ impl Inner {
 
 /// Makes the pages of a chunk leave that are there; gives their number.
 fn take_chunk(
-    state: &mut State,
+    state: &mut PagerState,
     id: RegionId,
     chunk: usize,
     runs: &mut Vec<(RegionId, Range<usize>)>,
@@ -636,9 +636,9 @@ fn take_chunk(
         return 0;
     }
     let mut count = 0;
-    for run in region.runs(region.chunk_pages(chunk), |state| state == PageState::Present) {
+    for run in region.runs(region.chunk_pages(chunk), |state| state == RegionPage::Present) {
         for page in run.clone() {
-            region.set(page, PageState::Leaving);
+            region.set(page, RegionPage::Leaving);
         }
         count += run.len();
         match runs.last_mut() {

@@ -27,7 +27,7 @@ pub struct RegionId(pub u64);
 /// Where a page is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum PageState {
+pub enum RegionPage {
     /// Nobody has touched it, or it was given up: zeros.
     Absent,
     /// In the memory file.
@@ -44,21 +44,21 @@ pub enum PageState {
     Lost,
 }
 
-impl PageState {
+impl RegionPage {
     /// Out, and to be brought back when it is touched.
     pub(crate) fn is_out(self) -> bool {
-        matches!(self, PageState::Zero | PageState::Pool | PageState::File)
+        matches!(self, RegionPage::Zero | RegionPage::Pool | RegionPage::File)
     }
 
     /// In the memory file.
     pub fn is_in(self) -> bool {
-        matches!(self, PageState::Present | PageState::Leaving)
+        matches!(self, RegionPage::Present | RegionPage::Leaving)
     }
 }
 
 /// What is known of 64 KiB.
 #[derive(Clone, Copy, Default)]
-pub struct Chunk {
+pub struct RegionChunk {
     /// See invariant 3.
     pub epoch: u32,
     /// When a page of it went out last, by the pager's clock of pages.
@@ -91,14 +91,14 @@ pub struct Counts {
 }
 
 impl Counts {
-    fn of(&mut self, state: PageState) -> Option<&mut usize> {
+    fn of(&mut self, state: RegionPage) -> Option<&mut usize> {
         match state {
-            PageState::Absent => None,
-            PageState::Present | PageState::Leaving => Some(&mut self.resident),
-            PageState::Zero => Some(&mut self.zero),
-            PageState::Pool => Some(&mut self.pool),
-            PageState::File => Some(&mut self.file),
-            PageState::Lost => Some(&mut self.lost),
+            RegionPage::Absent => None,
+            RegionPage::Present | RegionPage::Leaving => Some(&mut self.resident),
+            RegionPage::Zero => Some(&mut self.zero),
+            RegionPage::Pool => Some(&mut self.pool),
+            RegionPage::File => Some(&mut self.file),
+            RegionPage::Lost => Some(&mut self.lost),
         }
     }
 
@@ -131,8 +131,8 @@ pub struct Region {
     pub attached: bool,
     /// Never goes out again: something of it could not be taken out.
     pub kept: bool,
-    states: Vec<PageState>,
-    chunks: Vec<Chunk>,
+    states: Vec<RegionPage>,
+    chunks: Vec<RegionChunk>,
     counts: Counts,
     readings: Vec<(Range<usize>, Reading)>,
 }
@@ -147,8 +147,8 @@ impl Region {
             locality: Locality::new(),
             attached: false,
             kept: false,
-            states: vec![PageState::Absent; pages],
-            chunks: vec![Chunk::default(); pages.div_ceil(PAGES_PER_CHUNK)],
+            states: vec![RegionPage::Absent; pages],
+            chunks: vec![RegionChunk::default(); pages.div_ceil(PAGES_PER_CHUNK)],
             counts: Counts::default(),
             readings: Vec::new(),
         }
@@ -165,12 +165,12 @@ impl Region {
     }
 
     /// Where a page is.
-    pub fn state(&self, page: usize) -> PageState {
+    pub fn state(&self, page: usize) -> RegionPage {
         self.states[page]
     }
 
     /// A page is somewhere else now.
-    pub fn set(&mut self, page: usize, state: PageState) {
+    pub fn set(&mut self, page: usize, state: RegionPage) {
         let before = std::mem::replace(&mut self.states[page], state);
         if let Some(count) = self.counts.of(before) {
             *count -= 1;
@@ -190,7 +190,7 @@ impl Region {
     }
 
     /// What is known of a chunk.
-    pub fn chunk(&mut self, chunk: usize) -> &mut Chunk {
+    pub fn chunk(&mut self, chunk: usize) -> &mut RegionChunk {
         &mut self.chunks[chunk]
     }
 
@@ -208,7 +208,7 @@ impl Region {
     pub fn runs(
         &self,
         range: Range<usize>,
-        wanted: impl Fn(PageState) -> bool,
+        wanted: impl Fn(RegionPage) -> bool,
     ) -> Vec<Range<usize>> {
         let mut runs: Vec<Range<usize>> = Vec::new();
         for page in range.start..range.end.min(self.pages()) {
@@ -304,14 +304,14 @@ mod tests {
     fn runs_are_whole_and_epochs_follow_what_leaves_and_returns() {
         let mut region = region(40);
         for page in [0, 1, 2, 17, 18, 39] {
-            region.set(page, PageState::Present);
+            region.set(page, RegionPage::Present);
         }
-        assert_eq!(region.runs(0..100, PageState::is_in), [0..3, 17..19, 39..40]);
-        assert_eq!(region.runs(1..18, PageState::is_in), [1..3, 17..18]);
+        assert_eq!(region.runs(0..100, RegionPage::is_in), [0..3, 17..19, 39..40]);
+        assert_eq!(region.runs(1..18, RegionPage::is_in), [1..3, 17..18]);
         let epoch = region.chunk(1).epoch;
-        region.set(17, PageState::Leaving);
+        region.set(17, RegionPage::Leaving);
         assert_eq!(region.chunk(1).epoch, epoch, "it is still there");
-        region.set(17, PageState::Pool);
+        region.set(17, RegionPage::Pool);
         assert_ne!(region.chunk(1).epoch, epoch);
         assert_eq!(region.counts(), Counts { resident: 5, pool: 1, ..Counts::default() });
         assert_eq!((region.chunk_pages(2), region.chunk_count()), (32..40, 3));

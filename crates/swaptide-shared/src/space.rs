@@ -57,7 +57,7 @@ impl Piece {
 /// a mapping grows in place. What is mapped already may go out meanwhile: the thread may be stopped
 /// for any time.
 #[derive(Clone, Debug)]
-pub struct Hold {
+pub struct GrowthHold {
     /// The range as it was given.
     pub range: VirtRange,
     /// What it may come to map; `None` where that is not known: anything of the space's regions.
@@ -68,7 +68,7 @@ pub struct Hold {
 
 /// How an address space stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Standing {
+pub enum SpaceState {
     /// No change of its mappings is under way or unread.
     Quiet,
     /// One is.
@@ -94,7 +94,7 @@ pub struct Space {
     /// It cannot be managed: nothing of its regions goes out any more.
     pub broken: bool,
     /// Mappings that threads of it are growing.
-    pub holds: Vec<Hold>,
+    pub holds: Vec<GrowthHold>,
     /// What was out of its regions has been brought back, because nobody stands guard.
     pub rescued: bool,
 }
@@ -116,12 +116,12 @@ impl Space {
     }
 
     /// How it stands. The range asked about is of no consequence.
-    pub fn standing(&self) -> Standing {
+    pub fn standing(&self) -> SpaceState {
         let nowhere = VirtRange::from_len(VirtAddr(1 << 16), PAGE_SIZE);
         match self.uffd.write_protect(nowhere, false) {
-            Err(Errno::AGAIN) => Standing::Changing,
-            Err(Errno::SRCH) => Standing::Gone,
-            _ => Standing::Quiet,
+            Err(Errno::AGAIN) => SpaceState::Changing,
+            Err(Errno::SRCH) => SpaceState::Gone,
+            _ => SpaceState::Quiet,
         }
     }
 

@@ -18,7 +18,7 @@ use rustix::event::epoll;
 use rustix::fs::FallocateFlags;
 use swaptide_engine::readahead::locality::Reading;
 use swaptide_ipc::shared::{
-    ADVICE_HOLD, ADVICE_REMOVE, ADVICE_SETTLE, Advised, Attached, REGION_NAME,
+    ADVICE_HOLD, ADVICE_REMOVE, ADVICE_SETTLE, AdviceOutcome, Attached, REGION_NAME,
 };
 use swaptide_ipc::{Counter, ProcState, Segment, SlotIndex};
 use swaptide_sys::mem::memfd_create;
@@ -29,8 +29,8 @@ use swaptide_sys::uffd::Uffd;
 use swaptide_sys::{AsFd, AsRawFd, BorrowedFd, Errno, OwnedFd};
 
 use crate::huge_pages::HugePages;
-use crate::region::{Counts, PageState, Region, RegionId, SlotSpace};
-use crate::space::{Hold, Piece, Space, SpaceId, Standing, scan};
+use crate::region::{Counts, Region, RegionId, RegionPage, SlotSpace};
+use crate::space::{GrowthHold, Piece, Space, SpaceId, SpaceState, scan};
 use crate::store::{SLOTS, Store};
 
 /// How long a process may be without a guard before its regions are brought back whole.
@@ -60,7 +60,7 @@ pub(crate) struct Inner {
     pub index: SlotIndex,
     pub store: Store,
     pub log: fn(&str),
-    pub state: Mutex<State>,
+    pub state: Mutex<PagerState>,
     /// Wakes reclaim.
     pub work: Condvar,
     pub poll: OwnedFd,
@@ -75,7 +75,7 @@ pub(crate) struct Inner {
 }
 
 #[derive(Default)]
-pub(crate) struct State {
+pub(crate) struct PagerState {
     pub regions: BTreeMap<RegionId, Region>,
     pub spaces: BTreeMap<SpaceId, Space>,
     /// Chunks, the oldest first.
@@ -110,7 +110,7 @@ fn token(space: SpaceId, guard: bool) -> epoll::EventData {
 }
 
 impl Inner {
-    pub fn lock(&self) -> MutexGuard<'_, State> {
+    pub fn lock(&self) -> MutexGuard<'_, PagerState> {
         self.state.lock().unwrap_or_else(|_| {
             // A thread of the pager has panicked with regions half changed.
             swaptide_sys::thread::abort_with(&[
@@ -205,7 +205,7 @@ impl Inner {
         let known = state
             .spaces
             .iter()
-            .find(|(_, space)| space.pid == Some(pid) && space.standing() != Standing::Gone);
+            .find(|(_, space)| space.pid == Some(pid) && space.standing() != SpaceState::Gone);
         let id = match (known.map(|(id, _)| *id), fd) {
             (Some(id), _) => id,
             (None, None) => return Attached::Descriptor,
@@ -230,7 +230,7 @@ impl Inner {
 
     pub(crate) fn add_space(
         &self,
-        state: &mut State,
+        state: &mut PagerState,
         uffd: Uffd,
         pid: Option<u32>,
         layout: Vec<Piece>,
@@ -244,7 +244,7 @@ impl Inner {
     }
 
     /// Reads the layout of an address space again and registers what is not registered yet.
-    pub(crate) fn learn(&self, state: &mut State, id: SpaceId) {
+    pub(crate) fn learn(&self, state: &mut PagerState, id: SpaceId) {
         state.generation += 1;
         let known: HashSet<u64> = state.regions.keys().map(|region| region.0).collect();
         let engaged = state.engaged;
@@ -275,14 +275,14 @@ impl Inner {
             }
         }
         let Some(space) = state.spaces.get(&id) else { return };
-        if space.stale && space.standing() == Standing::Gone {
+        if space.stale && space.standing() == SpaceState::Gone {
             self.forget_space(state, id);
         }
         self.forget_unmapped(state);
     }
 
     /// An address space is gone.
-    pub(crate) fn forget_space(&self, state: &mut State, id: SpaceId) {
+    pub(crate) fn forget_space(&self, state: &mut PagerState, id: SpaceId) {
         if let Some(space) = state.spaces.remove(&id) {
             // A copy of the descriptor would keep it in the poll otherwise.
             let _ = epoll::delete(&self.poll, space.uffd.as_fd());
@@ -296,7 +296,7 @@ impl Inner {
     }
 
     /// Drops the regions that nobody maps any more.
-    pub(crate) fn forget_unmapped(&self, state: &mut State) {
+    pub(crate) fn forget_unmapped(&self, state: &mut PagerState) {
         let mut mapped: HashSet<RegionId> = HashSet::new();
         for space in state.spaces.values() {
             mapped.extend(space.layout.iter().map(|piece| piece.region));
@@ -369,21 +369,21 @@ impl Inner {
     }
 
     /// What a program says of a range.
-    pub fn advise(&self, pid: u32, addr: usize, len: usize, advice: i32) -> Advised {
+    pub fn advise(&self, pid: u32, addr: usize, len: usize, advice: i32) -> AdviceOutcome {
         let Some(end) = addr.checked_add(len).filter(|end| *end <= usize::MAX - PAGE_SIZE) else {
-            return Advised::Elsewhere;
+            return AdviceOutcome::Elsewhere;
         };
         let range = VirtRange { start: VirtAddr(addr).page_down(), end: VirtAddr(end).page_up() };
         let mut state = self.lock();
         let found = state
             .spaces
             .iter()
-            .find(|(_, space)| space.pid == Some(pid) && space.standing() != Standing::Gone);
+            .find(|(_, space)| space.pid == Some(pid) && space.standing() != SpaceState::Gone);
         let found = found.map(|(id, _)| *id);
         if advice == ADVICE_REMOVE {
             return self.remove(&mut state, pid, found, range);
         }
-        let Some(id) = found else { return Advised::Elsewhere };
+        let Some(id) = found else { return AdviceOutcome::Elsewhere };
         match advice {
             ADVICE_HOLD => return self.hold(&mut state, id, range),
             ADVICE_SETTLE => {
@@ -393,7 +393,7 @@ impl Inner {
                     space.holds.swap_remove(at);
                 }
                 self.learn(&mut state, id);
-                return Advised::Taken;
+                return AdviceOutcome::Taken;
             }
             _ => {}
         }
@@ -403,13 +403,13 @@ impl Inner {
             self.advise_pages(&mut state, *id, pages.clone(), advice);
         }
         self.work.notify_all();
-        if parts.is_empty() { Advised::Elsewhere } else { Advised::Taken }
+        if parts.is_empty() { AdviceOutcome::Elsewhere } else { AdviceOutcome::Taken }
     }
 
     /// A thread is about to grow a mapping: what it may come to map stays in until it has.
-    fn hold(&self, state: &mut State, id: SpaceId, range: VirtRange) -> Advised {
+    fn hold(&self, state: &mut PagerState, id: SpaceId, range: VirtRange) -> AdviceOutcome {
         let unsure = |space: &Space| {
-            space.stale || !space.holds.is_empty() || space.standing() != Standing::Quiet
+            space.stale || !space.holds.is_empty() || space.standing() != SpaceState::Quiet
         };
         if state.spaces.get(&id).is_some_and(unsure) {
             // The mapping may have become another one, by a thread that has not settled yet.
@@ -417,26 +417,26 @@ impl Inner {
         }
         // What is on its way out may be of it.
         state.generation += 1;
-        let Some(space) = state.spaces.get_mut(&id) else { return Advised::Elsewhere };
+        let Some(space) = state.spaces.get_mut(&id) else { return AdviceOutcome::Elsewhere };
         if space.holds.len() >= MAX_HOLDS {
-            return Advised::Failed;
+            return AdviceOutcome::Failed;
         }
         let pages = space.pages_to_come(range);
-        space.holds.push(Hold { range, pages, since: Instant::now() });
-        Advised::Taken
+        space.holds.push(GrowthHold { range, pages, since: Instant::now() });
+        AdviceOutcome::Taken
     }
 
     /// Gives pages up, in the place of the kernel: all of them at one moment, whether in memory or
     /// out. What is written after a thread has read zeros there stays.
     fn remove(
         &self,
-        state: &mut State,
+        state: &mut PagerState,
         pid: u32,
         known: Option<SpaceId>,
         range: VirtRange,
-    ) -> Advised {
+    ) -> AdviceOutcome {
         let is_sure = |space: &&Space| {
-            !space.stale && space.holds.is_empty() && space.standing() == Standing::Quiet
+            !space.stale && space.holds.is_empty() && space.standing() == SpaceState::Quiet
         };
         let is_whole = |parts: &[(RegionId, Range<usize>)]| {
             parts.iter().map(|(_, pages)| pages.len()).sum::<usize>() == range.pages()
@@ -447,17 +447,17 @@ impl Inner {
             // A process whose guard has not come is not known by its number, and its mappings are
             // all the same what it says.
             let regions: HashSet<u64> = state.regions.keys().map(|region| region.0).collect();
-            let Ok(layout) = scan(pid, &regions) else { return Advised::Failed };
+            let Ok(layout) = scan(pid, &regions) else { return AdviceOutcome::Failed };
             parts = clip(&layout, range);
         }
         if !is_whole(&parts) {
-            return Advised::Elsewhere;
+            return AdviceOutcome::Elsewhere;
         }
         let done = parts.into_iter().all(|(id, pages)| self.discard(state, id, pages));
-        if done { Advised::Taken } else { Advised::Failed }
+        if done { AdviceOutcome::Taken } else { AdviceOutcome::Failed }
     }
 
-    fn advise_pages(&self, state: &mut State, id: RegionId, pages: Range<usize>, advice: i32) {
+    fn advise_pages(&self, state: &mut PagerState, id: RegionId, pages: Range<usize>, advice: i32) {
         const NORMAL: i32 = 0;
         const RANDOM: i32 = 1;
         const SEQUENTIAL: i32 = 2;
@@ -491,7 +491,7 @@ impl Inner {
 
     /// Has pages brought in, as many as half of the limit holds, by the thread that answers
     /// faults. No thread waits for them.
-    fn want_in(&self, state: &mut State, id: RegionId, pages: Range<usize>) {
+    fn want_in(&self, state: &mut PagerState, id: RegionId, pages: Range<usize>) {
         let most = self.limit().map_or(usize::MAX, |limit| (limit / 2) as usize / PAGE_SIZE);
         let queued: usize = state.wanted_in.iter().map(|(_, pages)| pages.len()).sum();
         let Some(region) = state.regions.get(&id) else { return };
@@ -508,7 +508,7 @@ impl Inner {
     }
 
     /// Pages are given up: they read as zeros. False when they could not be.
-    fn discard(&self, state: &mut State, id: RegionId, pages: Range<usize>) -> bool {
+    fn discard(&self, state: &mut PagerState, id: RegionId, pages: Range<usize>) -> bool {
         let Some(region) = state.regions.get_mut(&id) else { return true };
         // A mapping may be longer than what it maps.
         let pages = pages.start.min(region.pages())..pages.end.min(region.pages());
@@ -523,7 +523,7 @@ impl Inner {
             self.store.free(region.slot(page), region.state(page));
             // A part of a huge page that could not be split is zeros, and still there.
             let is_there = !all && !is_hole(&region.memory, &(page..page + 1));
-            region.set(page, if is_there { PageState::Present } else { PageState::Absent });
+            region.set(page, if is_there { RegionPage::Present } else { RegionPage::Absent });
         }
         self.publish(&state.counts());
         true
@@ -542,7 +542,7 @@ fn clip(layout: &[Piece], range: VirtRange) -> Vec<(RegionId, Range<usize>)> {
     layout.iter().filter_map(part).collect()
 }
 
-impl State {
+impl PagerState {
     /// Pages by where they are, in all regions.
     pub fn counts(&self) -> Counts {
         let mut counts = Counts::default();
@@ -658,13 +658,16 @@ impl Inner {
             .collect();
         for (id, range) in pieces {
             if state.spaces[&id].uffd.register_missing_wp(range).is_err()
-                && state.spaces[&id].standing() != Standing::Gone
+                && state.spaces[&id].standing() != SpaceState::Gone
             {
                 return false;
             }
         }
         // A fork whose event is unread has copied what was registered before.
-        if state.spaces.values().any(|space| space.standing() == Standing::Changing || space.stale)
+        if state
+            .spaces
+            .values()
+            .any(|space| space.standing() == SpaceState::Changing || space.stale)
         {
             return false;
         }
@@ -680,7 +683,7 @@ impl Inner {
                 for page in data as usize / PAGE_SIZE
                     ..(hole as usize).div_ceil(PAGE_SIZE).min(region.pages())
                 {
-                    region.set(page, PageState::Present);
+                    region.set(page, RegionPage::Present);
                     present.push((region.id, page / 16));
                 }
                 at = hole;

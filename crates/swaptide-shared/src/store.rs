@@ -13,13 +13,13 @@ use swaptide_engine::memcg::acceptance::{Acceptance, Verdict};
 use swaptide_ipc::{Area, AreaId, AreaMask, AreaState, ExtentId, Segment, SlotIndex, Transport};
 use swaptide_store::codec::{Compressor, Packed, PackedKind, Scheme, Unpacker};
 use swaptide_store::file::{
-    Areas, Extent, ExtentSource, FileDevice, Leaving, Location, Opened, Spot,
+    AreaDirectory, Extent, ExtentSource, FileDevice, FilePlace, Leaving, Location, Opened,
 };
 use swaptide_store::zram::Zram;
 use swaptide_store::{Page, Slot};
 use swaptide_sys::{Errno, OwnedFd};
 
-use crate::region::PageState;
+use crate::region::RegionPage;
 
 /// Slots of compressed memory and of the file: 256 GiB of regions.
 pub const SLOTS: u32 = 1 << 26;
@@ -29,7 +29,7 @@ pub type OpenArea = Arc<dyn Fn(AreaId) -> Option<OwnedFd> + Send + Sync>;
 
 /// What the swap areas are to the pager: extents leased in the segment, and descriptors.
 #[derive(Clone)]
-struct SegmentExtents {
+struct SharedExtents {
     segment: &'static Segment,
     index: SlotIndex,
     open: OpenArea,
@@ -37,7 +37,7 @@ struct SegmentExtents {
     change: Arc<Mutex<()>>,
 }
 
-impl SegmentExtents {
+impl SharedExtents {
     fn change(&self) -> MutexGuard<'_, ()> {
         let guard = self.change.lock().expect("no thread panics with it");
         if self.segment.is_moving(self.index) {
@@ -55,7 +55,7 @@ impl SegmentExtents {
     }
 }
 
-impl ExtentSource for SegmentExtents {
+impl ExtentSource for SharedExtents {
     fn lease(&self) -> Option<Extent> {
         let _change = self.change();
         self.segment.lease_charged_in(self.index, self.files()).map(|extent| Extent(extent.0))
@@ -71,10 +71,11 @@ impl ExtentSource for SegmentExtents {
     }
 }
 
-impl Areas for SegmentExtents {
+impl AreaDirectory for SharedExtents {
     fn locate(&self, extent: Extent) -> Option<Location> {
         let place = self.segment.place_of(ExtentId(extent.0))?;
-        let spot = Spot { area: place.area.0, generation: place.generation, offset: place.offset };
+        let spot =
+            FilePlace { area: place.area.0, generation: place.generation, offset: place.offset };
         // Only network areas have mirrors, and nothing of shared memory goes there.
         Some(Location { spot, mirror: None })
     }
@@ -93,7 +94,7 @@ impl Areas for SegmentExtents {
 pub struct Store {
     pool: Zram,
     file: FileDevice,
-    areas: SegmentExtents,
+    areas: SharedExtents,
     /// The table of areas, as of the last look, and whether something lies on one that is being
     /// taken away.
     looked: AtomicU32,
@@ -109,7 +110,7 @@ pub struct Store {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PutOutcome {
     /// It is there.
-    In(PageState),
+    In(RegionPage),
     /// There is no room for it.
     Full,
     /// It does not compress and waits for [`Store::write`].
@@ -136,7 +137,7 @@ impl Store {
         }
         let mut salt = [0u8; 8];
         rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty())?;
-        let areas = SegmentExtents { segment, index, open, change: Arc::default() };
+        let areas = SharedExtents { segment, index, open, change: Arc::default() };
         let file = FileDevice::over(
             Box::new(areas.clone()),
             key,
@@ -162,7 +163,7 @@ impl Store {
     /// Whether there is anything beyond compressed memory that takes pages: a file or a block
     /// device.
     pub(crate) fn has_file(&self) -> bool {
-        let SegmentExtents { segment, index, .. } = &self.areas;
+        let SharedExtents { segment, index, .. } = &self.areas;
         segment.has_area()
             && segment.slot(*index).no_writeback.load(Relaxed) == 0
             && self.areas.files() != AreaMask(0)
@@ -193,7 +194,7 @@ impl Store {
     /// Sets what compressed memory may take: of a limit of `limit` bytes `percent`, and where it is
     /// bounded for all processes together, what the others leave.
     pub(crate) fn set_pool_limit(&self, limit: u64, percent: u64) {
-        let SegmentExtents { segment, index, .. } = &self.areas;
+        let SharedExtents { segment, index, .. } = &self.areas;
         let others = || {
             segment
                 .claimed()
@@ -235,7 +236,7 @@ impl Store {
         let packed = compressor.compress(page);
         let has_file = self.has_file();
         match packed {
-            Packed::Zero => return PutOutcome::In(PageState::Zero),
+            Packed::Zero => return PutOutcome::In(RegionPage::Zero),
             Packed::Raw(_) if has_file => return PutOutcome::Poor,
             Packed::Bytes(_) if has_file => {
                 match self
@@ -254,7 +255,7 @@ impl Store {
             return PutOutcome::Full;
         }
         match self.pool.insert(slot, &packed) {
-            Ok(()) => PutOutcome::In(PageState::Pool),
+            Ok(()) => PutOutcome::In(RegionPage::Pool),
             Err(_) if has_file => PutOutcome::Refused(true),
             Err(_) => PutOutcome::Full,
         }
@@ -264,7 +265,7 @@ impl Store {
     pub fn keep(&self, slot: Slot, page: &Page, compressor: &mut Compressor) -> PutOutcome {
         let kept =
             self.pool_excess() == 0 && self.pool.insert(slot, &compressor.compress(page)).is_ok();
-        if kept { PutOutcome::In(PageState::Pool) } else { PutOutcome::Full }
+        if kept { PutOutcome::In(RegionPage::Pool) } else { PutOutcome::Full }
     }
 
     /// Writes pages to the file as they are. False when that failed: then none of them is there.
@@ -298,20 +299,20 @@ impl Store {
     /// Brings pages back. Answers with those that could not be. Their data stays where it is.
     pub fn load(
         &self,
-        pages: &mut [(Slot, PageState, &mut Page)],
+        pages: &mut [(Slot, RegionPage, &mut Page)],
         unpacker: &mut Unpacker,
     ) -> Vec<Slot> {
         let mut failed = Vec::new();
         let mut from_file: Vec<(Slot, &mut Page)> = Vec::new();
         for (slot, state, page) in pages {
             match state {
-                PageState::Zero => page.fill(0),
-                PageState::Pool => {
+                RegionPage::Zero => page.fill(0),
+                RegionPage::Pool => {
                     if self.pool.load(*slot, page, unpacker).is_err() {
                         failed.push(*slot);
                     }
                 }
-                PageState::File => from_file.push((*slot, page)),
+                RegionPage::File => from_file.push((*slot, page)),
                 _ => failed.push(*slot),
             }
         }
@@ -327,10 +328,10 @@ impl Store {
     }
 
     /// Forgets a page's data.
-    pub fn free(&self, slot: Slot, state: PageState) {
+    pub fn free(&self, slot: Slot, state: RegionPage) {
         match state {
-            PageState::Pool => drop(self.pool.free(slot)),
-            PageState::File => drop(self.file.free(slot)),
+            RegionPage::Pool => drop(self.pool.free(slot)),
+            RegionPage::File => drop(self.file.free(slot)),
             _ => {}
         }
     }

@@ -17,8 +17,8 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use swaptide_ipc::Counter;
-use swaptide_ipc::shared::{ADVICE_HOLD, ADVICE_REMOVE, Advised, advise};
-use swaptide_shared::handle::{Reach, Say, View, forked};
+use swaptide_ipc::shared::{ADVICE_HOLD, ADVICE_REMOVE, AdviceOutcome, advise};
+use swaptide_shared::handle::{HostView, Reach, Say, forked};
 use swaptide_shared::{Host, SharedRegion};
 use swaptide_sys::sock::Name;
 
@@ -246,14 +246,14 @@ impl Mine {
     }
 }
 
-fn start(limit: u64, bytes: u64) -> (Pager, SharedRegion) {
-    let host = Pager::start(limit, None);
+fn start(limit: u64, bytes: u64) -> (SharedMemoryPager, SharedRegion) {
+    let host = SharedMemoryPager::start(limit, None);
     let region = SharedRegion::create(host.name, bytes as usize).expect("a region");
     (host, region)
 }
 
 /// Starts a worker that does `what` as worker `number`.
-fn spawn(host: &Pager, region: &SharedRegion, what: &str, number: usize) -> Child {
+fn spawn(host: &SharedMemoryPager, region: &SharedRegion, what: &str, number: usize) -> Child {
     let name = String::from_utf8(host.name.as_bytes().to_vec()).expect("a name in hexadecimal");
     let length = region.len().to_string();
     let memory = region.memory().as_raw_fd();
@@ -329,7 +329,7 @@ fn worker(arguments: &[String]) {
             let quarter = length / 4;
             let start = region.as_ptr().as_ptr() as usize + length - quarter;
             let held = advise(name.as_bytes(), start, quarter, ADVICE_HOLD);
-            assert_eq!(held, Some(Advised::Taken));
+            assert_eq!(held, Some(AdviceOutcome::Taken));
             // SAFETY: stops this process alone.
             unsafe { libc::raise(libc::SIGSTOP) };
         }
@@ -557,7 +557,7 @@ fn mappings_change() {
 
 fn to_the_file() {
     let path = std::env::temp_dir().join(format!("swaptide-shared-{}", std::process::id()));
-    let host = Pager::start(24 * MIB, Some(&path));
+    let host = SharedMemoryPager::start(24 * MIB, Some(&path));
     let region = SharedRegion::create(host.name, 96 << 20).expect("a region");
     let words = Words::of(&region);
     words.fill();
@@ -622,7 +622,7 @@ fn the_last_one_frees() {
 }
 
 fn regions_end_while_their_pages_leave() {
-    let host = Pager::start(8 * MIB, None);
+    let host = SharedMemoryPager::start(8 * MIB, None);
     for turn in 0..40 {
         let region = SharedRegion::create(host.name, 24 << 20).expect("a region");
         Words::of(&region).fill();
@@ -677,14 +677,14 @@ fn host(limit: u64, file: Option<&String>) -> ! {
 }
 
 /// A pager in a process of its own.
-struct Pager {
+struct SharedMemoryPager {
     process: Child,
     name: Name,
-    view: View,
+    view: HostView,
 }
 
-impl Pager {
-    fn start(limit: u64, file: Option<&std::path::Path>) -> Pager {
+impl SharedMemoryPager {
+    fn start(limit: u64, file: Option<&std::path::Path>) -> SharedMemoryPager {
         let limit = limit.to_string();
         let mut arguments = vec!["host", &limit];
         arguments.extend(file.map(|path| path.to_str().expect("a path of letters")));
@@ -696,7 +696,7 @@ impl Pager {
         )
         .expect("its name");
         let name = name_of(name.trim());
-        Pager { process, name, view: View::of(name).expect("a look at it") }
+        SharedMemoryPager { process, name, view: HostView::of(name).expect("a look at it") }
     }
 
     fn counter(&self, counter: Counter) -> u64 {
@@ -710,7 +710,7 @@ impl Pager {
     }
 }
 
-impl Drop for Pager {
+impl Drop for SharedMemoryPager {
     fn drop(&mut self) {
         // A process that still maps part of it is stopped by that.
         let _ = self.process.kill();
@@ -720,7 +720,7 @@ impl Drop for Pager {
 
 fn a_killed_pager() {
     for (limit, swapped) in [(512 * MIB, false), (16 * MIB, true)] {
-        let pager = Pager::start(limit, None);
+        let pager = SharedMemoryPager::start(limit, None);
         let name = pager.name;
         // SAFETY: this process has one thread.
         let child = unsafe { libc::fork() };
@@ -784,7 +784,7 @@ fn a_raw_clone_gives_up() {
         let done = advise(host.name.as_bytes(), at, 8 * PAGE, ADVICE_REMOVE);
         let zeros = (0..8 * WORDS).all(|at| words.word(at / WORDS, at % WORDS).load(SeqCst) == 0);
         // SAFETY: ends the child.
-        unsafe { libc::_exit(i32::from(done != Some(Advised::Taken) || !zeros)) }
+        unsafe { libc::_exit(i32::from(done != Some(AdviceOutcome::Taken) || !zeros)) }
     }
     assert_eq!(wait_for(child), 0);
     assert_eq!(words.word(7, 100).load(SeqCst), 0, "for its parent as well");
@@ -794,7 +794,7 @@ fn a_raw_clone_gives_up() {
 /// A child that nobody stands guard for, and whose mappings have changed, touches what is lost.
 fn a_raw_clone_reads_no_zeros() {
     let path = std::env::temp_dir().join(format!("swaptide-lost-{}", std::process::id()));
-    let host = Pager::start(16 * MIB, Some(&path));
+    let host = SharedMemoryPager::start(16 * MIB, Some(&path));
     let region = SharedRegion::create(host.name, 96 << 20).expect("a region");
     let words = Words::of(&region);
     words.fill();
@@ -854,7 +854,7 @@ fn a_stopped_process() {
 
 fn more_is_wanted_than_the_limit() {
     let path = std::env::temp_dir().join(format!("swaptide-wanted-{}", std::process::id()));
-    let host = Pager::start(32 * MIB, Some(&path));
+    let host = SharedMemoryPager::start(32 * MIB, Some(&path));
     let region = SharedRegion::create(host.name, 96 << 20).expect("a region");
     let words = Words::of(&region);
     words.fill();

@@ -64,7 +64,9 @@ use self::io::{BlockIo, SwapFile};
 use self::places::{SlotExtent, SlotExtents};
 use self::reading::{READ_BLOCKS, READ_BUFFERS, ReadBuffer, Wanted, lay_out};
 use self::router::Router;
-pub use self::router::{Areas, HandedOver, InjectedFault, Location, MAX_AREAS, Opened, Spot};
+pub use self::router::{
+    AreaDirectory, FilePlace, HandedOver, InjectedFault, Location, MAX_AREAS, Opened,
+};
 use crate::codec::{self, Packed, RAW_ABOVE, Unpacker};
 use crate::nbd::Nbd;
 use crate::{PAGE_SIZE, Slot};
@@ -190,7 +192,7 @@ pub struct ReadError {
 
 /// How full a device is and what it costs.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
+pub struct FileStats {
     /// Slots that hold a page.
     pub pages: usize,
     /// Extents leased, those shared with other processes among them.
@@ -211,7 +213,7 @@ pub struct FileDevice {
     source: Box<dyn ExtentSource + Send + Sync>,
     key: [u8; 32],
     digester: Digester,
-    state: Lock<State>,
+    state: Lock<FileState>,
     /// Blocks on their way in.
     read_buffers: [Lock<ReadBuffer>; READ_BUFFERS],
     /// Blocks on their way out; the lock of the writers.
@@ -270,7 +272,7 @@ impl Buffer {
     }
 }
 
-struct State {
+struct FileState {
     places: SlotExtents,
     /// Of pages that were read and neither freed nor written again since.
     digests: Digests,
@@ -295,7 +297,7 @@ impl FileDevice {
     /// A device whose extents lie on several areas.
     #[must_use]
     pub fn over(
-        areas: Box<dyn Areas>,
+        areas: Box<dyn AreaDirectory>,
         key: [u8; 32],
         salt: u64,
         extents: Box<dyn ExtentSource + Send + Sync>,
@@ -326,7 +328,8 @@ impl FileDevice {
         // Kept in forked children, for the digests they inherit.
         let digester = Digester::new(cipher.digest_key());
         let extents = Extents::new(Arc::new(cipher));
-        let state = State { places: SlotExtents::default(), digests: Digests::default(), extents };
+        let state =
+            FileState { places: SlotExtents::default(), digests: Digests::default(), extents };
         let read_buffers = core::array::from_fn(|_| {
             Lock::new(ReadBuffer {
                 buffer: Buffer::reserve(PAGE_BLOCKS + READ_BLOCKS),
@@ -839,11 +842,11 @@ impl FileDevice {
 
     /// All counters at one moment.
     #[must_use]
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> FileStats {
         let state = self.state.lock();
         let (extents, shared_extents) = state.extents.count();
         let (stored_bytes, block_bytes) = state.extents.bytes();
-        Stats {
+        FileStats {
             pages: state.places.used(),
             extents,
             shared_extents,

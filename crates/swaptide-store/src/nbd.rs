@@ -54,7 +54,7 @@ use swaptide_sys::{Errno, OwnedFd};
 use self::batch::{Failure, Job, Request};
 use self::pool::Pool;
 use crate::PAGE_SIZE;
-use crate::block::Run;
+use crate::block::BlockRun;
 
 /// The most connections to one export.
 pub const MAX_CONNECTIONS: u32 = pool::MAX_POOLED_CONNECTIONS as u32;
@@ -248,7 +248,7 @@ impl Nbd {
 
     /// Reads all of several places at once. On failure, tells which block (of a page's size)
     /// failed: the number of its run's first block plus its place in the run.
-    pub(crate) fn read_all(&self, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
+    pub(crate) fn read_all(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {
         if let Some(run) =
             runs.iter().find(|run| self.inside(run.offset, run.buf.len()) < run.buf.len())
         {

@@ -34,7 +34,7 @@ use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use swaptide_sys::lock::Lock;
 
-use self::pool::{Head, ObjectId, Pool};
+use self::pool::{ObjectHead, ObjectId, ObjectPool};
 use self::table::{Handle, Handles, SameTable};
 use crate::codec::{
     self, Codec, MAX_UNIT_PAGES, Packed, PackedKind, PackedUnit, RAW_ABOVE, Unpacker,
@@ -73,7 +73,7 @@ pub struct Damaged {
 
 /// How full a device is and what it costs.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
+pub struct ZramStats {
     /// Slots that hold a page.
     pub pages: usize,
     /// Of those, pages that need no bytes: one repeated word, zero included.
@@ -90,7 +90,7 @@ pub struct Stats {
 
 /// The compressed-RAM device.
 pub struct Zram {
-    state: Lock<State>,
+    state: Lock<ZramState>,
     /// Taken before `state`.
     scratch: Lock<Scratch>,
     figures: Figures,
@@ -107,17 +107,17 @@ struct Figures {
 impl Figures {
     /// Called by the holder of the state's lock, so stores do not race. Nobody concludes anything
     /// else from them: relaxed.
-    fn note(&self, state: &State) {
+    fn note(&self, state: &ZramState) {
         self.pool_bytes.store(state.pool.resident_bytes(), Ordering::Relaxed);
         self.populated.store(state.pool.populated(), Ordering::Relaxed);
         self.stored_bytes.store(state.pool.stored_bytes(), Ordering::Relaxed);
     }
 }
 
-struct State {
+struct ZramState {
     handles: Handles,
     same: SameTable,
-    pool: Pool,
+    pool: ObjectPool,
     /// Grows whenever a unit is freed or moved, so that a scratch buffer knows it is out of date.
     unit_epoch: u64,
     /// Class that compaction continues with.
@@ -133,7 +133,7 @@ struct Scratch {
 }
 
 /// Slots a device may have: more bits a head does not have for them.
-const MAX_SLOTS: u32 = Head::RECOMPRESSED;
+const MAX_SLOTS: u32 = ObjectHead::RECOMPRESSED;
 
 /// Objects of fewer bytes are not compressed again: the smallest size classes are not much smaller.
 const MIN_RECOMPRESS_BYTES: usize = 192;
@@ -145,11 +145,11 @@ impl Zram {
     /// For more than 2^30 slots.
     pub fn new(max_slots: u32) -> Result<Zram, Error> {
         assert!(max_slots <= MAX_SLOTS, "a device of {max_slots} slots");
-        let pool = Pool::new(max_slots as usize * PAGE_SIZE)
+        let pool = ObjectPool::new(max_slots as usize * PAGE_SIZE)
             .map_err(|errno| Error::Reserve { slots: max_slots, errno })?;
         let handles = Handles::new(max_slots);
         Ok(Zram {
-            state: Lock::new(State {
+            state: Lock::new(ZramState {
                 handles,
                 same: SameTable::default(),
                 pool,
@@ -185,7 +185,7 @@ impl Zram {
     }
 
     /// Does `f` under the lock, then notes the figures.
-    fn change<T>(&self, f: impl FnOnce(&mut State) -> T) -> T {
+    fn change<T>(&self, f: impl FnOnce(&mut ZramState) -> T) -> T {
         let mut state = self.state.lock();
         let answer = f(&mut state);
         self.figures.note(&state);
@@ -368,7 +368,7 @@ impl Zram {
                 return Ok(0);
             };
             let len = bytes.len() as u16;
-            let id = state.pool.alloc_for_less(Head {
+            let id = state.pool.alloc_for_less(ObjectHead {
                 slot: slot.0,
                 len,
                 live: 0,
@@ -563,9 +563,9 @@ impl Zram {
 
     /// All of it at one moment.
     #[must_use]
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> ZramStats {
         let state = self.state.lock();
-        Stats {
+        ZramStats {
             pages: state.handles.used(),
             same_filled: state.same.pages(),
             objects: state.pool.objects(),
@@ -613,7 +613,7 @@ impl Zram {
     }
 }
 
-impl State {
+impl ZramState {
     /// Puts bytes into the pool as an object of `slot`.
     fn store(
         &mut self,
@@ -625,7 +625,7 @@ impl State {
     ) -> Result<Handle, PoolFull> {
         let len =
             u16::try_from(prefix.len() + bytes.len()).expect("packed data is shorter than 64 KiB");
-        let id = self.pool.alloc(Head { slot: slot.0, len, live, sum })?;
+        let id = self.pool.alloc(ObjectHead { slot: slot.0, len, live, sum })?;
         let (start, rest) = self.pool.bytes_mut(id).split_at_mut(prefix.len());
         start.copy_from_slice(prefix);
         rest.copy_from_slice(bytes);
@@ -683,7 +683,7 @@ impl State {
 
     /// Empties one sparse block; the bytes copied, or `None` when there is none to gain.
     fn compact_one(&mut self) -> Option<usize> {
-        let State { handles, pool, unit_epoch, cursor, .. } = self;
+        let ZramState { handles, pool, unit_epoch, cursor, .. } = self;
         pool.compact_one(cursor, |head, to| {
             if head.live == 0 {
                 handles.set(Slot(head.owner()), Handle::Object(to));

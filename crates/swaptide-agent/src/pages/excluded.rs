@@ -85,13 +85,13 @@ static ARE_KEPT_APART: AtomicBool = AtomicBool::new(false);
 /// Keeps a range out as [`exclude`] does, because a child is not to have it or to find it empty.
 /// That is the mapping's, wherever it moves: from now on the engine looks for it there
 /// ([`swaptide_engine::vma`]).
-pub fn keep_apart(range: VirtRange) {
+pub(crate) fn keep_apart(range: VirtRange) {
     ARE_KEPT_APART.store(true, Release);
     exclude(range);
 }
 
 /// Whether [`keep_apart`] was called.
-pub fn are_kept_apart() -> bool {
+pub(crate) fn are_kept_apart() -> bool {
     ARE_KEPT_APART.load(Acquire)
 }
 

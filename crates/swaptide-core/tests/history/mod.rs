@@ -95,8 +95,8 @@ struct Users<'a> {
 /// The state of a slot as the device should show it, with its exact count.
 fn shown(m: &Model) -> SlotInfo {
     let slot = match m.holds {
-        Ok(folio) => Slot::Folio(FolioId(folio)),
-        Err(shadow) => Slot::Shadow { shadow: Shadow(shadow), zero: m.zero },
+        Ok(folio) => SlotContent::Folio(FolioId(folio)),
+        Err(shadow) => SlotContent::Shadow { shadow: Shadow(shadow), zero: m.zero },
     };
     SlotInfo { slot, count: m.count, zero: m.zero, group: GroupId(m.group) }
 }
@@ -505,15 +505,15 @@ impl Pair {
         for slot in 0..self.slots {
             let info = self.device().info(SwapOffset(slot));
             match self.model.get(&slot) {
-                None if self.bad.contains(&slot) => assert_eq!(info.slot, Slot::Bad),
+                None if self.bad.contains(&slot) => assert_eq!(info.slot, SlotContent::Bad),
                 None => assert_eq!(
                     info,
-                    SlotInfo { slot: Slot::Free, count: 0, zero: false, group: GroupId(0) }
+                    SlotInfo { slot: SlotContent::Free, count: 0, zero: false, group: GroupId(0) }
                 ),
                 Some(m) => {
                     let holds = match m.holds {
-                        Ok(folio) => Slot::Folio(FolioId(folio)),
-                        Err(shadow) => Slot::Shadow { shadow: Shadow(shadow), zero: m.zero },
+                        Ok(folio) => SlotContent::Folio(FolioId(folio)),
+                        Err(shadow) => SlotContent::Shadow { shadow: Shadow(shadow), zero: m.zero },
                     };
                     assert_eq!(
                         info,

@@ -27,8 +27,8 @@ use swaptide_ipc::{
 };
 use swaptide_store::codec::Unpacker;
 use swaptide_store::file::{
-    Areas, EXTENT_BYTES, Extent, ExtentSource, FileDevice, HandedOver, InjectedFault, Leaving,
-    Location, MAX_AREAS, Opened, ServerId, Spot,
+    AreaDirectory, EXTENT_BYTES, Extent, ExtentSource, FileDevice, FilePlace, HandedOver,
+    InjectedFault, Leaving, Location, MAX_AREAS, Opened, ServerId,
 };
 use swaptide_store::nbd::{Dialer, Export, Flags};
 use swaptide_store::zram::Zram;
@@ -171,16 +171,20 @@ impl ExtentSource for SegmentExtents {
     }
 }
 
-impl Areas for SegmentExtents {
+impl AreaDirectory for SegmentExtents {
     fn locate(&self, extent: Extent) -> Option<Location> {
         let place = self.segment.place_of(ExtentId(extent.0))?;
-        let mirror = place.mirror.map(|spot| Spot {
+        let mirror = place.mirror.map(|spot| FilePlace {
             area: spot.area.0,
             generation: spot.generation,
             offset: spot.offset,
         });
         Some(Location {
-            spot: Spot { area: place.area.0, generation: place.generation, offset: place.offset },
+            spot: FilePlace {
+                area: place.area.0,
+                generation: place.generation,
+                offset: place.offset,
+            },
             mirror,
         })
     }
@@ -300,7 +304,7 @@ impl FileTier {
             Some(HandedOver {
                 area: id.0,
                 generation: area.generation(),
-                opened: Areas::open(&self.areas, id.0)?,
+                opened: AreaDirectory::open(&self.areas, id.0)?,
             })
         });
         self.device.abandon(opened.collect());

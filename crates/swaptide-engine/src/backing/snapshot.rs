@@ -12,7 +12,7 @@
 //!    ([`Snapshot::still_valid`]). A swapped word that is found again stands for the same data:
 //!    while it stands, only write-back touches its slot, and that gives the word another entry.
 
-use swaptide_core::{Slot as TableSlot, SwapEntry};
+use swaptide_core::{SlotContent as TableSlot, SwapEntry};
 
 use crate::backing::devices::{Devices, FILE, NO_ENTRY};
 use crate::mm::page_table::{PageState, PageTable};

@@ -40,7 +40,7 @@ use crate::mm::page_table::PageState;
 use crate::mm::types::{MANAGED_END, PageNo, pages_of};
 use crate::mm::vma_change::{VmaChange, overlap};
 use crate::requests::fork_control::NO_FORK;
-use swaptide_core::Slot as TableSlot;
+use swaptide_core::SlotContent as TableSlot;
 
 /// Changes that are remembered for the child of a fork that is read later. More are applied only
 /// while threads change mappings without pause.

@@ -19,7 +19,7 @@
 //!
 //! Locks: the memory lock, for a look or a fill.
 
-use swaptide_core::{Slot as TableSlot, SwapEntry};
+use swaptide_core::{SlotContent as TableSlot, SwapEntry};
 use swaptide_ipc::{Counter, OfOrder};
 use swaptide_store::Page;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};

@@ -13,7 +13,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use swaptide_core::{Slot as TableSlot, SwapEntry};
+use swaptide_core::{SlotContent as TableSlot, SwapEntry};
 use swaptide_ipc::Counter;
 use swaptide_store::file::{FileDevice, Stamp};
 use swaptide_store::{Page, Slot};

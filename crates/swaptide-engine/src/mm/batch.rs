@@ -53,7 +53,7 @@ pub(crate) struct BackingPage {
 /// One run of pages to move: program page, place in the slab, length, and which chunk of the batch
 /// it begins in.
 #[derive(Clone, Copy)]
-pub(crate) struct Run {
+pub(crate) struct MoveRun {
     pub(crate) page: PageNo,
     pub(crate) place: usize,
     pub(crate) len: usize,
@@ -85,7 +85,7 @@ impl Places {
 pub struct Batch {
     pub(crate) slab: Option<SlabNo>,
     pub(crate) chunks: Vec<TakenPage>,
-    pub(crate) runs: Vec<Run>,
+    pub(crate) runs: Vec<MoveRun>,
     pub(crate) leaving: Vec<OutgoingPage>,
     /// Pages that moved.
     pub(crate) pages: usize,

@@ -24,7 +24,7 @@
 
 use std::ops::Range;
 
-use swaptide_core::{Slot as TableSlot, SwapEntry};
+use swaptide_core::{SlotContent as TableSlot, SwapEntry};
 use swaptide_ipc::Counter;
 use swaptide_store::codec::{Choice, Compressor, Unpacker};
 use swaptide_store::{Page, Slot};
@@ -48,7 +48,7 @@ const MIN_SAVED_1024: u32 = 100;
 const SAMPLE: u32 = 16;
 const SAMPLE_LAST: u32 = 512;
 
-struct Item {
+struct RepackItem {
     page: PageNo,
     entry: SwapEntry,
     chunk: ChunkNo,
@@ -59,7 +59,7 @@ struct Item {
 
 /// See the module's description.
 pub struct Recompress {
-    items: Vec<Item>,
+    items: Vec<RepackItem>,
     packed: Vec<u8>,
     tight: Vec<u8>,
     plain: Box<Page>,
@@ -151,7 +151,7 @@ impl Recompress {
                     TableSlot::Shadow { .. }
                 )
             {
-                self.items.push(Item { page, entry, chunk, epoch, tight: None });
+                self.items.push(RepackItem { page, entry, chunk, epoch, tight: None });
             }
         }
     }

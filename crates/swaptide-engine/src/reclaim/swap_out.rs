@@ -30,7 +30,7 @@ use swaptide_sys::uffd::MoveFlags;
 use crate::backing::devices::{FILE, POOL, entry_plus};
 use crate::engine::{Engine, Mm};
 use crate::mm::batch::{
-    BackingPage, Batch, MAX_MOVES_PER_BATCH, OutgoingPage, Places, Run, TakenPage,
+    BackingPage, Batch, MAX_MOVES_PER_BATCH, MoveRun, OutgoingPage, Places, TakenPage,
 };
 use crate::mm::page_table::{PageState, UNMOVABLE};
 use crate::mm::staging::{FrameNo, SlabNo};
@@ -148,7 +148,7 @@ impl Batch {
             let index = self.chunks.len();
             self.chunks.push(TakenPage { chunk, planned: movable, moved: 0, place });
             for (first, len) in crate::mm::types::runs(movable) {
-                let run = Run { page: chunk.first().plus(first), place, len, index };
+                let run = MoveRun { page: chunk.first().plus(first), place, len, index };
                 place += len;
                 match self.runs.last_mut() {
                     Some(last) if last.page.plus(last.len) == run.page => last.len += len,
@@ -167,7 +167,7 @@ impl Batch {
         mm: &mut Mm,
         seen: &mut Seen,
         slab: SlabNo,
-        run: Run,
+        run: MoveRun,
         moves: &mut usize,
     ) -> usize {
         let mut at = 0;

@@ -14,7 +14,7 @@
 
 use std::ops::Range;
 
-use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
+use swaptide_core::{Expect, FolioId, Shadow, SlotContent as TableSlot, SwapEntry};
 use swaptide_ipc::Counter;
 use swaptide_store::codec::{Packed, PackedKind, Unpacker};
 use swaptide_store::{Page, Slot};

@@ -19,18 +19,18 @@ const OWN_WINDOW: Duration = Duration::from_secs(1);
 
 /// A part of the time, 0 to 1, in which somebody waited.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Part(f64);
+pub struct TimeShare(f64);
 
-impl Part {
+impl TimeShare {
     /// `stalled_us` of `elapsed`; never more than all of it.
-    pub fn of(stalled_us: u64, elapsed: Duration) -> Part {
+    pub fn of(stalled_us: u64, elapsed: Duration) -> TimeShare {
         let elapsed_us = elapsed.as_secs_f64() * 1e6;
-        Part(if elapsed_us > 0.0 { (stalled_us as f64 / elapsed_us).min(1.0) } else { 0.0 })
+        TimeShare(if elapsed_us > 0.0 { (stalled_us as f64 / elapsed_us).min(1.0) } else { 0.0 })
     }
 
     /// That one of two waited, which wait independently of each other.
-    pub fn or(self, other: Part) -> Part {
-        Part(self.0 + other.0 - self.0 * other.0)
+    pub fn or(self, other: TimeShare) -> TimeShare {
+        TimeShare(self.0 + other.0 - self.0 * other.0)
     }
 
     /// What of `bytes` corresponds to it.
@@ -39,26 +39,26 @@ impl Part {
     }
 
     /// The average of about a second, after `elapsed` more in which it was `now`.
-    pub(crate) fn averaged(self, now: Part, elapsed: Duration) -> Part {
+    pub(crate) fn averaged(self, now: TimeShare, elapsed: Duration) -> TimeShare {
         self.over(now, elapsed, OWN_WINDOW.as_secs_f64())
     }
 
-    fn over(self, now: Part, elapsed: Duration, window_s: f64) -> Part {
+    fn over(self, now: TimeShare, elapsed: Duration, window_s: f64) -> TimeShare {
         let kept = (-elapsed.as_secs_f64() / window_s).exp();
-        Part(self.0 * kept + now.0 * (1.0 - kept))
+        TimeShare(self.0 * kept + now.0 * (1.0 - kept))
     }
 }
 
 /// The pressure of a group over time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Pressure {
-    averages: [Part; 3],
+    averages: [TimeShare; 3],
     total_s: f64,
 }
 
 impl Pressure {
     /// Takes in `elapsed` more, in which somebody waited for `part` of the time.
-    pub(crate) fn follow(&mut self, part: Part, elapsed: Duration) {
+    pub(crate) fn follow(&mut self, part: TimeShare, elapsed: Duration) {
         for (average, window) in self.averages.iter_mut().zip(WINDOWS) {
             *average = average.over(part, elapsed, window);
         }
@@ -91,12 +91,12 @@ mod tests {
 
     #[test]
     fn parts_of_several_are_between_the_largest_and_the_sum() {
-        let (a, b) = (Part::of(300, MS), Part::of(500, MS));
+        let (a, b) = (TimeShare::of(300, MS), TimeShare::of(500, MS));
         let both = a.or(b).0;
         assert!((both - 0.65).abs() < 1e-9, "{both}");
-        assert_eq!(Part::of(5000, MS).0, 1.0, "what went on for longer than the look");
-        assert_eq!(Part::of(5, Duration::ZERO).0, 0.0);
-        assert_eq!(Part::of(1000, MS).or(b).0, 1.0);
+        assert_eq!(TimeShare::of(5000, MS).0, 1.0, "what went on for longer than the look");
+        assert_eq!(TimeShare::of(5, Duration::ZERO).0, 0.0);
+        assert_eq!(TimeShare::of(1000, MS).or(b).0, 1.0);
         assert_eq!(a.of_bytes(1000), 300);
     }
 
@@ -104,7 +104,7 @@ mod tests {
     fn averages_follow_at_their_pace_whatever_the_looks_are() {
         let run = |look: Duration, looks: u32| {
             let mut pressure = Pressure::default();
-            (0..looks).for_each(|_| pressure.follow(Part(0.5), look));
+            (0..looks).for_each(|_| pressure.follow(TimeShare(0.5), look));
             pressure
         };
         let (fine, coarse) = (run(MS, 10_000), run(Duration::from_secs(2), 5));
@@ -113,7 +113,7 @@ mod tests {
         }
         // After one window, 1 - 1/e of it.
         assert_eq!(coarse.to_string(), "some avg10=31.61 avg60=7.68 avg300=1.64 total=5000000");
-        let calm = Part(0.5).averaged(Part(0.0), OWN_WINDOW * 10);
+        let calm = TimeShare(0.5).averaged(TimeShare(0.0), OWN_WINDOW * 10);
         assert!(calm.0 < 1e-4);
     }
 }

@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use swaptide_core::{Priority, TierError, TierMask, Tiers};
 use swaptide_ipc::{EXTENT_BYTES, GroupIndex, MAX_GROUPS, Segment};
 
-use crate::cgroup::psi::{Part, Pressure};
+use crate::cgroup::psi::{Pressure, TimeShare};
 
 pub(crate) use crate::cgroup::path::cgroup_of;
 pub use crate::cgroup::path::{GroupPath, PathError, memory_cgroup};
@@ -31,7 +31,7 @@ pub use crate::cgroup::settings::{KEYS, SettingError, SettingErrorKind, Settings
 
 /// What processes have.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Usage {
+pub struct GroupUsage {
     /// Resident memory in bytes.
     pub ram: u64,
     /// Of it, compressed memory.
@@ -43,11 +43,11 @@ pub struct Usage {
     /// How many they are.
     pub processes: u32,
     /// The part of the time since the last look in which one of their threads waited for memory.
-    pub stalled: Part,
+    pub stalled: TimeShare,
 }
 
-impl Usage {
-    fn add(&mut self, other: Usage) {
+impl GroupUsage {
+    fn add(&mut self, other: GroupUsage) {
         self.ram += other.ram;
         self.zswap += other.zswap;
         self.swapped += other.swapped;
@@ -106,7 +106,7 @@ pub struct Group {
     /// The user that made it, who may change it; so may root.
     pub owner: u32,
     effective: TierMask,
-    usage: Usage,
+    usage: GroupUsage,
     /// Without those below it.
     own_events: Events,
     passed: Passed,
@@ -151,7 +151,7 @@ impl fmt::Display for GroupError {
 impl std::error::Error for GroupError {}
 
 /// All groups of a run or a host, and the tiers.
-pub struct Groups {
+pub struct GroupTree {
     segment: &'static Segment,
     tiers: Tiers,
     groups: Vec<Option<Group>>,
@@ -159,21 +159,21 @@ pub struct Groups {
     ram: u64,
 }
 
-impl Groups {
+impl GroupTree {
     /// The root alone, and no tiers. `ram` is what percentages are of.
-    pub fn new(segment: &'static Segment, ram: u64) -> Groups {
+    pub fn new(segment: &'static Segment, ram: u64) -> GroupTree {
         let root = Group {
             path: GroupPath::root(),
             parent: None,
             settings: Settings::default(),
             owner: rustix::process::geteuid().as_raw(),
             effective: TierMask::ALL,
-            usage: Usage::default(),
+            usage: GroupUsage::default(),
             own_events: Events::default(),
             passed: Passed::default(),
             pressure: Pressure::default(),
         };
-        Groups { segment, tiers: Tiers::new(), groups: vec![Some(root)], ram }
+        GroupTree { segment, tiers: Tiers::new(), groups: vec![Some(root)], ram }
     }
 
     /// The tiers.
@@ -275,7 +275,7 @@ impl Groups {
             settings: Settings::default(),
             owner,
             effective: TierMask::ALL,
-            usage: Usage::default(),
+            usage: GroupUsage::default(),
             own_events: Events::default(),
             passed: Passed::default(),
             pressure: Pressure::default(),
@@ -479,13 +479,13 @@ impl Groups {
     /// is the time since the last look.
     pub fn account(
         &mut self,
-        own: &BTreeMap<GroupIndex, Usage>,
+        own: &BTreeMap<GroupIndex, GroupUsage>,
         elapsed: Duration,
         starved: impl Fn(GroupIndex) -> bool,
     ) {
         let order = self.downwards();
         for group in self.groups.iter_mut().flatten() {
-            group.usage = Usage::default();
+            group.usage = GroupUsage::default();
         }
         for index in order.into_iter().rev() {
             let swap = self.swap_bytes(index);
@@ -517,8 +517,8 @@ impl Groups {
     }
 
     /// What a group and those below it have.
-    pub fn usage(&self, index: GroupIndex) -> Usage {
-        self.get(index).map_or_else(Usage::default, |group| group.usage)
+    pub fn usage(&self, index: GroupIndex) -> GroupUsage {
+        self.get(index).map_or_else(GroupUsage::default, |group| group.usage)
     }
 
     /// How long threads of a group and those below it waited for memory.
@@ -612,15 +612,15 @@ mod tests {
         GroupPath::parse(text).expect("path")
     }
 
-    fn groups(paths: &[&str]) -> Groups {
-        let mut groups = Groups::new(segment(), 1 << 30);
+    fn groups(paths: &[&str]) -> GroupTree {
+        let mut groups = GroupTree::new(segment(), 1 << 30);
         for text in paths {
             groups.ensure(&path(text), 1000).expect("group");
         }
         groups
     }
 
-    fn value(groups: &Groups, group: &str, key: &str) -> String {
+    fn value(groups: &GroupTree, group: &str, key: &str) -> String {
         groups.view(groups.find(&path(group)).expect("group")).values[key].clone()
     }
 
@@ -659,7 +659,7 @@ mod tests {
     #[test]
     fn only_an_empty_group_goes_and_what_happened_in_it_stays_counted() {
         let mut groups = groups(&["/web/front"]);
-        let refused = |groups: &mut Groups, text: &str| {
+        let refused = |groups: &mut GroupTree, text: &str| {
             groups.remove(&path(text)).expect_err("refused").to_string()
         };
         assert!(refused(&mut groups, "/").contains("root"));
@@ -761,8 +761,8 @@ mod tests {
         groups
             .set(b, [("ram.high", "100M"), ("ram.max", "200M"), ("ram.low", "50M")])
             .expect("set");
-        let stalled = Part::of(500, Duration::from_millis(1));
-        let usage = |mib: u64| Usage {
+        let stalled = TimeShare::of(500, Duration::from_millis(1));
+        let usage = |mib: u64| GroupUsage {
             ram: mib << 20,
             zswap: 1,
             swapped: 5,
@@ -812,7 +812,7 @@ mod tests {
         for _ in 0..11 {
             segment.lease_charged(process).expect("extent");
         }
-        let price = |groups: &Groups| groups.price_of_growth(b);
+        let price = |groups: &GroupTree| groups.price_of_growth(b);
         assert_eq!(price(&groups), 0, "no bound");
         groups.set(a, [("swap.high", "22M")]).expect("set");
         assert_eq!(price(&groups), 0, "at the bound");

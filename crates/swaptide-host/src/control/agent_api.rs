@@ -24,8 +24,8 @@ pub use crate::control::Users;
 use crate::control::fork_tracer::TracedForks;
 use crate::control::holds::Holds;
 use crate::control::peer::Peer;
-use crate::memctl::shared_pager::Shared;
-use crate::swap::areas::Open;
+use crate::memctl::shared_pager::SharedPager;
+use crate::swap::areas::AreaOpener;
 
 /// A client sends its byte right after it connects; one that does not is not waited for. Long
 /// enough for one that lost its turn on a busy machine in between.
@@ -145,8 +145,8 @@ impl AgentServer {
     pub fn serve(
         &mut self,
         segment: &OwnedFd,
-        areas: &Arc<dyn Open>,
-        shared: Option<&Shared>,
+        areas: &Arc<dyn AreaOpener>,
+        shared: Option<&SharedPager>,
         followed: &mut TracedForks,
     ) -> Vec<u32> {
         // No more at a time, so that a client that connects again and again does not keep the
@@ -192,8 +192,8 @@ impl AgentServer {
         client: Conn,
         peer: Peer,
         segment: &OwnedFd,
-        areas: &Arc<dyn Open>,
-        shared: Option<&Shared>,
+        areas: &Arc<dyn AreaOpener>,
+        shared: Option<&SharedPager>,
         followed: &mut TracedForks,
     ) -> Option<Request> {
         let mut message = [0u8; 32];
@@ -321,7 +321,7 @@ mod tests {
         counter: &mut AgentServer,
         request: &[u8],
         segment: &OwnedFd,
-        areas: &Arc<dyn Open>,
+        areas: &Arc<dyn AreaOpener>,
     ) -> (Vec<u32>, Option<OwnedFd>) {
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(request, &[]).expect("send");
@@ -337,13 +337,13 @@ mod tests {
     fn the_segment_and_the_file_are_handed_out_and_nothing_else() {
         let mut counter = AgentServer::open(Users::All).expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 12288).expect("memfd");
-        let none: Arc<dyn Open> = Arc::new(Areas::new(crate::testing::segment()));
+        let none: Arc<dyn AreaOpener> = Arc::new(Areas::new(crate::testing::segment()));
         let areas = Arc::new(Areas::new(crate::testing::segment()));
         let file = crate::swap::spec::parse("file:/tmp:16M").expect("a device");
         areas
             .add(crate::swap::spec::open_beyond(&file, 1 << 30).expect("a file"))
             .expect("an area");
-        let areas: Arc<dyn Open> = areas;
+        let areas: Arc<dyn AreaOpener> = areas;
         let (joined, fd) = ask(&mut counter, b"S", &segment, &areas);
         assert_eq!(joined, [std::process::id()]);
         let received = File::from(fd.expect("the segment"));
@@ -366,7 +366,7 @@ mod tests {
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(b"I", &[]).expect("send");
-        let areas: Arc<dyn Open> = Arc::new(Areas::new(crate::testing::segment()));
+        let areas: Arc<dyn AreaOpener> = Arc::new(Areas::new(crate::testing::segment()));
         counter.serve(&segment, &areas, None, &mut TracedForks::default());
         let mut reply = [0u8; 8];
         assert_eq!(client.recv(&mut reply, &mut []).expect("reply"), (5, 0));
@@ -403,7 +403,7 @@ mod tests {
     fn a_client_that_says_nothing_does_not_stop_the_others() {
         let mut counter = AgentServer::open(Users::All).expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
-        let areas: Arc<dyn Open> = Arc::new(Areas::new(crate::testing::segment()));
+        let areas: Arc<dyn AreaOpener> = Arc::new(Areas::new(crate::testing::segment()));
         let connect = || Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         let silent: Vec<Conn> = (0..2 * MAX_WAITING_CLIENTS).map(|_| connect()).collect();
         let began = Instant::now();

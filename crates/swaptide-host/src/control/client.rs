@@ -12,7 +12,7 @@ use crate::cgroup::tree::GroupView;
 use crate::control::server::{
     Answer, ControlError, Question, REQUEST_TIMEOUT, TiersView, daemon_path, directory, path_of,
 };
-use crate::control::trust::{self, Purpose};
+use crate::control::trust::{self, PeerPurpose};
 use crate::report::totals::View;
 use crate::swap::areas::AreaView;
 use crate::swap::spec;
@@ -24,7 +24,7 @@ use crate::swap::spec;
 /// [`ControlError::Directory`].
 pub fn runs() -> Result<Vec<u32>, ControlError> {
     let directory = directory();
-    let found = trust::look(&directory, Purpose::Ask);
+    let found = trust::look(&directory, PeerPurpose::Ask);
     let entries = match found.and_then(|_| std::fs::read_dir(&directory)) {
         Ok(entries) => entries,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -36,7 +36,7 @@ pub fn runs() -> Result<Vec<u32>, ControlError> {
         let (Some(pid), true) = (pid, path.extension().is_some_and(|end| end == "sock")) else {
             continue;
         };
-        match trust::connect(&path, Purpose::Ask) {
+        match trust::connect(&path, PeerPurpose::Ask) {
             Ok(_) => runs.push(pid),
             Err(error)
                 if error.kind() == io::ErrorKind::ConnectionRefused
@@ -53,7 +53,7 @@ pub fn runs() -> Result<Vec<u32>, ControlError> {
 
 /// The server that is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Target {
+enum ServerAddress {
     /// A run, by the process that the user started.
     Run(u32),
     /// The daemon; one of its runs by any process, where that matters.
@@ -67,19 +67,19 @@ enum Target {
 /// See [`ControlError`].
 pub fn stats(pid: Option<u32>) -> Result<View, ControlError> {
     let target = find(pid)?;
-    match (target, target == Target::Daemon(None)) {
+    match (target, target == ServerAddress::Daemon(None)) {
         (_, true) => match daemon_runs().as_slice() {
             [] => Err(ControlError::NoRun),
-            [run] => stats_of(Target::Daemon(Some(*run))),
+            [run] => stats_of(ServerAddress::Daemon(Some(*run))),
             runs => Err(ControlError::Several(runs.to_vec())),
         },
         (target, _) => stats_of(target),
     }
 }
 
-fn stats_of(target: Target) -> Result<View, ControlError> {
+fn stats_of(target: ServerAddress) -> Result<View, ControlError> {
     let question = match target {
-        Target::Daemon(Some(pid)) => Question::StatsOf(pid),
+        ServerAddress::Daemon(Some(pid)) => Question::StatsOf(pid),
         _ => Question::Stats,
     };
     match ask(target, &question, |_| ())? {
@@ -88,34 +88,34 @@ fn stats_of(target: Target) -> Result<View, ControlError> {
     }
 }
 
-fn other(target: Target) -> ControlError {
+fn other(target: ServerAddress) -> ControlError {
     target.failed("unexpected reply".into())
 }
 
-impl Target {
+impl ServerAddress {
     fn failed(self, why: String) -> ControlError {
         match self {
-            Target::Run(run) => ControlError::Run(run, why),
-            Target::Daemon(_) => ControlError::Daemon(why),
+            ServerAddress::Run(run) => ControlError::Run(run, why),
+            ServerAddress::Daemon(_) => ControlError::Daemon(why),
         }
     }
 
     fn path(self) -> PathBuf {
         match self {
-            Target::Run(run) => path_of(run),
-            Target::Daemon(_) => daemon_path(),
+            ServerAddress::Run(run) => path_of(run),
+            ServerAddress::Daemon(_) => daemon_path(),
         }
     }
 }
 
 /// Whether a daemon answers there.
 pub(crate) fn daemon_is_there() -> bool {
-    trust::connect(&daemon_path(), Purpose::Ask).is_ok()
+    trust::connect(&daemon_path(), PeerPurpose::Ask).is_ok()
 }
 
 /// The runs that the daemon keeps, by the processes that the users started.
 pub fn daemon_runs() -> Vec<u32> {
-    match ask(Target::Daemon(None), &Question::Runs, |_| ()) {
+    match ask(ServerAddress::Daemon(None), &Question::Runs, |_| ()) {
         Ok(Answer::Runs(runs)) => runs.into_iter().map(|(front, _)| front).collect(),
         _ => Vec::new(),
     }
@@ -126,7 +126,7 @@ pub fn daemon_runs() -> Vec<u32> {
 /// # Errors
 /// See [`ControlError`].
 pub fn budget() -> Result<u64, ControlError> {
-    let target = Target::Daemon(None);
+    let target = ServerAddress::Daemon(None);
     match ask(target, &Question::Budget, |_| ())? {
         Answer::Budget(bytes) => Ok(bytes),
         _ => Err(other(target)),
@@ -138,7 +138,7 @@ pub fn budget() -> Result<u64, ControlError> {
 /// # Errors
 /// See [`ControlError`].
 pub fn views() -> Result<Vec<View>, ControlError> {
-    let target = Target::Daemon(None);
+    let target = ServerAddress::Daemon(None);
     match ask(target, &Question::Views, |_| ())? {
         Answer::Views(views) => Ok(views),
         _ => Err(other(target)),
@@ -146,28 +146,28 @@ pub fn views() -> Result<Vec<View>, ControlError> {
 }
 
 /// The server to ask about a process, or, where none is named, the only one there is.
-fn find(pid: Option<u32>) -> Result<Target, ControlError> {
+fn find(pid: Option<u32>) -> Result<ServerAddress, ControlError> {
     let runs = runs()?;
     match (pid, runs.as_slice()) {
-        (Some(pid), runs) if runs.contains(&pid) => Ok(Target::Run(pid)),
+        (Some(pid), runs) if runs.contains(&pid) => Ok(ServerAddress::Run(pid)),
         (Some(pid), runs) => {
             let inside = |run: &&u32| {
-                stats_of(Target::Run(**run))
+                stats_of(ServerAddress::Run(**run))
                     .is_ok_and(|view| view.processes.iter().any(|process| process.pid == pid))
             };
             if let Some(run) = runs.iter().find(inside) {
-                return Ok(Target::Run(*run));
+                return Ok(ServerAddress::Run(*run));
             }
-            let kept = Target::Daemon(Some(pid));
+            let kept = ServerAddress::Daemon(Some(pid));
             if daemon_is_there() && stats_of(kept).is_ok() {
                 Ok(kept)
             } else {
                 Err(ControlError::NotFound(pid))
             }
         }
-        (None, []) if daemon_is_there() => Ok(Target::Daemon(None)),
+        (None, []) if daemon_is_there() => Ok(ServerAddress::Daemon(None)),
         (None, []) => Err(ControlError::NoRun),
-        (None, [run]) if !daemon_is_there() => Ok(Target::Run(*run)),
+        (None, [run]) if !daemon_is_there() => Ok(ServerAddress::Run(*run)),
         (None, runs) => Err(ControlError::Several(runs.to_vec())),
     }
 }
@@ -177,7 +177,7 @@ fn find(pid: Option<u32>) -> Result<Target, ControlError> {
 /// # Errors
 /// See [`ControlError`]; nothing has changed then.
 pub fn reload() -> Result<(), ControlError> {
-    ask(Target::Daemon(None), &Question::Reload, |_| ()).map(drop)
+    ask(ServerAddress::Daemon(None), &Question::Reload, |_| ()).map(drop)
 }
 
 /// The swap areas of a run, with their numbers, in the order in which they are used.
@@ -306,8 +306,8 @@ pub fn detach_process(pid: Option<u32>, progress: impl FnMut(u64)) -> Result<(),
     let target = find(pid)?;
     let pid = match (pid, target) {
         (Some(pid), _) => pid,
-        (None, Target::Run(run)) => run,
-        (None, Target::Daemon(_)) => return Err(ControlError::Several(daemon_runs())),
+        (None, ServerAddress::Run(run)) => run,
+        (None, ServerAddress::Daemon(_)) => return Err(ControlError::Several(daemon_runs())),
     };
     ask(target, &Question::Detach(pid), progress).map(drop)
 }
@@ -326,12 +326,12 @@ pub fn preload_group(pid: Option<u32>, path: &str) -> Result<(u64, bool), Contro
 
 /// Asks a run or a daemon; answers that something is still left go to `progress`.
 fn ask(
-    target: Target,
+    target: ServerAddress,
     question: &Question,
     mut progress: impl FnMut(u64),
 ) -> Result<Answer, ControlError> {
     let failed = |error: io::Error| target.failed(error.to_string());
-    let stream = trust::connect(&target.path(), Purpose::Ask).map_err(failed)?;
+    let stream = trust::connect(&target.path(), PeerPurpose::Ask).map_err(failed)?;
     // What is taken away may not get any less for a while.
     let patience = match question {
         Question::Swapoff(_)

@@ -12,9 +12,9 @@ use swaptide_ipc::{AreaId, Segment, Transport};
 use swaptide_sys::sock::{Conn, poll_readable};
 
 use crate::control::server::{Answer, Join, Joined, Question, REQUEST_TIMEOUT, daemon_path};
-use crate::control::trust::{self, Purpose};
+use crate::control::trust::{self, PeerPurpose};
 use crate::report::totals::Totals;
-use crate::swap::areas::Open;
+use crate::swap::areas::AreaOpener;
 
 /// What lies between two attempts to reach a daemon that is being started again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
@@ -23,7 +23,7 @@ const MAX_ANSWER_BYTES: usize = 1 << 20;
 
 /// Asks the daemon; answers with its line and the descriptor that came with it.
 fn ask(question: &Question) -> io::Result<(Answer, Option<OwnedFd>)> {
-    let mut stream = trust::connect(&daemon_path(), Purpose::Join)?;
+    let mut stream = trust::connect(&daemon_path(), PeerPurpose::Join)?;
     stream.set_write_timeout(Some(REQUEST_TIMEOUT))?;
     let mut text = serde_json::to_vec(question)?;
     text.push(b'\n');
@@ -149,7 +149,7 @@ impl RemoteAreas {
     }
 }
 
-impl Open for RemoteAreas {
+impl AreaOpener for RemoteAreas {
     fn is_far(&self, id: AreaId) -> bool {
         self.segment.area(id).transport() == Transport::Nbd
     }

@@ -290,7 +290,7 @@ impl Drop for ControlSocket {
 
 /// What the keeper does not know of a run.
 #[derive(Clone, Debug)]
-pub struct Run {
+pub struct ServedRun {
     /// The process that the user started.
     pub pid: u32,
     /// Whose descendants its processes are.
@@ -308,9 +308,9 @@ pub struct Run {
 /// # Errors
 /// Why there is none.
 pub fn open(
-    run: Run,
+    run: ServedRun,
     areas: Arc<Areas>,
-    keeper: mpsc::Sender<controller::Request>,
+    keeper: mpsc::Sender<controller::ControllerRequest>,
 ) -> io::Result<ControlSocket> {
     crate::control::trust::own(&directory())?;
     let path = path_of(run.pid);
@@ -344,9 +344,9 @@ pub fn open(
 
 fn converse(
     client: UnixStream,
-    run: &Run,
+    run: &ServedRun,
     areas: &Areas,
-    keeper: &mpsc::Sender<controller::Request>,
+    keeper: &mpsc::Sender<controller::ControllerRequest>,
 ) -> io::Result<()> {
     let uid = peer_of(client.as_fd())?.uid;
     if uid != 0 && uid != rustix::process::geteuid().as_raw() {
@@ -378,7 +378,7 @@ pub(crate) struct RequestHandler<'a> {
     /// The swap areas.
     pub areas: &'a Areas,
     /// The thread that keeps everything.
-    pub keeper: &'a mpsc::Sender<controller::Request>,
+    pub keeper: &'a mpsc::Sender<controller::ControllerRequest>,
     /// The budget, by which a file without a size gets one.
     pub budget: u64,
     /// The client.
@@ -601,7 +601,7 @@ fn set_group(
 /// Takes memory from a group, for now or for good. Waits until it is done: the keeper tells when
 /// nothing more goes out.
 fn answer_reclaim(
-    keeper: &mpsc::Sender<controller::Request>,
+    keeper: &mpsc::Sender<controller::ControllerRequest>,
     path: String,
     bytes: u64,
     freeze: bool,
@@ -633,7 +633,7 @@ fn answer_reclaim(
 /// Brings a group back. Waits until its processes have all that there is room for, or bring in
 /// nothing more.
 fn preload(
-    keeper: &mpsc::Sender<controller::Request>,
+    keeper: &mpsc::Sender<controller::ControllerRequest>,
     path: String,
     uid: u32,
     all: bool,
@@ -671,7 +671,7 @@ fn preload(
 /// Lets processes go. Waits until it is done, tells how much is still out, and gives it up where
 /// nothing comes back any more.
 fn detach(
-    keeper: &mpsc::Sender<controller::Request>,
+    keeper: &mpsc::Sender<controller::ControllerRequest>,
     pid: u32,
     uid: u32,
     all: bool,

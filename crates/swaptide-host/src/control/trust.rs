@@ -7,7 +7,7 @@
 //! Invariants
 //! 1. A socket is used only in a directory that is no link and that only its owner can write to.
 //!    The owner is this user or root. Root may also inspect a user's runs, but joins no user's
-//!    daemon ([`Purpose`]).
+//!    daemon ([`PeerPurpose`]).
 //! 2. Nothing is sent before the kernel has said that the owner of that directory, or root, listens
 //!    there (`SO_PEERCRED`).
 //! 3. A segment that comes from a daemon is a memory file of this user or of root, has a segment's
@@ -30,7 +30,7 @@ const ROOT: u32 = 0;
 
 /// What a socket is connected to for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Purpose {
+pub(crate) enum PeerPurpose {
     /// To inspect and control.
     Ask,
     /// To have a run kept by the daemon there.
@@ -100,9 +100,9 @@ pub(crate) fn is_own(directory: &Path) -> bool {
 ///
 /// # Errors
 /// Why not; `NotFound` where there is none.
-pub(crate) fn look(directory: &Path, purpose: Purpose) -> io::Result<u32> {
+pub(crate) fn look(directory: &Path, purpose: PeerPurpose) -> io::Result<u32> {
     let owner = owner_of(directory)?;
-    let root_asks = own_uid() == ROOT && purpose == Purpose::Ask;
+    let root_asks = own_uid() == ROOT && purpose == PeerPurpose::Ask;
     if owner == own_uid() || owner == ROOT || root_asks {
         Ok(owner)
     } else {
@@ -114,7 +114,7 @@ pub(crate) fn look(directory: &Path, purpose: Purpose) -> io::Result<u32> {
 ///
 /// # Errors
 /// Why it cannot ([`is_refusal`]), or what the kernel answers.
-pub(crate) fn connect(path: &Path, purpose: Purpose) -> io::Result<UnixStream> {
+pub(crate) fn connect(path: &Path, purpose: PeerPurpose) -> io::Result<UnixStream> {
     let owner = look(path.parent().unwrap_or(Path::new("/")), purpose)?;
     let stream = UnixStream::connect(path)?;
     let peer = peer_of(stream.as_fd())?.uid;
@@ -174,11 +174,11 @@ mod tests {
         let scratch = Scratch::new("trust-connect");
         let mine = scratch.path("mine");
         let socket = mine.join("daemon.sock");
-        let missing = connect(&socket, Purpose::Join).map(drop).expect_err("there is nothing");
+        let missing = connect(&socket, PeerPurpose::Join).map(drop).expect_err("there is nothing");
         assert_eq!(missing.kind(), io::ErrorKind::NotFound);
         own(&mine).expect("made");
         let _listener = UnixListener::bind(&socket).expect("a socket");
-        for purpose in [Purpose::Ask, Purpose::Join] {
+        for purpose in [PeerPurpose::Ask, PeerPurpose::Join] {
             connect(&socket, purpose).expect("this user's");
             let link = scratch.path("link");
             let _ = symlink(&mine, &link);
@@ -190,8 +190,8 @@ mod tests {
         // Only root can give a directory away.
         if own_uid() == ROOT {
             chown(&mine, Some(12345), None).expect("owner");
-            connect(&socket, Purpose::Ask).expect("root may inspect all");
-            assert_refused(connect(&socket, Purpose::Join));
+            connect(&socket, PeerPurpose::Ask).expect("root may inspect all");
+            assert_refused(connect(&socket, PeerPurpose::Join));
             assert!(own(&mine).is_err() && !is_own(&mine));
         }
     }

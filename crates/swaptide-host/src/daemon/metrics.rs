@@ -19,7 +19,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
 use crate::cgroup::psi::Pressure;
-use crate::cgroup::tree::{Events, GroupPath, Usage};
+use crate::cgroup::tree::{Events, GroupPath, GroupUsage};
 use crate::config::MetricsPlace;
 use crate::control::server::{REQUEST_TIMEOUT, ReadWithin, read_request};
 use crate::memctl::controller::{self, MemoryController};
@@ -55,7 +55,10 @@ type Gauges<L> = Family<L, Gauge<u64, AtomicU64>>;
 ///
 /// # Errors
 /// Why nobody can be answered there.
-pub fn serve(place: &MetricsPlace, keeper: mpsc::Sender<controller::Request>) -> io::Result<()> {
+pub fn serve(
+    place: &MetricsPlace,
+    keeper: mpsc::Sender<controller::ControllerRequest>,
+) -> io::Result<()> {
     let spawn = |serve: Box<dyn FnOnce() + Send>| {
         std::thread::Builder::new().name("metrics".into()).spawn(serve).map(drop)
     };
@@ -90,7 +93,7 @@ pub fn serve(place: &MetricsPlace, keeper: mpsc::Sender<controller::Request>) ->
 fn answer(
     from: impl ReadWithin,
     mut client: impl Write,
-    keeper: &mpsc::Sender<controller::Request>,
+    keeper: &mpsc::Sender<controller::ControllerRequest>,
 ) -> io::Result<()> {
     // The request and its headers, of which nothing matters, up to the empty line.
     let is_whole = |text: &[u8]| {
@@ -99,7 +102,7 @@ fn answer(
             .any(|end| text.windows(end.len()).any(|bytes| bytes == *end))
     };
     read_request(from, is_whole)?;
-    let (status, text) = match controller::ask(keeper, Snapshot::of) {
+    let (status, text) = match controller::ask(keeper, MetricsSnapshot::of) {
         Some(snapshot) => ("200 OK", snapshot.text()),
         None => ("503 Service Unavailable", String::new()),
     };
@@ -117,7 +120,7 @@ fn answer(
 #[derive(Default)]
 struct OneGroup {
     path: String,
-    usage: Usage,
+    usage: GroupUsage,
     leased: u64,
     happened: Events,
     pressure: Pressure,
@@ -125,16 +128,16 @@ struct OneGroup {
 
 /// Everything at a moment.
 #[derive(Default)]
-struct Snapshot {
+struct MetricsSnapshot {
     budget: u64,
     groups: Vec<OneGroup>,
     areas: Vec<(u32, String, u64, u64)>,
     runs: Vec<(u32, String, View)>,
 }
 
-impl Snapshot {
-    fn of(keeper: &mut MemoryController) -> Snapshot {
-        let runs: Vec<controller::Run> = keeper.runs().cloned().collect();
+impl MetricsSnapshot {
+    fn of(keeper: &mut MemoryController) -> MetricsSnapshot {
+        let runs: Vec<controller::ManagedRun> = keeper.runs().cloned().collect();
         let runs =
             runs.into_iter().map(|run| (run.front, run.program, keeper.view(run.root))).collect();
         let areas = keeper.areas().view().into_iter();
@@ -153,7 +156,7 @@ impl Snapshot {
                 pressure: groups.pressure(index),
             }
         };
-        Snapshot {
+        MetricsSnapshot {
             budget,
             areas,
             runs,
@@ -253,20 +256,20 @@ fn escaped(value: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cgroup::psi::Part;
+    use crate::cgroup::psi::TimeShare;
     use std::time::Duration;
 
     #[test]
     fn numbers_come_as_openmetrics() {
-        let usage = Usage { ram: 5 << 20, processes: 2, ..Usage::default() };
+        let usage = GroupUsage { ram: 5 << 20, processes: 2, ..GroupUsage::default() };
         let happened = Events { swap_max: 3, ..Events::default() };
         let mut pressure = Pressure::default();
-        pressure.follow(Part::of(250, Duration::from_millis(1)), Duration::from_secs(2));
+        pressure.follow(TimeShare::of(250, Duration::from_millis(1)), Duration::from_secs(2));
         let view = View {
             stats: [("zswpout".to_owned(), 7), ("zswpin".to_owned(), 0)].into(),
             ..View::default()
         };
-        let snapshot = Snapshot {
+        let snapshot = MetricsSnapshot {
             budget: 1 << 30,
             groups: vec![OneGroup {
                 path: "/web".into(),

@@ -38,7 +38,7 @@ use swaptide_core::Tiers;
 use swaptide_ipc::{AreaId, GroupIndex, Segment};
 use swaptide_sys::sock::{Conn, PeerCred, peer_of, poll_readable};
 
-use crate::cgroup::tree::{GroupError, GroupPath, Groups, cgroup_of};
+use crate::cgroup::tree::{GroupError, GroupPath, GroupTree, cgroup_of};
 use crate::config::Config;
 use crate::control::agent_api::Users;
 use crate::control::server::{
@@ -49,14 +49,14 @@ use crate::memctl::controller::{self, MemoryController};
 use crate::memctl::policy::MIN_BUDGET_BYTES;
 use crate::report::totals::View;
 use crate::signals;
-use crate::swap::areas::{Areas, Open};
-use crate::swap::spec::{self, Backing};
+use crate::swap::areas::{AreaOpener, Areas};
+use crate::swap::spec::{self, BackingDevice};
 use crate::units::{parse_share, ram_total};
 
 pub use crate::daemon::error::DaemonError;
 use crate::daemon::error::log_line;
 use crate::daemon::segment::SegmentId;
-use crate::daemon::state::State;
+use crate::daemon::state::SavedState;
 
 /// The budget where none is given.
 const DEFAULT_RAM: &str = "80%";
@@ -71,11 +71,11 @@ pub struct DaemonConfig {
 }
 
 /// What the threads of clients share.
-struct Shared {
+struct ClientShared {
     segment: &'static Segment,
     segment_fd: OwnedFd,
     areas: Arc<Areas>,
-    keeper: mpsc::Sender<controller::Request>,
+    keeper: mpsc::Sender<controller::ControllerRequest>,
     config: PathBuf,
     ram: u64,
     pool_cap: u64,
@@ -119,7 +119,7 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
         SegmentId::of(&segment_fd).map_err(|error| DaemonError::State(place.clone(), error))?;
     crate::daemon::segment::keep(&segment_fd);
     let areas = Arc::new(Areas::new(segment));
-    let mut groups = Groups::new(segment, budget);
+    let mut groups = GroupTree::new(segment, budget);
     let (pool_cap, codec, follows_forks) = match &state {
         Some(state) => {
             state.restore(&areas, &mut groups, segment);
@@ -146,7 +146,7 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
     let thread =
         std::thread::Builder::new().name("keeper".into()).spawn(move || keeper.run(requests));
     let thread = thread.map_err(|error| DaemonError::System("thread", error))?;
-    let shared = Arc::new(Shared {
+    let shared = Arc::new(ClientShared {
         segment,
         segment_fd,
         areas,
@@ -179,7 +179,7 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
     serve(&shared, &listener, &signals);
     let _ = std::fs::remove_file(&path);
     shared.close();
-    let _ = shared.keeper.send(controller::Request::Stop);
+    let _ = shared.keeper.send(controller::ControllerRequest::Stop);
     let _ = thread.join();
     Ok(0)
 }
@@ -224,7 +224,7 @@ fn listen(path: &Path) -> io::Result<UnixListener> {
 }
 
 /// Until a signal says that it is enough.
-fn serve(shared: &Arc<Shared>, listener: &UnixListener, signals: &signals::Signals) {
+fn serve(shared: &Arc<ClientShared>, listener: &UnixListener, signals: &signals::Signals) {
     let talking = Arc::new(());
     loop {
         let ready = poll_readable(&[signals.as_fd(), listener.as_fd()], None).unwrap_or(0);
@@ -259,7 +259,7 @@ fn serve(shared: &Arc<Shared>, listener: &UnixListener, signals: &signals::Signa
     }
 }
 
-impl Shared {
+impl ClientShared {
     fn converse(self: &Arc<Self>, client: UnixStream) -> io::Result<()> {
         let PeerCred { pid, uid } = peer_of(client.as_fd())?;
         if pid == 0 {
@@ -321,7 +321,7 @@ impl Shared {
             Question::StatsOf(pid) => self.stats(pid, uid, all),
             Question::Views => {
                 let views = move |keeper: &mut MemoryController| {
-                    let runs: Vec<controller::Run> =
+                    let runs: Vec<controller::ManagedRun> =
                         keeper.runs().filter(|run| all || run.uid == uid).cloned().collect();
                     runs.into_iter().map(|run| view_of(keeper, run)).collect()
                 };
@@ -404,7 +404,7 @@ impl Shared {
             let group =
                 Some(keeper.groups().ensure(&path, uid).map_err(|error| error.to_string())?);
             let Join { front, program, max, strict, .. } = join;
-            keeper.add_run(controller::Run {
+            keeper.add_run(controller::ManagedRun {
                 root: pid,
                 front,
                 uid,
@@ -436,7 +436,7 @@ impl Shared {
     fn follow_list(
         &self,
         file: &Config,
-    ) -> Result<(crate::daemon::swap_list::Changes, Vec<Backing>), DaemonError> {
+    ) -> Result<(crate::daemon::swap_list::Changes, Vec<BackingDevice>), DaemonError> {
         let before = self.swap.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let mut changes =
             crate::daemon::swap_list::compare(&before, &file.swap).map_err(DaemonError::Device)?;
@@ -451,7 +451,7 @@ impl Shared {
     fn change_list(
         self: &Arc<Self>,
         file: &Config,
-        (changes, opened): (crate::daemon::swap_list::Changes, Vec<Backing>),
+        (changes, opened): (crate::daemon::swap_list::Changes, Vec<BackingDevice>),
     ) -> Result<(), DaemonError> {
         for backing in opened {
             self.areas.add(backing).map_err(DaemonError::Area)?;
@@ -500,7 +500,7 @@ impl Shared {
         let (pool_cap, codec, segment) = (self.pool_cap, self.codec, self.segment);
         let areas = crate::daemon::state::areas(&self.areas, segment);
         let snapshot =
-            controller::ask(&self.keeper, move |keeper| State::of(keeper, pool_cap, codec));
+            controller::ask(&self.keeper, move |keeper| SavedState::of(keeper, pool_cap, codec));
         if let Some(mut state) = snapshot {
             state.areas = areas;
             state.follows_forks = self.follows_forks;
@@ -533,7 +533,7 @@ impl Shared {
     }
 }
 
-fn view_of(keeper: &MemoryController, run: controller::Run) -> View {
+fn view_of(keeper: &MemoryController, run: controller::ManagedRun) -> View {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
     View {
         pid: run.front,

@@ -22,14 +22,14 @@ use swaptide_ipc::{AreaId, AreaState, EXTENT_BYTES, ExportFacts, GroupIndex, Seg
 use swaptide_store::nbd::{Export, Flags};
 use swaptide_sys::process::start_time;
 
-use crate::cgroup::tree::{GroupPath, Groups, KEYS};
+use crate::cgroup::tree::{GroupPath, GroupTree, KEYS};
 use crate::daemon::error::DaemonError;
 use crate::daemon::segment::{self, SegmentId};
-use crate::memctl::controller::{MemoryController, Run};
+use crate::memctl::controller::{ManagedRun, MemoryController};
 use crate::memctl::processes::{Life, life};
 use crate::nbd::Connector;
-use crate::swap::areas::{Areas, Open};
-use crate::swap::spec::{self, Backing, BackingKind, Medium};
+use crate::swap::areas::{AreaOpener, Areas};
+use crate::swap::spec::{self, BackingDevice, BackingKind, Medium};
 
 /// A state directory that this process has for itself.
 pub struct Directory {
@@ -39,7 +39,7 @@ pub struct Directory {
 
 /// What is written down.
 #[derive(Serialize, Deserialize)]
-pub struct State {
+pub struct SavedState {
     boot: String,
     /// Which memory file the segment is.
     #[serde(default)]
@@ -70,7 +70,7 @@ pub struct State {
 pub struct SavedArea {
     id: u8,
     name: String,
-    kind: Kind,
+    kind: SavedKind,
     place: PathBuf,
     /// Its own name; of a file, made for this; of an export, its URL with all options.
     path: PathBuf,
@@ -86,7 +86,7 @@ pub struct SavedArea {
 
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-enum Kind {
+enum SavedKind {
     File,
     Block,
     Nbd,
@@ -102,7 +102,7 @@ struct SavedGroup {
 
 #[derive(Serialize, Deserialize)]
 struct SavedRun {
-    run: Run,
+    run: ManagedRun,
     group: String,
     /// When its supervisor started: the number alone may have come to mean another process.
     start_time: u64,
@@ -145,9 +145,9 @@ impl Directory {
     }
 
     /// What was written down since the machine was started; what is older goes.
-    pub fn load(&self) -> Option<State> {
+    pub fn load(&self) -> Option<SavedState> {
         let text = std::fs::read(self.path.join("state.json")).ok()?;
-        let state: State = serde_json::from_slice(&text).ok()?;
+        let state: SavedState = serde_json::from_slice(&text).ok()?;
         if state.boot == boot_id() {
             return Some(state);
         }
@@ -172,7 +172,7 @@ impl Directory {
     }
 
     /// Writes it down, whole or not at all.
-    pub fn save(&mut self, state: &State) -> io::Result<()> {
+    pub fn save(&mut self, state: &SavedState) -> io::Result<()> {
         let beside = self.path.join("state.new");
         let mut file =
             File::options().write(true).create(true).truncate(true).mode(0o600).open(&beside)?;
@@ -195,11 +195,13 @@ pub fn areas(areas: &Areas, segment: &Segment) -> Vec<SavedArea> {
         let generation = segment.area(id).generation();
         let (kind, path) = match (backing.kind, &backing.medium) {
             (BackingKind::File, Medium::File(file)) => {
-                (Kind::File, named(backing, file, id, generation))
+                (SavedKind::File, named(backing, file, id, generation))
             }
-            (BackingKind::Block, _) => (Kind::Block, Some(backing.place.clone())),
-            (_, Medium::Nbd(connector, _)) => (Kind::Nbd, Some(connector.url().whole().into())),
-            (BackingKind::Nbd, Medium::File(_)) => (Kind::Nbd, None),
+            (BackingKind::Block, _) => (SavedKind::Block, Some(backing.place.clone())),
+            (_, Medium::Nbd(connector, _)) => {
+                (SavedKind::Nbd, Some(connector.url().whole().into()))
+            }
+            (BackingKind::Nbd, Medium::File(_)) => (SavedKind::Nbd, None),
         };
         let identity = match &backing.medium {
             Medium::File(file) => file.metadata().ok().map(|found| identity_of(&found)),
@@ -228,7 +230,7 @@ fn identity_of(found: &Metadata) -> (u64, u64) {
 }
 
 /// Gives a file without a name one in its directory.
-fn named(backing: &Backing, file: &File, id: AreaId, generation: u32) -> Option<PathBuf> {
+fn named(backing: &BackingDevice, file: &File, id: AreaId, generation: u32) -> Option<PathBuf> {
     use std::os::fd::AsRawFd;
     let own = file.metadata().ok()?;
     let path = backing.place.join(format!(
@@ -252,7 +254,7 @@ impl SavedArea {
     /// The name that was made for it goes.
     pub fn remove_file(&self) {
         let is_own = |found: Metadata| self.identity == Some(identity_of(&found));
-        if self.kind == Kind::File && std::fs::symlink_metadata(&self.path).is_ok_and(is_own) {
+        if self.kind == SavedKind::File && std::fs::symlink_metadata(&self.path).is_ok_and(is_own) {
             let _ = std::fs::remove_file(&self.path);
         }
     }
@@ -269,7 +271,7 @@ impl SavedArea {
                 self.path.display()
             ))
         };
-        if self.kind == Kind::File {
+        if self.kind == SavedKind::File {
             // Others may make links where it lies.
             let file = open(libc::O_NOFOLLOW | libc::O_NONBLOCK).map_err(|error| {
                 match error.raw_os_error() {
@@ -300,9 +302,9 @@ impl SavedArea {
         if is_same { Ok(file) } else { Err(other()) }
     }
 
-    fn open(&self) -> io::Result<Backing> {
+    fn open(&self) -> io::Result<BackingDevice> {
         let mut backing = match self.kind {
-            Kind::Nbd => {
+            SavedKind::Nbd => {
                 let url = self.path.to_str().unwrap_or_default();
                 let found = spec::parse(url).and_then(|device| spec::open_beyond(&device, 0));
                 let found = found.map_err(|error| io::Error::other(error.to_string()))?;
@@ -311,11 +313,11 @@ impl SavedArea {
                 }
                 found
             }
-            Kind::File | Kind::Block => {
+            SavedKind::File | SavedKind::Block => {
                 let file = self.open_again()?;
-                Backing {
+                BackingDevice {
                     name: self.name.clone(),
-                    kind: if self.kind == Kind::Block {
+                    kind: if self.kind == SavedKind::Block {
                         BackingKind::Block
                     } else {
                         BackingKind::File
@@ -342,14 +344,14 @@ impl SavedArea {
 
 impl SavedArea {
     /// An export whose server is away: what was agreed on with it stands in the segment.
-    fn reopen_away(&self, segment: &Segment) -> Option<Backing> {
+    fn reopen_away(&self, segment: &Segment) -> Option<BackingDevice> {
         let spec::DeviceKind::Nbd(url) = spec::parse(self.path.to_str()?).ok()?.kind else {
             return None;
         };
         let ExportFacts { bytes, flags, structured, longest, connections } =
             segment.area(AreaId(self.id)).export();
         let export = Export { size: bytes, flags: Flags(flags), structured, longest, connections };
-        Some(Backing {
+        Some(BackingDevice {
             name: self.name.clone(),
             kind: BackingKind::Nbd,
             place: self.place.clone(),
@@ -365,15 +367,15 @@ impl SavedArea {
     }
 }
 
-impl State {
+impl SavedState {
     /// Everything but the areas.
-    pub fn of(keeper: &mut MemoryController, pool_cap: u64, codec: u32) -> State {
-        let path_of = |groups: &Groups, index: Option<GroupIndex>| {
+    pub fn of(keeper: &mut MemoryController, pool_cap: u64, codec: u32) -> SavedState {
+        let path_of = |groups: &GroupTree, index: Option<GroupIndex>| {
             index
                 .and_then(|index| groups.get(index))
                 .map_or_else(|| "/".to_owned(), |group| group.path.to_string())
         };
-        let runs: Vec<Run> = keeper.runs().cloned().collect();
+        let runs: Vec<ManagedRun> = keeper.runs().cloned().collect();
         let frozen = keeper.frozen().map(|index| index.0).collect();
         let groups = keeper.groups();
         let tiers = groups.tiers();
@@ -386,7 +388,7 @@ impl State {
                 .filter_map(|key| Some(((*key).to_owned(), group.settings.as_set(key, tiers)?)))
                 .collect(),
         });
-        State {
+        SavedState {
             boot: boot_id(),
             segment: None,
             config: 0,
@@ -410,7 +412,7 @@ impl State {
     }
 
     /// Removes those names that another state does not have.
-    pub(crate) fn remove_files_but(&self, other: &State) {
+    pub(crate) fn remove_files_but(&self, other: &SavedState) {
         self.areas
             .iter()
             .filter(|area| other.areas.iter().all(|kept| kept.path != area.path))
@@ -424,7 +426,7 @@ impl State {
 
     /// Areas, tiers and groups as they were. An area that cannot be opened again takes no more
     /// pages; its users have their own descriptors.
-    pub fn restore(&self, areas: &Areas, groups: &mut Groups, segment: &Segment) {
+    pub fn restore(&self, areas: &Areas, groups: &mut GroupTree, segment: &Segment) {
         for kept in &self.areas {
             match kept.open() {
                 Ok(backing) => areas.restore(AreaId(kept.id), backing),
@@ -490,7 +492,7 @@ impl State {
                 .ok()
                 .and_then(|path| keeper.groups().find(&path).ok());
             if same {
-                keeper.add_run(Run { group, ..kept.run.clone() });
+                keeper.add_run(ManagedRun { group, ..kept.run.clone() });
             }
         }
         let slots: Vec<_> =
@@ -601,7 +603,7 @@ mod tests {
         let mut keeper = MemoryController::new(
             segment,
             std::sync::Arc::new(Areas::new(segment)),
-            Groups::new(segment, 1 << 30),
+            GroupTree::new(segment, 1 << 30),
             1 << 30,
         );
         let path = GroupPath::parse("/a/b").expect("path");
@@ -616,7 +618,7 @@ mod tests {
             .set(index, [("ram.max", "64M"), ("swap.tiers", "-HDD"), ("zswap.writeback", "0")])
             .expect("set");
         let me = std::process::id();
-        let run = Run {
+        let run = ManagedRun {
             root: me,
             front: 7,
             uid: 1000,
@@ -627,10 +629,10 @@ mod tests {
             strict: true,
         };
         keeper.add_run(run);
-        let text = serde_json::to_vec(&State::of(&mut keeper, 9, 1)).expect("JSON");
-        let state: State = serde_json::from_slice(&text).expect("state");
+        let text = serde_json::to_vec(&SavedState::of(&mut keeper, 9, 1)).expect("JSON");
+        let state: SavedState = serde_json::from_slice(&text).expect("state");
         let before = keeper.groups().view(index);
-        let mut groups = Groups::new(segment, 1 << 30);
+        let mut groups = GroupTree::new(segment, 1 << 30);
         state.restore(&place, &mut groups, segment);
         assert_eq!((groups.find(&path), groups.view(index)), (Ok(index), before));
         assert_eq!(groups.get(index).expect("group").owner, 1000);

@@ -12,7 +12,7 @@ use swaptide_ipc::{MAX_AREAS, Segment};
 use crate::daemon::error::{DaemonError, log_line};
 use crate::swap::areas::{AreaError, Areas};
 use crate::swap::mirror;
-use crate::swap::spec::{self, Backing, Device, DeviceError, DeviceKind};
+use crate::swap::spec::{self, BackingDevice, Device, DeviceError, DeviceKind};
 
 /// What has to be done about another list.
 #[derive(Debug, Default)]
@@ -67,7 +67,7 @@ impl Changes {
         areas: &Areas,
         segment: &Segment,
         budget: u64,
-    ) -> Result<Vec<Backing>, DaemonError> {
+    ) -> Result<Vec<BackingDevice>, DaemonError> {
         let views = areas.view().into_iter().filter(|(_, view)| view.kind == "file");
         let mut files: Vec<_> = views.map(|(_, view)| (view.priority, view.place.into())).collect();
         files.extend(mirror::files(&self.add));

@@ -42,7 +42,7 @@ const RESERVE_HOLD: Duration = Duration::from_secs(5);
 const BOUND_GRAIN_BYTES: u64 = 1 << 20;
 
 /// One cgroup that has a limit.
-struct Level {
+struct LimitedCgroup {
     limit: File,
     stat: File,
     /// What the kernel has for itself, in version 1; version 2 has it in `stat`.
@@ -83,7 +83,7 @@ impl Reserve {
 /// See the module's description.
 #[derive(Default)]
 pub struct CgroupLimit {
-    levels: Vec<Level>,
+    levels: Vec<LimitedCgroup>,
     looked: Option<Instant>,
     bound: Option<u64>,
     text: Vec<u8>,
@@ -95,7 +95,7 @@ impl CgroupLimit {
     pub(crate) fn of_own_cgroups() -> CgroupLimit {
         let levels = limiting_cgroups()
             .into_iter()
-            .filter_map(|(directory, _)| Level::open(&directory))
+            .filter_map(|(directory, _)| LimitedCgroup::open(&directory))
             .collect();
         CgroupLimit { levels, text: vec![0; 8 << 10], ..CgroupLimit::default() }
     }
@@ -118,10 +118,10 @@ impl CgroupLimit {
     }
 }
 
-impl Level {
-    fn open(directory: &Path) -> Option<Level> {
+impl LimitedCgroup {
+    fn open(directory: &Path) -> Option<LimitedCgroup> {
         let open = |name: &str| File::open(PathBuf::from(directory).join(name)).ok();
-        Some(Level {
+        Some(LimitedCgroup {
             limit: open("memory.limit_in_bytes").or_else(|| open("memory.max"))?,
             stat: open("memory.stat")?,
             kernel: open("memory.kmem.usage_in_bytes"),
@@ -210,7 +210,7 @@ mod tests {
         write("memory.max", "max\n");
         write("memory.events", "low 0\nmax 0\n");
         write("memory.stat", &format!("anon {}\nshmem 0\nkernel {}\n", 90 * MIB, 3 * MIB));
-        let mut level = Level::open(&directory).expect("a cgroup");
+        let mut level = LimitedCgroup::open(&directory).expect("a cgroup");
         let (now, mut text) = (Instant::now(), vec![0; 4096]);
         assert_eq!(level.bound(80 * MIB, now, &mut text), None, "no limit");
         write("memory.max", &(128 * MIB).to_string());

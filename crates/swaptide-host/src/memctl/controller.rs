@@ -1,7 +1,7 @@
 //! The thread that keeps processes within their budgets: those of one run, or of all runs of a
 //! host.
 //!
-//! Owns the members ([`ProcessTree`]), the groups ([`Groups`]) and their members
+//! Owns the members ([`ProcessTree`]), the groups ([`GroupTree`]) and their members
 //! (`Memberships`), the supervisor's side of every process slot, the totals of processes that are
 //! gone, and the swap areas' holes. Each tick it reads what everybody uses, lets `policy::decide`
 //! judge, and carries out the decision through the segment: `limit_bytes`, `engage`, the
@@ -38,12 +38,12 @@ use swaptide_sys::PAGE_SIZE;
 use swaptide_sys::process::pidfd_open;
 use swaptide_sys::sock::poll_readable;
 
-use crate::cgroup::psi::Part;
-use crate::cgroup::tree::{GroupError, GroupPath, GroupView, Groups, Usage};
+use crate::cgroup::psi::TimeShare;
+use crate::cgroup::tree::{GroupError, GroupPath, GroupTree, GroupUsage, GroupView};
 use crate::memctl::policy::{self, Bounds, Process, Sharing};
 use crate::memctl::proactive::IdleReclaim;
 use crate::memctl::processes::{Life, ProcessTree, life};
-use crate::memctl::shared_pager::Shared;
+use crate::memctl::shared_pager::SharedPager;
 use crate::report::totals::{ProcessView, Totals, View};
 use crate::swap::areas::Areas;
 
@@ -62,7 +62,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
 const RUN_RECORD_MAX_AGE: Duration = Duration::from_millis(500);
 
 /// What the keeper is asked.
-pub enum Request {
+pub enum ControllerRequest {
     /// A process joined: look at it now.
     Joined(u32),
     /// Do this between two ticks.
@@ -73,7 +73,7 @@ pub enum Request {
 
 /// Asks the keeper something and waits; `None` when it has ended.
 pub fn ask<T: Send + 'static>(
-    keeper: &Sender<Request>,
+    keeper: &Sender<ControllerRequest>,
     f: impl FnOnce(&mut MemoryController) -> T + Send + 'static,
 ) -> Option<T> {
     let (answer, result) = channel();
@@ -81,13 +81,13 @@ pub fn ask<T: Send + 'static>(
         // The client may have stopped waiting.
         let _ = answer.send(f(keeper));
     };
-    keeper.send(Request::Do(Box::new(task))).ok()?;
+    keeper.send(ControllerRequest::Do(Box::new(task))).ok()?;
     result.recv_timeout(REQUEST_TIMEOUT).ok()
 }
 
 /// A run: the processes under one supervisor.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Run {
+pub struct ManagedRun {
     /// Whose descendants its processes are.
     pub root: u32,
     /// The process that the user started.
@@ -110,7 +110,7 @@ pub struct Run {
 
 /// A run, and what it did so far.
 pub(super) struct RunRecord {
-    pub(super) run: Run,
+    pub(super) run: ManagedRun,
     /// Stands for the root; none where it was gone already.
     pidfd: Option<OwnedFd>,
     /// What its dead have counted, and the most that there was at a time.
@@ -121,7 +121,7 @@ pub(super) struct RunRecord {
 }
 
 /// A member at a tick.
-pub(super) struct Member {
+pub(super) struct TickMember {
     pub(super) pid: u32,
     pub(super) slot: Option<SlotIndex>,
     pub(super) run: u32,
@@ -138,7 +138,7 @@ pub struct MemoryController {
     /// Which slot is whose. A process keeps the first one that it was seen with, whatever others
     /// say.
     bound: HashMap<u32, SlotIndex>,
-    groups: Groups,
+    groups: GroupTree,
     places: Memberships,
     squeezes: ReclaimRequests,
     idlers: IdleGroups,
@@ -148,7 +148,7 @@ pub struct MemoryController {
     last_tick: Instant,
     /// A process that is first seen from now on was not there before.
     pub(super) has_looked: bool,
-    pub(super) shared: Option<&'static Shared>,
+    pub(super) shared: Option<&'static SharedPager>,
     /// What the pager of another process can have at most: all memory there is.
     pub(super) most_shared: u64,
     looked_at_runs: Instant,
@@ -161,7 +161,7 @@ impl MemoryController {
     pub fn new(
         segment: &'static Segment,
         areas: Arc<Areas>,
-        groups: Groups,
+        groups: GroupTree,
         budget: u64,
     ) -> MemoryController {
         MemoryController {
@@ -189,7 +189,7 @@ impl MemoryController {
     }
 
     /// Counts shared memory, too.
-    pub(crate) fn with_shared(self, shared: &'static Shared) -> MemoryController {
+    pub(crate) fn with_shared(self, shared: &'static SharedPager) -> MemoryController {
         MemoryController { shared: Some(shared), ..self }
     }
 
@@ -200,7 +200,7 @@ impl MemoryController {
     }
 
     /// Keeps a run, too.
-    pub fn add_run(&mut self, run: Run) {
+    pub fn add_run(&mut self, run: ManagedRun) {
         self.tree.add_root(run.root);
         self.tree.add_front(run.front, run.root);
         let pidfd = pidfd_open(run.root).ok();
@@ -217,18 +217,18 @@ impl MemoryController {
     }
 
     /// The thread: ticks until it is told to stop or nobody is left to tell it.
-    pub fn run(mut self, requests: Receiver<Request>) {
+    pub fn run(mut self, requests: Receiver<ControllerRequest>) {
         // It only looks, but it must look in time.
         swaptide_sys::affinity::go_first();
         let mut interval = Duration::ZERO;
         loop {
             match requests.recv_timeout(interval) {
-                Ok(Request::Joined(pid)) => drop(self.tree.admit(pid)),
-                Ok(Request::Do(task)) => {
+                Ok(ControllerRequest::Joined(pid)) => drop(self.tree.admit(pid)),
+                Ok(ControllerRequest::Do(task)) => {
                     self.tick();
                     task(&mut self);
                 }
-                Ok(Request::Stop) | Err(RecvTimeoutError::Disconnected) => return,
+                Ok(ControllerRequest::Stop) | Err(RecvTimeoutError::Disconnected) => return,
                 Err(RecvTimeoutError::Timeout) => {}
             }
             interval = self.tick();
@@ -260,7 +260,7 @@ impl MemoryController {
             }
         }
         let pids: Vec<u32> = self.tree.pids().collect();
-        let members: Vec<Member> =
+        let members: Vec<TickMember> =
             pids.into_iter().map(|pid| self.member(pid, slots.get(&pid).copied())).collect();
         let (bounds, nodes) = self.bounds(&members);
         let processes: Vec<Process> =
@@ -304,7 +304,7 @@ impl MemoryController {
         self.has_looked = true;
         self.bound_pools(&members, &decision.limits);
         self.account(&members, &processes, elapsed, |group| {
-            nodes.get(&Node::Group(group)).is_some_and(|at| decision.starved.contains(at))
+            nodes.get(&BudgetNode::Group(group)).is_some_and(|at| decision.starved.contains(at))
         });
         for root in self.runs.keys().copied().collect::<Vec<_>>() {
             self.enforce(root, &members, &processes);
@@ -352,12 +352,12 @@ impl MemoryController {
     }
 
     /// The runs that are kept.
-    pub fn runs(&self) -> impl Iterator<Item = &Run> {
+    pub fn runs(&self) -> impl Iterator<Item = &ManagedRun> {
         self.runs.values().map(|kept| &kept.run)
     }
 
     /// The run of a process: one in it, or the one that the user started.
-    pub fn run_of(&self, pid: u32) -> Option<&Run> {
+    pub fn run_of(&self, pid: u32) -> Option<&ManagedRun> {
         let by_front = self.runs().find(|run| run.front == pid || run.root == pid);
         by_front.or_else(|| self.runs.get(&self.tree.root_of(pid)).map(|kept| &kept.run))
     }
@@ -368,7 +368,7 @@ impl MemoryController {
     }
 
     /// What is known of a process; one without gets its group.
-    fn member(&mut self, pid: u32, slot: Option<SlotIndex>) -> Member {
+    fn member(&mut self, pid: u32, slot: Option<SlotIndex>) -> TickMember {
         let run = self.tree.root_of(pid);
         let group = self.places.look(
             pid,
@@ -386,12 +386,12 @@ impl MemoryController {
             }
             slot.throttle_us.store(self.groups.price_of_growth(group), Relaxed);
         }
-        Member { pid, slot, run, group }
+        TickMember { pid, slot, run, group }
     }
 
     /// What each group may have, and below its group each run that has a maximum of its own; and
     /// where these stand.
-    fn bounds(&mut self, members: &[Member]) -> (Vec<Bounds>, HashMap<Node, usize>) {
+    fn bounds(&mut self, members: &[TickMember]) -> (Vec<Bounds>, HashMap<BudgetNode, usize>) {
         let resident = members.iter().map(|member| self.tree.used(member.pid)).sum();
         let left = self.ceiling.look(resident).unwrap_or(u64::MAX);
         if left < self.budget {
@@ -409,11 +409,11 @@ impl MemoryController {
             let squeezed = self.squeezes.bound(index);
             let bound = [squeezed, self.idlers.bound(index)].into_iter().flatten().min();
             let high = group.settings.ram_high.unwrap_or(u64::MAX);
-            nodes.insert(Node::Group(index), bounds.len());
+            nodes.insert(BudgetNode::Group(index), bounds.len());
             bounds.push(Bounds {
                 parent: group
                     .parent
-                    .and_then(|parent| nodes.get(&Node::Group(parent)).copied())
+                    .and_then(|parent| nodes.get(&BudgetNode::Group(parent)).copied())
                     .unwrap_or(0),
                 max: group.settings.ram_max.unwrap_or(u64::MAX).min(own),
                 high: if frozen { 0 } else { bound.map_or(high, |bound| bound.min(high)) },
@@ -422,8 +422,8 @@ impl MemoryController {
         }
         for (root, kept) in &self.runs {
             if let (Some(max), Some(group)) = (kept.run.max, kept.run.group) {
-                nodes.insert(Node::Run(*root), bounds.len());
-                let parent = nodes.get(&Node::Group(group)).copied().unwrap_or(0);
+                nodes.insert(BudgetNode::Run(*root), bounds.len());
+                let parent = nodes.get(&BudgetNode::Group(group)).copied().unwrap_or(0);
                 bounds.push(Bounds { parent, max, high: u64::MAX, low: 0 });
             }
         }
@@ -431,7 +431,7 @@ impl MemoryController {
     }
 
     /// Notes the most that each run has at a time.
-    fn measure(&mut self, processes: &[Process], members: &[Member]) {
+    fn measure(&mut self, processes: &[Process], members: &[TickMember]) {
         #[derive(Default)]
         struct Sum {
             resident: u64,
@@ -465,9 +465,9 @@ impl MemoryController {
 
     /// Divides what groups may have of compressed memory among their processes, as memory is
     /// divided.
-    fn bound_pools(&self, members: &[Member], limits: &[(usize, u64)]) {
+    fn bound_pools(&self, members: &[TickMember], limits: &[(usize, u64)]) {
         let mut given: HashMap<GroupIndex, u64> = HashMap::new();
-        let above = |member: &Member| self.groups.ancestry(member.group).collect::<Vec<_>>();
+        let above = |member: &TickMember| self.groups.ancestry(member.group).collect::<Vec<_>>();
         // What shall stay out goes on to the swap areas, where there are any.
         let bound =
             |group: GroupIndex| match self.frozen.contains(&group) && self.segment.has_area() {
@@ -493,12 +493,12 @@ impl MemoryController {
 
     fn account(
         &mut self,
-        members: &[Member],
+        members: &[TickMember],
         processes: &[Process],
         elapsed: Duration,
         starved: impl Fn(GroupIndex) -> bool,
     ) {
-        let mut own: BTreeMap<GroupIndex, Usage> = BTreeMap::new();
+        let mut own: BTreeMap<GroupIndex, GroupUsage> = BTreeMap::new();
         for (member, process) in members.iter().zip(processes) {
             let usage = own.entry(member.group).or_default();
             usage.ram += process.used;
@@ -506,7 +506,7 @@ impl MemoryController {
             if let Some(index) = member.slot {
                 let slot = self.segment.slot(index);
                 let stalled =
-                    self.watches.get(&index).map_or_else(Part::default, |watch| watch.stalled);
+                    self.watches.get(&index).map_or_else(TimeShare::default, |watch| watch.stalled);
                 usage.stalled = usage.stalled.or(stalled);
                 usage.zswap += ProcSlot::bytes(&slot.pool_bytes);
                 usage.refaults += slot.counted(Counter::WorkingsetRefault);
@@ -520,7 +520,7 @@ impl MemoryController {
 
     /// Ends a run that was started with `--strict` and has more than it may (see
     /// [`strict`](crate::memctl::strict)).
-    fn enforce(&mut self, root: u32, members: &[Member], processes: &[Process]) {
+    fn enforce(&mut self, root: u32, members: &[TickMember], processes: &[Process]) {
         let Some(most) =
             self.runs.get(&root).filter(|kept| kept.run.strict).map(|kept| self.most_of(&kept.run))
         else {
@@ -552,7 +552,7 @@ impl MemoryController {
     }
 
     /// The most that a run may have.
-    fn most_of(&self, run: &Run) -> u64 {
+    fn most_of(&self, run: &ManagedRun) -> u64 {
         let group =
             run.group.and_then(|group| self.groups.least(group, |settings| settings.ram_max));
         [Some(self.budget), run.max, group].into_iter().flatten().min().unwrap_or(self.budget)
@@ -670,7 +670,7 @@ impl MemoryController {
     }
 
     /// The groups and the tiers.
-    pub fn groups(&mut self) -> &mut Groups {
+    pub fn groups(&mut self) -> &mut GroupTree {
         &mut self.groups
     }
 
@@ -793,7 +793,7 @@ impl MemoryController {
 
 /// Where a bound stands in the division of the budget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Node {
+pub(super) enum BudgetNode {
     Group(GroupIndex),
     Run(u32),
 }

@@ -68,12 +68,12 @@ impl Part {
 
 /// What everybody gets of `budget`.
 pub(crate) fn divide(budget: u64, nodes: &[Node], claims: &[Claim]) -> Vec<u64> {
-    let mut members: Vec<Vec<Member>> = vec![Vec::new(); nodes.len()];
+    let mut members: Vec<Vec<PartOf>> = vec![Vec::new(); nodes.len()];
     for (at, claim) in claims.iter().enumerate() {
-        members[claim.node].push(Member::Claim(at));
+        members[claim.node].push(PartOf::Claim(at));
     }
     for (at, node) in nodes.iter().enumerate().skip(1) {
-        members[node.parent].push(Member::Node(at));
+        members[node.parent].push(PartOf::Node(at));
     }
     let leaf = |claim: &Claim| {
         let cap = if claim.demand == 0 { claim.floor } else { u64::MAX };
@@ -106,8 +106,8 @@ pub(crate) fn divide(budget: u64, nodes: &[Node], claims: &[Claim]) -> Vec<u64> 
         let shares = share_out(given[at], &parts(&members[at], claims, &totals, leaf));
         for (member, share) in members[at].iter().zip(shares) {
             match member {
-                Member::Claim(at) => result[*at] = share,
-                Member::Node(at) => given[*at] = share,
+                PartOf::Claim(at) => result[*at] = share,
+                PartOf::Node(at) => given[*at] = share,
             }
         }
     }
@@ -115,20 +115,20 @@ pub(crate) fn divide(budget: u64, nodes: &[Node], claims: &[Claim]) -> Vec<u64> 
 }
 
 #[derive(Clone, Copy)]
-enum Member {
+enum PartOf {
     Claim(usize),
     Node(usize),
 }
 
 fn parts(
-    members: &[Member],
+    members: &[PartOf],
     claims: &[Claim],
     totals: &[Part],
     leaf: impl Fn(&Claim) -> Part,
 ) -> Vec<Part> {
-    let part = |member: &Member| match member {
-        Member::Claim(at) => leaf(&claims[*at]),
-        Member::Node(at) => totals[*at],
+    let part = |member: &PartOf| match member {
+        PartOf::Claim(at) => leaf(&claims[*at]),
+        PartOf::Node(at) => totals[*at],
     };
     members.iter().map(part).collect()
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use swaptide_ipc::GroupIndex;
 use swaptide_sys::process::proc_info;
 
-use crate::cgroup::tree::{Groups, cgroup_of};
+use crate::cgroup::tree::{GroupTree, cgroup_of};
 
 /// How old the look at a process's cgroup may be.
 const CGROUP_AGE: Duration = Duration::from_secs(1);
@@ -28,7 +28,7 @@ pub struct Memberships(HashMap<u32, Membership>);
 
 impl Memberships {
     /// The group of a process, which is found when it is seen for the first time.
-    pub fn look(&mut self, pid: u32, of_run: Option<GroupIndex>, groups: &Groups) -> GroupIndex {
+    pub fn look(&mut self, pid: u32, of_run: Option<GroupIndex>, groups: &GroupTree) -> GroupIndex {
         let known = self.0.get(&pid).filter(|place| groups.get(place.group).is_some());
         if let Some(place) = known
             && (place.fixed || place.looked.elapsed() < CGROUP_AGE)
@@ -78,7 +78,7 @@ mod tests {
 
     #[test]
     fn who_was_moved_takes_its_children_along_and_others_are_where_their_run_is() {
-        let mut groups = Groups::new(segment(), 1 << 30);
+        let mut groups = GroupTree::new(segment(), 1 << 30);
         let mut make =
             |path: &str| groups.ensure(&GroupPath::parse(path).expect("path"), 0).expect("group");
         let (run, other) = (make("/run"), make("/other"));

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use swaptide_ipc::GroupIndex;
 
-use crate::cgroup::tree::Groups;
+use crate::cgroup::tree::GroupTree;
 
 /// When groups are thought to be idle and lose memory by and by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,7 +61,7 @@ impl IdleGroups {
     }
 
     /// A look at all groups, if it is time.
-    pub fn look(&mut self, groups: &Groups) {
+    pub fn look(&mut self, groups: &GroupTree) {
         let Some(rule) = self.rule else { return };
         let elapsed = match self.looked {
             Some(looked) if looked.elapsed() < TICK => return,
@@ -103,19 +103,20 @@ impl IdleGroups {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cgroup::psi::Part;
-    use crate::cgroup::tree::{GroupPath, Usage};
+    use crate::cgroup::psi::TimeShare;
+    use crate::cgroup::tree::{GroupPath, GroupUsage};
     use crate::testing::segment;
 
     #[test]
     fn an_idle_group_shrinks_until_it_faults_back() {
-        let mut groups = Groups::new(segment(), 1 << 30);
+        let mut groups = GroupTree::new(segment(), 1 << 30);
         let index = groups.ensure(&GroupPath::parse("/idle").expect("path"), 0).expect("group");
         let mut idlers = IdleGroups::default();
         let stall_ms = 10;
-        let stalled = std::cell::Cell::new(Part::default());
+        let stalled = std::cell::Cell::new(TimeShare::default());
         let mut look = |ram: u64, refaults: u64, idlers: &mut IdleGroups| {
-            let usage = Usage { ram, refaults, stalled: stalled.get(), ..Usage::default() };
+            let usage =
+                GroupUsage { ram, refaults, stalled: stalled.get(), ..GroupUsage::default() };
             groups.account(&BTreeMap::from([(index, usage)]), TICK, |_| false);
             idlers.looked = Instant::now().checked_sub(TICK);
             idlers.look(&groups);
@@ -128,9 +129,9 @@ mod tests {
         assert!(look(62 * mib, 5, &mut idlers).is_some_and(|bound| bound < 61 * mib));
         assert_eq!(look(60 * mib, 500, &mut idlers), None, "it wants its pages back");
         assert!(look(60 * mib, 505, &mut idlers).is_some());
-        stalled.set(Part::of(20, Duration::from_millis(1)));
+        stalled.set(TimeShare::of(20, Duration::from_millis(1)));
         assert_eq!(look(60 * mib, 505, &mut idlers), None, "few pages, and long waits for them");
-        stalled.set(Part::default());
+        stalled.set(TimeShare::default());
         for _ in 0..200 {
             look(9 * mib, 500, &mut idlers);
         }

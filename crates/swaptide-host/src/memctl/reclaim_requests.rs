@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use swaptide_ipc::GroupIndex;
 
-use crate::cgroup::tree::Groups;
+use crate::cgroup::tree::GroupTree;
 
 /// When nothing has gone out for so long, nothing will.
 const NO_PROGRESS_TIMEOUT: Duration = Duration::from_secs(3);
@@ -46,7 +46,7 @@ impl ReclaimRequests {
         group: GroupIndex,
         bytes: u64,
         done: Sender<ReclaimOutcome>,
-        groups: &Groups,
+        groups: &GroupTree,
     ) {
         let used = groups.usage(group).ram;
         let squeeze = ReclaimRequest {
@@ -68,7 +68,7 @@ impl ReclaimRequests {
     }
 
     /// Ends what is done or does not get on; answers with the time until the next look.
-    pub fn step(&mut self, groups: &Groups) -> Duration {
+    pub fn step(&mut self, groups: &GroupTree) -> Duration {
         self.0.retain(|group, squeeze| {
             let used = groups.usage(*group).ram;
             if used < squeeze.least {
@@ -97,13 +97,13 @@ impl ReclaimRequest {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cgroup::tree::Usage;
+    use crate::cgroup::tree::GroupUsage;
     use crate::testing::segment;
     use std::sync::mpsc::channel;
 
-    fn use_of(groups: &mut Groups, ram: u64) {
+    fn use_of(groups: &mut GroupTree, ram: u64) {
         groups.account(
-            &BTreeMap::from([(GroupIndex::ROOT, Usage { ram, ..Usage::default() })]),
+            &BTreeMap::from([(GroupIndex::ROOT, GroupUsage { ram, ..GroupUsage::default() })]),
             Duration::from_secs(1),
             |_| false,
         );
@@ -111,7 +111,7 @@ mod tests {
 
     #[test]
     fn a_squeeze_bounds_its_group_until_enough_went_out() {
-        let mut groups = Groups::new(segment(), 1 << 30);
+        let mut groups = GroupTree::new(segment(), 1 << 30);
         let mut squeezes = ReclaimRequests::default();
         let (done, told) = channel();
         use_of(&mut groups, 1000);
@@ -129,7 +129,7 @@ mod tests {
 
     #[test]
     fn one_that_does_not_get_on_ends_and_tells_so() {
-        let mut groups = Groups::new(segment(), 1 << 30);
+        let mut groups = GroupTree::new(segment(), 1 << 30);
         let mut squeezes = ReclaimRequests::default();
         use_of(&mut groups, 1000);
         let (done, told) = channel();

@@ -10,26 +10,30 @@
 use std::sync::{Arc, OnceLock};
 
 use swaptide_ipc::{AreaId, Request, Segment, SlotIndex};
-use swaptide_shared::{Pager, Settings};
+use swaptide_shared::{PagerSettings, SharedMemoryPager};
 use swaptide_sys::OwnedFd;
 use swaptide_sys::sock::Conn;
 
-use crate::swap::areas::Open;
+use crate::swap::areas::AreaOpener;
 
 /// See the module's description.
-pub struct Shared {
+pub struct SharedPager {
     segment: &'static Segment,
-    areas: Arc<dyn Open>,
+    areas: Arc<dyn AreaOpener>,
     wanted: bool,
     /// `None` inside: it could not be started.
-    pager: OnceLock<Option<Pager>>,
+    pager: OnceLock<Option<SharedMemoryPager>>,
 }
 
-impl Shared {
+impl SharedPager {
     /// A pager that is not started yet; never, if it is not wanted. It stays for the rest of the
     /// process's life, for the process ends when nobody needs it.
-    pub fn new(segment: &'static Segment, areas: Arc<dyn Open>, wanted: bool) -> &'static Shared {
-        Box::leak(Box::new(Shared { segment, areas, wanted, pager: OnceLock::new() }))
+    pub fn new(
+        segment: &'static Segment,
+        areas: Arc<dyn AreaOpener>,
+        wanted: bool,
+    ) -> &'static SharedPager {
+        Box::leak(Box::new(SharedPager { segment, areas, wanted, pager: OnceLock::new() }))
     }
 
     /// Answers a process's request that concerns shared memory. Without a pager it is hung up on,
@@ -44,11 +48,11 @@ impl Shared {
         }
     }
 
-    fn start(&self) -> Option<Pager> {
+    fn start(&self) -> Option<SharedMemoryPager> {
         let areas = self.areas.clone();
         let open = Arc::new(move |id: AreaId| areas.open(id));
         // This process has no standard error: what goes wrong shows in the counters.
-        Pager::start(Settings { segment: self.segment, open, log: |_| {} }).ok()
+        SharedMemoryPager::start(PagerSettings { segment: self.segment, open, log: |_| {} }).ok()
     }
 
     /// Bytes of shared memory that count for a slot: all of them, if it is the pager's.

@@ -162,7 +162,7 @@ impl Line<'_> {
 }
 
 /// The answer to an option.
-struct Answer {
+struct OptionReply {
     kind: u32,
     data: Vec<u8>,
 }
@@ -252,7 +252,7 @@ impl Talk<'_> {
         NbdError::Protocol(self.url.to_string(), what)
     }
 
-    fn refused(&self, answer: &Answer) -> NbdError {
+    fn refused(&self, answer: &OptionReply) -> NbdError {
         let why = match answer.kind {
             UNSUPPORTED => "the server does not know an option that is needed",
             POLICY => "the server does not allow it",
@@ -281,7 +281,7 @@ impl Talk<'_> {
         line.send(&bytes).map_err(|error| self.talk(error))
     }
 
-    fn answer(&self, line: &mut Line<'_>, option: u32) -> Result<Answer, NbdError> {
+    fn answer(&self, line: &mut Line<'_>, option: u32) -> Result<OptionReply, NbdError> {
         let head: [u8; 20] = line.receive().map_err(|error| self.talk(error))?;
         let number =
             |at: usize| u32::from_be_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
@@ -297,10 +297,15 @@ impl Talk<'_> {
         }
         let mut data = vec![0; len as usize];
         line.fill(&mut data).map_err(|error| self.talk(error))?;
-        Ok(Answer { kind, data })
+        Ok(OptionReply { kind, data })
     }
 
-    fn option(&self, line: &mut Line<'_>, option: u32, data: &[u8]) -> Result<Answer, NbdError> {
+    fn option(
+        &self,
+        line: &mut Line<'_>,
+        option: u32,
+        data: &[u8],
+    ) -> Result<OptionReply, NbdError> {
         self.request(line, option, data)?;
         self.answer(line, option)
     }

@@ -93,7 +93,7 @@ impl Thread {
 
 /// What a process has done with the signals that were meant to end it.
 #[derive(Debug, PartialEq, Eq)]
-enum State {
+enum SignalResponse {
     /// None is pending.
     Taken,
     /// One is, and a thread of the program may still take it.
@@ -102,21 +102,21 @@ enum State {
     Stuck,
 }
 
-fn judge(threads: &[Thread], told: u64) -> State {
+fn judge(threads: &[Thread], told: u64) -> SignalResponse {
     let mut own = threads.iter().filter(|thread| !thread.is_engine).peekable();
     if own.peek().is_none() || own.clone().all(|thread| thread.pending & told == 0) {
-        State::Taken
+        SignalResponse::Taken
     } else if own.all(Thread::is_inside) {
-        State::Stuck
+        SignalResponse::Stuck
     } else {
-        State::Pending
+        SignalResponse::Pending
     }
 }
 
 /// The state of a process, and how often those of its threads have waited that wait for a page.
-fn state_of(pid: u32, told: u64) -> (State, u64) {
+fn state_of(pid: u32, told: u64) -> (SignalResponse, u64) {
     let Ok(entries) = std::fs::read_dir(format!("/proc/{pid}/task")) else {
-        return (State::Taken, 0);
+        return (SignalResponse::Taken, 0);
     };
     let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     let threads: Vec<Thread> = names.filter_map(|tid| Thread::read(pid, &tid)).collect();
@@ -164,9 +164,9 @@ impl Ending {
                 continue;
             }
             match state_of(process.pid, self.told) {
-                (State::Taken, _) => {}
-                (State::Pending, _) => is_pending = true,
-                (State::Stuck, waits) => {
+                (SignalResponse::Taken, _) => {}
+                (SignalResponse::Pending, _) => is_pending = true,
+                (SignalResponse::Stuck, waits) => {
                     is_pending = true;
                     let looks = next_look(before.remove(&process.pid), waits);
                     if looks >= STUCK_POLLS && kill(process.pid, root) {
@@ -224,9 +224,9 @@ mod tests {
     fn who_stands_inside_with_the_signal_pending_is_stuck() {
         let engine = thread("swaptide", "S (sleeping)", TERM, ALL, "poll", "271 0x1");
         let forks = thread("perl", "S (sleeping)", TERM, ALL, "futex_wait_queue", "202 0x1");
-        assert_eq!(judge(&[engine, forks], TERM), State::Stuck);
+        assert_eq!(judge(&[engine, forks], TERM), SignalResponse::Stuck);
         let reads = thread("sort", "D (disk sleep)", TERM, 0, "handle_userfault", "1 0x1");
-        assert_eq!(judge(&[reads], TERM), State::Stuck);
+        assert_eq!(judge(&[reads], TERM), SignalResponse::Stuck);
     }
 
     #[test]
@@ -234,10 +234,10 @@ mod tests {
         let engine = || thread("swaptide", "S (sleeping)", TERM, ALL, "poll", "271 0x1");
         let inside = || thread("perl", "S (sleeping)", TERM, ALL, "futex_wait_queue", "202 0x1");
         let waits = thread("perl", "S (sleeping)", TERM, TERM, "do_sigtimedwait", "128 0x1");
-        assert_eq!(judge(&[engine(), inside(), waits], TERM), State::Pending);
+        assert_eq!(judge(&[engine(), inside(), waits], TERM), SignalResponse::Pending);
         // posix_spawn blocks all signals until its child executes.
         let spawns = thread("make", "S (sleeping)", TERM, ALL, "kernel_clone", "56 0x4111");
-        assert_eq!(judge(&[spawns], TERM), State::Pending);
+        assert_eq!(judge(&[spawns], TERM), SignalResponse::Pending);
         let forks = thread(
             "make",
             "S (sleeping)",
@@ -246,13 +246,17 @@ mod tests {
             "userfaultfd_event_wait_completion",
             "56 0x1200011",
         );
-        assert_eq!(judge(&[forks], TERM), State::Stuck);
+        assert_eq!(judge(&[forks], TERM), SignalResponse::Stuck);
         let handled = thread("bash", "S (sleeping)", 0, ALL, "futex_wait_queue", "202 0x1");
-        assert_eq!(judge(&[engine(), handled], TERM), State::Taken);
-        assert_eq!(judge(&[engine()], TERM), State::Taken, "nobody of the program's is left");
+        assert_eq!(judge(&[engine(), handled], TERM), SignalResponse::Taken);
+        assert_eq!(
+            judge(&[engine()], TERM),
+            SignalResponse::Taken,
+            "nobody of the program's is left"
+        );
         assert_eq!(
             judge(&[inside()], 1 << (libc::SIGHUP - 1)),
-            State::Taken,
+            SignalResponse::Taken,
             "another signal than the one passed on"
         );
     }

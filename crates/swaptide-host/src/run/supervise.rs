@@ -47,24 +47,24 @@ use swaptide_sys::process::set_child_subreaper;
 use swaptide_sys::ptrace;
 use swaptide_sys::sock::{MAX_POLL, poll_readable};
 
-use crate::cgroup::tree::{GroupError, GroupPath, Groups};
+use crate::cgroup::tree::{GroupError, GroupPath, GroupTree};
 use crate::config::Config;
 use crate::control::agent_api::{AgentServer, Users};
 use crate::control::daemon_client::{self as client, RemoteAreas};
 use crate::control::fork_tracer::{self, TracedForks};
-use crate::control::server::{self, ControlSocket, Join, Joined, Run};
+use crate::control::server::{self, ControlSocket, Join, Joined, ServedRun};
 use crate::memctl::controller::{self, MemoryController};
 use crate::memctl::policy::MIN_BUDGET_BYTES;
-use crate::memctl::shared_pager::Shared;
+use crate::memctl::shared_pager::SharedPager;
 use crate::report::totals::{Report, ReportFile, Sink, program_name, summary};
 use crate::run::agent::find_agent;
 use crate::run::doctor::{self, Forks};
 use crate::run::ending::Ending;
 use crate::run::target::{self, Target};
 use crate::signals::{self, ChildStatus, Inherited, Signals};
-use crate::swap::areas::{Areas, Open};
+use crate::swap::areas::{AreaOpener, Areas};
 use crate::swap::mirror;
-use crate::swap::spec::{self, PoolAcceptance, SwapSpace};
+use crate::swap::spec::{self, PoolAcceptance, RunSwapSpace};
 use crate::units::{human, parse_share, ram_total};
 
 pub use super::error::RunError;
@@ -153,13 +153,13 @@ struct PassOn {
 /// The keeper of a run.
 enum RunMode {
     /// Its own supervisor.
-    Alone { areas: Arc<Areas>, groups: Box<Groups>, group: Option<GroupIndex> },
+    Alone { areas: Arc<Areas>, groups: Box<GroupTree>, group: Option<GroupIndex> },
     /// The daemon.
     Daemon { join: Join, areas: Arc<RemoteAreas> },
 }
 
 impl RunMode {
-    fn areas(&self) -> Arc<dyn Open> {
+    fn areas(&self) -> Arc<dyn AreaOpener> {
         match self {
             RunMode::Alone { areas, .. } => areas.clone(),
             RunMode::Daemon { areas, .. } => areas.clone(),
@@ -297,12 +297,12 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
             let (segment, segment_fd) = set_up_segment(config, budget, &space)
                 .map_err(|error| RunError::System("shared segment", error))?;
             let areas = Arc::new(Areas::new(segment));
-            let SwapSpace { pool_cap, codec, acceptance, .. } = space;
+            let RunSwapSpace { pool_cap, codec, acceptance, .. } = space;
             let frame = ReportFile { budget, pool_cap, codec, acceptance, program };
             for backing in space.beyond {
                 areas.add(backing).map_err(RunError::Area)?;
             }
-            let mut groups = Box::new(Groups::new(segment, budget));
+            let mut groups = Box::new(GroupTree::new(segment, budget));
             let group = set_up_groups(config, &file, &mut groups)?;
             (segment, segment_fd, RunMode::Alone { areas, groups, group }, frame)
         }
@@ -367,7 +367,7 @@ fn tiers_of(config: &RunConfig, file: &Config) -> Tiers {
 fn set_up_groups(
     config: &RunConfig,
     file: &Config,
-    groups: &mut Groups,
+    groups: &mut GroupTree,
 ) -> Result<Option<GroupIndex>, RunError> {
     let owner = rustix::process::geteuid().as_raw();
     file.apply(groups, owner).map_err(|error| RunError::Groups("--config", error))?;
@@ -405,7 +405,7 @@ fn preload(agent: &Path) -> Result<OsString, RunError> {
 fn set_up_segment(
     config: &RunConfig,
     budget: u64,
-    space: &SwapSpace,
+    space: &RunSwapSpace,
 ) -> io::Result<(&'static Segment, OwnedFd)> {
     let fd = memfd_create(c"swaptide", Segment::BYTES as u64)?;
     let map = SharedMap::map(fd.as_fd(), Segment::BYTES)?;
@@ -418,7 +418,11 @@ fn set_up_segment(
 }
 
 /// Writes what stands fixed into a fresh segment, which is one from then on.
-pub(crate) fn set_up_header(segment: &Segment, budget: u64, space: &SwapSpace) -> io::Result<()> {
+pub(crate) fn set_up_header(
+    segment: &Segment,
+    budget: u64,
+    space: &RunSwapSpace,
+) -> io::Result<()> {
     let header = &segment.header;
     header.version.store(VERSION, Relaxed);
     header.budget_bytes.store(budget, Relaxed);
@@ -616,10 +620,10 @@ fn report_line(line: &str) {
 /// The supervisor's other threads.
 #[derive(Default)]
 struct Beside {
-    keeper: Option<mpsc::Sender<controller::Request>>,
+    keeper: Option<mpsc::Sender<controller::ControllerRequest>>,
     thread: Option<std::thread::JoinHandle<()>>,
     door: Option<ControlSocket>,
-    shared: Option<&'static Shared>,
+    shared: Option<&'static SharedPager>,
 }
 
 impl Prepared {
@@ -637,20 +641,20 @@ impl Prepared {
     /// memory needs.
     fn keep(&mut self, front: u32) -> Beside {
         raise_descriptor_limit();
-        let shared = Shared::new(self.segment, self.place.areas(), self.shared);
+        let shared = SharedPager::new(self.segment, self.place.areas(), self.shared);
         let RunMode::Alone { areas, groups, group } = &mut self.place else {
             return Beside { shared: Some(shared), ..Beside::default() };
         };
         let (root, program) = (std::process::id(), self.frame.program.clone());
         self.segment.header.supervisor.store(root, Relaxed);
         let (keeper, requests) = mpsc::channel();
-        let groups = std::mem::replace(&mut **groups, Groups::new(self.segment, 0));
+        let groups = std::mem::replace(&mut **groups, GroupTree::new(self.segment, 0));
         let mut thread =
             MemoryController::new(self.segment, areas.clone(), groups, self.frame.budget)
                 .with_shared(shared)
                 .within_cgroups();
         let uid = rustix::process::geteuid().as_raw();
-        let run = controller::Run {
+        let run = controller::ManagedRun {
             root,
             front,
             uid,
@@ -665,8 +669,13 @@ impl Prepared {
             .name("keeper".into())
             .spawn(move || thread.run(requests))
             .ok();
-        let run =
-            Run { pid: front, root, program, started: self.started, budget: self.frame.budget };
+        let run = ServedRun {
+            pid: front,
+            root,
+            program,
+            started: self.started,
+            budget: self.frame.budget,
+        };
         // Without a door nobody can ask, and that is all.
         let door = server::open(run, areas.clone(), keeper.clone()).ok();
         Beside { keeper: Some(keeper), thread, door, shared: Some(shared) }
@@ -686,9 +695,9 @@ struct Supervisor {
     /// Threads that fork, where the kernel does not report it.
     followed: TracedForks,
     /// Shared memory's pager.
-    shared: Option<&'static Shared>,
+    shared: Option<&'static SharedPager>,
     /// Where there is no daemon that does it.
-    keeper: Option<mpsc::Sender<controller::Request>>,
+    keeper: Option<mpsc::Sender<controller::ControllerRequest>>,
     /// The program; `None` once it has ended.
     program: Option<u32>,
     /// The sender of each signal to this process, and when: what is sent to the group arrives
@@ -782,8 +791,9 @@ impl Supervisor {
                 );
                 for (pid, keeper) in joined.into_iter().zip(std::iter::repeat(&self.keeper)) {
                     // A daemon finds them in the segment.
-                    let _ =
-                        keeper.as_ref().map(|keeper| keeper.send(controller::Request::Joined(pid)));
+                    let _ = keeper
+                        .as_ref()
+                        .map(|keeper| keeper.send(controller::ControllerRequest::Joined(pid)));
                 }
             }
             if ready & 4 != 0 && self.channel.is_some() {
@@ -796,7 +806,10 @@ impl Supervisor {
             }
             if !self.look_at_children() {
                 // The keeper ends with its channel.
-                let _ = self.keeper.as_ref().map(|keeper| keeper.send(controller::Request::Stop));
+                let _ = self
+                    .keeper
+                    .as_ref()
+                    .map(|keeper| keeper.send(controller::ControllerRequest::Stop));
                 return;
             }
         }

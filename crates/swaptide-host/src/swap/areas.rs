@@ -29,7 +29,7 @@ use swaptide_ipc::{
 use swaptide_store::nbd::Export;
 
 use crate::swap::spec::CIPHER;
-use crate::swap::spec::{Backing, BackingKind, DeviceError, Medium};
+use crate::swap::spec::{BackingDevice, BackingKind, DeviceError, Medium};
 use crate::units::human;
 
 /// An area takes no more pages after so many transfers that failed.
@@ -164,7 +164,7 @@ impl From<DeviceError> for AreaError {
 }
 
 pub(super) struct Held {
-    pub(super) backing: Backing,
+    pub(super) backing: BackingDevice,
     peak_extents: u32,
     /// It failed too often.
     retired: bool,
@@ -175,13 +175,13 @@ pub(super) struct Held {
 }
 
 impl Held {
-    fn new(backing: Backing, forgiven: u32) -> Held {
+    fn new(backing: BackingDevice, forgiven: u32) -> Held {
         Held { backing, peak_extents: 0, retired: false, forgiven, tried: Instant::now() }
     }
 }
 
 /// Where processes get the descriptors of areas.
-pub trait Open: Send + Sync {
+pub trait AreaOpener: Send + Sync {
     /// Whether opening an area may take long: there is a server to be asked.
     fn is_far(&self, id: AreaId) -> bool;
 
@@ -214,7 +214,7 @@ impl Areas {
     ///
     /// # Errors
     /// [`AreaError::TooMany`].
-    pub fn add(&self, mut backing: Backing) -> Result<AreaId, AreaError> {
+    pub fn add(&self, mut backing: BackingDevice) -> Result<AreaId, AreaError> {
         let (transport, export) = match &backing.medium {
             Medium::File(_) => (Transport::File, ExportFacts::default()),
             Medium::Nbd(_, export) => {
@@ -225,7 +225,7 @@ impl Areas {
                 )
             }
         };
-        let Backing { priority, extents, base_bytes, plain, rotational, .. } = backing;
+        let BackingDevice { priority, extents, base_bytes, plain, rotational, .. } = backing;
         let mut held = self.held();
         let copy = match backing.mirror.take() {
             Some(copy) => {
@@ -249,7 +249,7 @@ impl Areas {
 
     /// Takes over a device that an area had before: the segment's table says everything else of it.
     /// An area that is not there stays so.
-    pub fn restore(&self, id: AreaId, backing: Backing) {
+    pub fn restore(&self, id: AreaId, backing: BackingDevice) {
         let mut held = self.held();
         if self.segment.areas().any(|(known, _)| known == id) {
             let area = self.segment.area(id);
@@ -263,7 +263,7 @@ impl Areas {
 
     /// Takes over an export that an area had before, and whose server does not answer now: it is
     /// looked after until it does.
-    pub(crate) fn restore_away(&self, id: AreaId, backing: Backing) {
+    pub(crate) fn restore_away(&self, id: AreaId, backing: BackingDevice) {
         self.restore(id, backing);
         if let Some(held) = self.held().get_mut(&id)
             && self.segment.area(id).state() == AreaState::Open
@@ -279,7 +279,7 @@ impl Areas {
     }
 
     /// Shows every device, mirrors among them.
-    pub fn each(&self, mut f: impl FnMut(AreaId, &Backing)) {
+    pub fn each(&self, mut f: impl FnMut(AreaId, &BackingDevice)) {
         self.held().iter().for_each(|(id, held)| f(*id, &held.backing));
     }
 
@@ -501,7 +501,7 @@ impl Areas {
     }
 }
 
-impl Open for Areas {
+impl AreaOpener for Areas {
     fn is_far(&self, id: AreaId) -> bool {
         self.held().get(&id).is_some_and(|held| matches!(held.backing.medium, Medium::Nbd(..)))
     }
@@ -535,12 +535,12 @@ mod tests {
     use crate::testing::{Scratch, segment};
     use swaptide_ipc::{AreaMask, SlotIndex};
 
-    fn backing(scratch: &Scratch, name: &str, priority: i32, extents: u32) -> Backing {
+    fn backing(scratch: &Scratch, name: &str, priority: i32, extents: u32) -> BackingDevice {
         let path = scratch.path(name);
         let file =
             File::options().read(true).write(true).create_new(true).open(&path).expect("file");
         file.set_len(u64::from(extents) * EXTENT_BYTES).expect("length");
-        Backing {
+        BackingDevice {
             name: format!("file:{name}"),
             kind: BackingKind::File,
             place: path,

@@ -256,9 +256,9 @@ fn at_least(text: &str, bytes: u64, least: u64) -> Result<u64, DeviceError> {
 
 /// The swap space of a run.
 #[derive(Debug)]
-pub struct SwapSpace {
+pub struct RunSwapSpace {
     /// What is beyond compressed memory.
-    pub beyond: Vec<Backing>,
+    pub beyond: Vec<BackingDevice>,
     /// Upper bound of the compressed pool in bytes; 0: a share of each process's limit.
     pub pool_cap: u64,
     /// How compressed memory is compressed.
@@ -267,7 +267,7 @@ pub struct SwapSpace {
     pub acceptance: PoolAcceptance,
 }
 
-/// What a [`Backing`] is.
+/// What a [`BackingDevice`] is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BackingKind {
     /// A file without a name.
@@ -278,7 +278,7 @@ pub enum BackingKind {
     Nbd,
 }
 
-/// How a [`Backing`] is reached.
+/// How a [`BackingDevice`] is reached.
 pub enum Medium {
     /// Open for reading and writing.
     File(File),
@@ -297,7 +297,7 @@ impl fmt::Debug for Medium {
 
 /// A device beyond compressed memory: open, and nobody else's.
 #[derive(Debug)]
-pub struct Backing {
+pub struct BackingDevice {
     /// What people call it.
     pub name: String,
     /// What it is.
@@ -315,7 +315,7 @@ pub struct Backing {
     /// Whether it bypasses the page cache.
     pub direct_io: bool,
     /// A file for a second copy of all that is there, as large.
-    pub mirror: Option<Box<Backing>>,
+    pub mirror: Option<Box<BackingDevice>>,
     /// What lies there is not encrypted.
     pub plain: bool,
     /// It lies on a rotational disk: a read begins with a seek.
@@ -326,7 +326,7 @@ pub struct Backing {
 ///
 /// # Errors
 /// See [`DeviceError`].
-pub fn open(devices: &[Device], budget: u64) -> Result<SwapSpace, DeviceError> {
+pub fn open(devices: &[Device], budget: u64) -> Result<RunSwapSpace, DeviceError> {
     let mut pool: Option<(u64, Option<i32>)> = None;
     let (mut chosen, mut refuses) = (Scheme::default(), PoolAcceptance::default());
     for device in devices {
@@ -360,7 +360,7 @@ pub fn open(devices: &[Device], budget: u64) -> Result<SwapSpace, DeviceError> {
         (true, Some(_)) => Vec::new(),
         (true, None) => vec![open_default(budget)?],
     };
-    Ok(SwapSpace { beyond, pool_cap, codec: chosen, acceptance: refuses })
+    Ok(RunSwapSpace { beyond, pool_cap, codec: chosen, acceptance: refuses })
 }
 
 impl Device {
@@ -380,7 +380,7 @@ impl Device {
 ///
 /// # Errors
 /// See [`DeviceError`]; compressed memory is none that can be added ([`DeviceError::Twice`]).
-pub fn open_beyond(device: &Device, budget: u64) -> Result<Backing, DeviceError> {
+pub fn open_beyond(device: &Device, budget: u64) -> Result<BackingDevice, DeviceError> {
     let mut backing = match &device.kind {
         DeviceKind::Zram { .. } => return Err(DeviceError::Twice("zram")),
         DeviceKind::File { path, bytes } => open_file(path, *bytes, budget)?,
@@ -409,7 +409,11 @@ pub fn open_beyond(device: &Device, budget: u64) -> Result<Backing, DeviceError>
 
 /// Makes the file for a second copy of what will be on an area, which then has no more than fits
 /// there.
-fn add_mirror(backing: &mut Backing, path: &Path, bytes: Option<u64>) -> Result<(), DeviceError> {
+fn add_mirror(
+    backing: &mut BackingDevice,
+    path: &Path,
+    bytes: Option<u64>,
+) -> Result<(), DeviceError> {
     let all = u64::from(backing.extents) * EXTENT_BYTES;
     let place = if path.is_dir() { path } else { path.parent().unwrap_or(path) };
     let free = free_space(place).map_err(|error| DeviceError::Create(path.to_owned(), error))?;
@@ -439,7 +443,7 @@ fn in_memory(place: &Path) -> bool {
     rustix::fs::statfs(place).is_ok_and(|fs| matches!(fs.f_type as u32, TMPFS | RAMFS))
 }
 
-fn open_default(budget: u64) -> Result<Backing, DeviceError> {
+fn open_default(budget: u64) -> Result<BackingDevice, DeviceError> {
     let mut first = None;
     for place in default_places() {
         match open_file(&place, None, budget) {
@@ -457,7 +461,7 @@ pub(crate) fn free_space(place: &Path) -> io::Result<u64> {
     Ok(fs.f_bavail.saturating_mul(fs.f_frsize))
 }
 
-fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<Backing, DeviceError> {
+fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<BackingDevice, DeviceError> {
     let create = |error: io::Error| DeviceError::Create(path.to_owned(), error);
     let place = match std::fs::metadata(path) {
         Ok(found) if found.is_dir() => path,
@@ -482,7 +486,7 @@ fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<Backing, De
         if place == path { unnamed(path) } else { named(path) }.map_err(create)?;
     let extents = (bytes / EXTENT_BYTES) as u32;
     file.set_len(u64::from(extents) * EXTENT_BYTES).map_err(create)?;
-    Ok(Backing {
+    Ok(BackingDevice {
         name: format!("file:{}", path.display()),
         kind: BackingKind::File,
         place: place.to_owned(),
@@ -505,7 +509,7 @@ pub(crate) fn has_mark(path: &Path) -> io::Result<bool> {
 }
 
 /// Opens a block device. Its first extent's worth stays as it is: the mark is there.
-fn open_block(path: &Path) -> Result<Backing, DeviceError> {
+fn open_block(path: &Path) -> Result<BackingDevice, DeviceError> {
     let failed = |error: io::Error| DeviceError::Block(path.to_owned(), error);
     if !std::fs::metadata(path).map_err(failed)?.file_type().is_block_device() {
         return Err(DeviceError::NotBlock(path.to_owned()));
@@ -527,7 +531,7 @@ fn open_block(path: &Path) -> Result<Backing, DeviceError> {
         return Err(DeviceError::TooSmall(path.display().to_string(), MIN_FILE_BYTES));
     }
     let extents = (bytes / EXTENT_BYTES - 1).min(MAX_EXTENTS as u64) as u32;
-    Ok(Backing {
+    Ok(BackingDevice {
         name: path.display().to_string(),
         kind: BackingKind::Block,
         place: path.to_owned(),
@@ -544,7 +548,7 @@ fn open_block(path: &Path) -> Result<Backing, DeviceError> {
 
 /// Connects to an export. Its first extent's worth stays as it is: what is there tells that nobody
 /// needs the rest.
-fn open_nbd(url: &Url) -> Result<Backing, DeviceError> {
+fn open_nbd(url: &Url) -> Result<BackingDevice, DeviceError> {
     const PROBED_BYTES: usize = 128 << 10;
     let connector = Arc::new(Connector::new(url.clone()).map_err(DeviceError::Nbd)?);
     let (connection, export) = connector.connect().map_err(DeviceError::Nbd)?;
@@ -568,7 +572,7 @@ fn open_nbd(url: &Url) -> Result<Backing, DeviceError> {
         }
         Err(errno) => return Err(DeviceError::Create(url.to_string().into(), errno.into())),
     }
-    Ok(Backing {
+    Ok(BackingDevice {
         name: url.to_string(),
         kind: BackingKind::Nbd,
         place: url.to_string().into(),

@@ -11,8 +11,8 @@
 use crate::designs::map::{HAS_CACHE, SlotMap, free_order};
 use crossbeam_utils::CachePadded;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use swaptide_core::{Guard, SpinLock};
 use swaptide_core::{ORDERS, SLOTS_PER_CLUSTER};
+use swaptide_core::{SpinGuard, SpinLock};
 
 const CLUSTER: u32 = SLOTS_PER_CLUSTER as u32;
 const NONE: u32 = u32::MAX;
@@ -171,7 +171,7 @@ impl ClusterAllocator {
         (off..off + n).for_each(|slot| self.map.set(slot, new(self.map.get(slot))));
     }
 
-    fn pop(&self, list: usize) -> Option<(u32, Guard<'_, MapCluster>)> {
+    fn pop(&self, list: usize) -> Option<(u32, SpinGuard<'_, MapCluster>)> {
         let mut lists = self.lists.lock();
         let mut index = lists.heads[list].0;
         while index != NONE {
@@ -197,7 +197,7 @@ impl ClusterAllocator {
         &self,
         lane: &AtomicU64,
         index: u32,
-        mut cluster: Guard<'_, MapCluster>,
+        mut cluster: SpinGuard<'_, MapCluster>,
         order: usize,
         from: u32,
         list: usize,

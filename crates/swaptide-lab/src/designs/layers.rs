@@ -15,7 +15,7 @@ use crate::designs::forest::{Cached, Forest, Shape};
 use crate::designs::map::{HAS_CACHE, SlotMap};
 use crate::designs::scanning::ScanAllocator;
 use swaptide_core::{
-    CpuId, Expect, FolioId, GroupId, Kind, Order, SearchOrder, Shadow, Slot, SwapDevice,
+    CpuId, Expect, FolioId, GroupId, Kind, Order, SearchOrder, Shadow, SlotContent, SwapDevice,
     SwapOffset, SwapType, ZeroMask,
 };
 
@@ -205,7 +205,7 @@ impl Layer for SwapTable {
     #[inline]
     fn lookup(&self, off: u32) -> Option<FolioId> {
         match self.0.lookup(SwapOffset(off)) {
-            Slot::Folio(folio) => Some(folio),
+            SlotContent::Folio(folio) => Some(folio),
             _ => None,
         }
     }

@@ -59,7 +59,8 @@ mod tests {
     use crate::designs::layers::{Layer, SwapTable};
     use std::os::unix::fs::FileExt;
     use swaptide_core::{
-        CpuId, FolioId, GroupId, Kind, MAX_SLOTS, Order, Slot, SwapDevice, SwapOffset, SwapType,
+        CpuId, FolioId, GroupId, Kind, MAX_SLOTS, Order, SlotContent, SwapDevice, SwapOffset,
+        SwapType,
     };
 
     /// Pages of a range that have memory, as the kernel knows it.
@@ -89,7 +90,7 @@ mod tests {
         assert_eq!((held(), device.usage().tables), (1001, 1001));
         let used = device.metadata_bytes() - before;
         assert!((1000 * 4096..1000 * (4096 + 48) + 4096).contains(&used), "{used}");
-        assert_eq!(device.lookup(offs[999]), Slot::Folio(FolioId(1)));
+        assert_eq!(device.lookup(offs[999]), SlotContent::Folio(FolioId(1)));
         offs.iter().for_each(|&off| _ = device.free(off, 512, swaptide_core::Expect::Any).unwrap());
         let warm = held() - 1;
         assert!(warm <= 16 && device.usage().tables == 1, "{warm}");
@@ -98,7 +99,7 @@ mod tests {
             "{}",
             device.metadata_bytes() - before
         );
-        assert_eq!(device.lookup(offs[500]), Slot::Free);
+        assert_eq!(device.lookup(offs[500]), SlotContent::Free);
         // A walk looks into tables that have a record: 32 clusters get theirs together. Where there
         // is nothing the one page of zeros is mapped.
         assert_eq!(device.next_used(SwapOffset(0)), None);

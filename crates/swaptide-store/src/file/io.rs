@@ -17,7 +17,7 @@ use swaptide_sys::{AsRawFd, Errno, OwnedFd};
 
 use super::router::HandedOver;
 use crate::PAGE_SIZE;
-use crate::block::Run;
+use crate::block::BlockRun;
 use crate::nbd::Nbd;
 
 /// Scattered reads that make an io_uring worth entering.
@@ -37,7 +37,7 @@ pub(crate) trait BlockIo: Send + Sync {
     fn punch(&self, offset: u64, len: u64) -> Result<(), Errno>;
 
     /// Reads all runs in full, at once if it can. On failure, tells which block failed.
-    fn read_runs(&self, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
+    fn read_runs(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {
         runs.iter_mut().try_for_each(|run| read_run(self, run))
     }
 
@@ -80,7 +80,7 @@ impl BlockIo for Nbd {
         self.trim(offset, len)
     }
 
-    fn read_runs(&self, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
+    fn read_runs(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {
         self.read_all(runs)
     }
 
@@ -114,7 +114,7 @@ pub(super) fn write_all(
 /// Reads a run in full. On failure, tells which block failed.
 pub(super) fn read_run<I: BlockIo + ?Sized>(
     io: &I,
-    run: &mut Run<'_>,
+    run: &mut BlockRun<'_>,
 ) -> Result<(), (usize, Errno)> {
     let got = loop {
         match io.read_at(run.offset, run.buf) {
@@ -131,7 +131,7 @@ pub(super) fn read_run<I: BlockIo + ?Sized>(
 /// Reads what is missing of a run of which `got` bytes were read, block by block.
 fn finish_run<I: BlockIo + ?Sized>(
     io: &I,
-    run: &mut Run<'_>,
+    run: &mut BlockRun<'_>,
     mut got: usize,
 ) -> Result<(), (usize, Errno)> {
     for (i, block) in run.buf.chunks_mut(PAGE_SIZE).enumerate() {
@@ -226,7 +226,7 @@ impl SwapFile {
     fn read_with_ring(
         &self,
         ring: &mut IoUring,
-        runs: &mut [Run<'_>],
+        runs: &mut [BlockRun<'_>],
     ) -> Result<(), (usize, Errno)> {
         let fd = &self.fd;
         for batch in runs.chunks_mut(RING_DEPTH as usize) {
@@ -299,7 +299,7 @@ impl BlockIo for SwapFile {
         self.fd.try_clone().ok()
     }
 
-    fn read_runs(&self, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
+    fn read_runs(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {
         if runs.len() >= RING_FROM
             && let Some(mut ring) = self.ring.try_lock()
         {

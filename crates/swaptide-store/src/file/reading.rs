@@ -9,8 +9,8 @@ use swaptide_sys::lock::Lock;
 
 use super::cipher::{Cipher, Form};
 use super::places::SlotExtent;
-use super::{Buffer, FileDevice, PAGE_BLOCKS, ReadError, ReadErrorKind, State};
-use crate::block::Run;
+use super::{Buffer, FileDevice, FileState, PAGE_BLOCKS, ReadError, ReadErrorKind};
+use crate::block::BlockRun;
 use crate::codec::{self, Unpacker};
 use crate::{PAGE_SIZE, Page, Slot};
 
@@ -171,7 +171,7 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    pub(super) fn new(state: &State, slot: Slot, place: SlotExtent, number: usize) -> Wanted {
+    pub(super) fn new(state: &FileState, slot: Slot, place: SlotExtent, number: usize) -> Wanted {
         let (cipher, form, base) = state.extents.sealed_with(place.span);
         Wanted {
             slot,
@@ -220,7 +220,7 @@ impl Wanted {
 pub(super) fn lay_out<'b>(
     wanted: &mut [Wanted],
     mut buffer: &'b mut [u8],
-) -> (usize, Vec<Run<'b>>) {
+) -> (usize, Vec<BlockRun<'b>>) {
     let room = (buffer.len() / PAGE_SIZE) as u32;
     let mut runs = Vec::new();
     // The run so far: its first block, the one after its last, and the blocks of the buffer before
@@ -232,7 +232,7 @@ pub(super) fn lay_out<'b>(
             let (buf, rest) =
                 core::mem::take(&mut buffer).split_at_mut((end - start) as usize * PAGE_SIZE);
             buffer = rest;
-            runs.push(Run {
+            runs.push(BlockRun {
                 offset: u64::from(start) * PAGE_SIZE as u64,
                 first: before as usize,
                 buf,

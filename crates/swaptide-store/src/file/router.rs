@@ -26,7 +26,7 @@ use swaptide_sys::{AsFd, BorrowedFd, Errno, OwnedFd};
 use super::io::{self, BlockIo, SwapFile};
 use super::{EXTENT_BYTES, Extent};
 use crate::PAGE_SIZE;
-use crate::block::Run;
+use crate::block::BlockRun;
 use crate::nbd::{Dialer, Export, Nbd, Options};
 
 /// Areas that there can be.
@@ -34,7 +34,7 @@ pub const MAX_AREAS: usize = 16;
 
 /// Where on a device something lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Spot {
+pub struct FilePlace {
     /// The number of its area, below [`MAX_AREAS`].
     pub area: u8,
     /// Tells the areas apart that have had this number.
@@ -47,9 +47,9 @@ pub struct Spot {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Location {
     /// Its own device.
-    pub spot: Spot,
+    pub spot: FilePlace,
     /// A copy of it.
-    pub mirror: Option<Spot>,
+    pub mirror: Option<FilePlace>,
 }
 
 /// What an area is read and written through.
@@ -80,7 +80,7 @@ impl Opened {
 }
 
 /// The areas that extents lie on.
-pub trait Areas: Send + Sync {
+pub trait AreaDirectory: Send + Sync {
     /// Where an extent lies that is leased.
     fn locate(&self, extent: Extent) -> Option<Location>;
 
@@ -129,7 +129,7 @@ impl core::fmt::Debug for HandedOver {
 
 /// See the module's description.
 pub(super) struct Router {
-    areas: Box<dyn Areas>,
+    areas: Box<dyn AreaDirectory>,
     open: [Lock<Option<(u32, Io)>>; MAX_AREAS],
 }
 
@@ -143,7 +143,7 @@ fn io_of(opened: Opened) -> Io {
 }
 
 impl Router {
-    pub(super) fn new(areas: Box<dyn Areas>) -> Router {
+    pub(super) fn new(areas: Box<dyn AreaDirectory>) -> Router {
         Router { areas, open: Default::default() }
     }
 
@@ -157,7 +157,7 @@ impl Router {
     /// Does something with a device; a failure that speaks against the device is noted.
     fn on<T>(
         &self,
-        spot: Spot,
+        spot: FilePlace,
         f: impl FnOnce(&dyn BlockIo, u64) -> Result<T, Errno>,
     ) -> Result<T, Errno> {
         let io = self.device(spot.area, spot.generation)?;
@@ -229,8 +229,8 @@ impl Router {
     /// Reads runs that all lie on one area, from the spots that `of` says.
     fn read_there(
         &self,
-        runs: &mut [Run<'_>],
-        of: impl Fn(Location) -> Option<Spot>,
+        runs: &mut [BlockRun<'_>],
+        of: impl Fn(Location) -> Option<FilePlace>,
     ) -> Result<(), (usize, Errno)> {
         let mut device = None;
         let mut there = Vec::with_capacity(runs.len());
@@ -243,7 +243,11 @@ impl Router {
                     self.device(spot.area, spot.generation).map_err(|errno| (run.first, errno))?,
                 ));
             }
-            there.push(Run { offset: spot.offset + within, first: run.first, buf: &mut *run.buf });
+            there.push(BlockRun {
+                offset: spot.offset + within,
+                first: run.first,
+                buf: &mut *run.buf,
+            });
         }
         let Some((area, io)) = device else { return Ok(()) };
         let first = there.first().map_or(0, |run| run.first);
@@ -283,18 +287,19 @@ impl BlockIo for Router {
     fn punch(&self, offset: u64, len: u64) -> Result<(), Errno> {
         // One that cannot punch is none the worse for it.
         let (place, within) = self.find(offset)?;
-        let punch =
-            |spot: Spot| self.device(spot.area, spot.generation)?.punch(spot.offset + within, len);
+        let punch = |spot: FilePlace| {
+            self.device(spot.area, spot.generation)?.punch(spot.offset + within, len)
+        };
         let copy = place.mirror.map_or(Ok(()), punch);
         punch(place.spot).and(copy)
     }
 
-    fn read_runs(&self, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
+    fn read_runs(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {
         let mut rest = runs;
         while let Some(first) = rest.first() {
             let (lead, _) = self.find(first.offset).map_err(|errno| (first.first, errno))?;
             // Extents of two areas are never neighbours, so a run lies on one.
-            let same = |run: &Run<'_>| {
+            let same = |run: &BlockRun<'_>| {
                 self.find(run.offset).is_ok_and(|(place, _)| place.spot.area == lead.spot.area)
             };
             let n = rest.iter().take_while(|run| same(run)).count().max(1);
@@ -313,7 +318,7 @@ impl BlockIo for Router {
         // It has something else than was written, though it did not say so.
         self.areas.failed(mirror.area);
         self.on(place.spot, |io, at| {
-            io::read_run(io, &mut Run { offset: at + within, first: 0, buf: blocks })
+            io::read_run(io, &mut BlockRun { offset: at + within, first: 0, buf: blocks })
                 .map_err(|(_, errno)| errno)
         })
     }
@@ -365,11 +370,11 @@ mod tests {
         failed: Mutex<Vec<u8>>,
     }
 
-    impl Areas for &'static Two {
+    impl AreaDirectory for &'static Two {
         fn locate(&self, extent: Extent) -> Option<Location> {
             let generation = self.generation.load(Relaxed);
             let offset = u64::from(extent.0 / 2) * EXTENT_BYTES;
-            let spot = Spot { area: (extent.0 % 2) as u8, generation, offset };
+            let spot = FilePlace { area: (extent.0 % 2) as u8, generation, offset };
             (extent.0 < 8).then_some(Location { spot, mirror: None })
         }
 
@@ -426,7 +431,7 @@ mod tests {
             .unwrap()
             .chunks_mut(PAGE_SIZE)
             .enumerate()
-            .map(|(i, buf)| Run {
+            .map(|(i, buf)| BlockRun {
                 offset: i as u64 * EXTENT_BYTES + PAGE_SIZE as u64,
                 first: i,
                 buf,

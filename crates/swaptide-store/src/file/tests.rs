@@ -556,7 +556,8 @@ fn an_empty_extent_is_punched_and_released() {
     (0..512).for_each(|slot| assert!(device.free(Slot(slot))));
     assert_eq!(source.state.lock().unwrap().released, [(Extent(0), true)]);
     assert_eq!(disk.0.lock().unwrap().pages.len(), 88, "blocks left on the disk");
-    let Stats { pages, extents, shared_extents, stored_bytes, block_bytes, .. } = device.stats();
+    let FileStats { pages, extents, shared_extents, stored_bytes, block_bytes, .. } =
+        device.stats();
     assert_eq!(
         (pages, extents, shared_extents, stored_bytes, block_bytes),
         (88, 1, 0, 88 * 4096, 88 * 4096)

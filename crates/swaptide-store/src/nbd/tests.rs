@@ -536,13 +536,13 @@ fn the_block_that_cannot_be_read_is_named() {
     let (mut a, mut b, mut c) =
         (vec![0; 4 * PAGE_SIZE], vec![0; 100 * PAGE_SIZE], vec![0; PAGE_SIZE]);
     let mut runs = [
-        Run { offset: 0, first: 0, buf: &mut a },
-        Run { offset: 20 * PAGE, first: 4, buf: &mut b },
-        Run { offset: 200 * PAGE, first: 104, buf: &mut c },
+        BlockRun { offset: 0, first: 0, buf: &mut a },
+        BlockRun { offset: 20 * PAGE, first: 4, buf: &mut b },
+        BlockRun { offset: 200 * PAGE, first: 104, buf: &mut c },
     ];
     assert_eq!(nbd.read_all(&mut runs), Err((4 + 50, Errno::IO)));
     assert_eq!(c, lab.on_disk(200 * PAGE, PAGE_SIZE));
-    let mut runs = [Run { offset: SIZE - 2 * PAGE, first: 3, buf: &mut a }];
+    let mut runs = [BlockRun { offset: SIZE - 2 * PAGE, first: 3, buf: &mut a }];
     assert_eq!(nbd.read_all(&mut runs), Err((3 + 2, Errno::IO)));
     // A write tells how far it came.
     let lab = Lab::new(|peer| {

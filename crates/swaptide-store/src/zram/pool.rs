@@ -6,7 +6,7 @@
 //! A block's pages are populated in one go when it is started, and given back when it empties; a
 //! few emptied blocks are kept warm, because the next swap-out wants pages again.
 //!
-//! Each object has a [`Head`] next to its block, not in it: which slot it belongs to, how
+//! Each object has a [`ObjectHead`] next to its block, not in it: which slot it belongs to, how
 //! long it is, the checksum of its bytes. The head is what makes a mix-up or damage visible, and
 //! what lets compaction find the handle to change.
 //!
@@ -57,7 +57,7 @@ struct Class {
     objects: u16,
 }
 
-/// As many as [`Pool::loose`] has bits.
+/// As many as [`ObjectPool::loose`] has bits.
 const MAX_CLASSES: usize = 128;
 
 const CLASS_TABLE: ([Class; MAX_CLASSES], usize) = build_classes();
@@ -167,9 +167,9 @@ impl ObjectId {
 
 /// Whose an object is.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
-pub(super) struct Head {
-    /// The slot, of a unit the first one, and [`Head::RECOMPRESSED`];
-    /// [`Head::FREE`] when there is no object.
+pub(super) struct ObjectHead {
+    /// The slot, of a unit the first one, and [`ObjectHead::RECOMPRESSED`];
+    /// [`ObjectHead::FREE`] when there is no object.
     pub(super) slot: u32,
     /// Bytes stored; of a free place, the next free one.
     pub(super) len: u16,
@@ -179,7 +179,7 @@ pub(super) struct Head {
     pub(super) sum: u32,
 }
 
-impl Head {
+impl ObjectHead {
     const FREE: u32 = u32::MAX;
     /// Flag of a slot whose page needs no second look: it was compressed as well as it
     /// can be. Not used for units.
@@ -189,12 +189,12 @@ impl Head {
 
     /// The slot, or first slot.
     pub(super) fn owner(self) -> u32 {
-        self.slot & !Head::RECOMPRESSED
+        self.slot & !ObjectHead::RECOMPRESSED
     }
 }
 
 struct Block {
-    heads: Box<[Head]>,
+    heads: Box<[ObjectHead]>,
     prev: u32,
     next: u32,
     used: u16,
@@ -223,7 +223,7 @@ struct ClassState {
     used: u32,
 }
 
-pub(super) struct Pool {
+pub(super) struct ObjectPool {
     memory: Mapping,
     blocks: Vec<Block>,
     /// Blocks without pages (unless the program locked its memory).
@@ -246,9 +246,9 @@ pub(super) struct Pool {
     loose: u128,
 }
 
-impl Pool {
+impl ObjectPool {
     /// A pool with room for `bytes` of objects, as far as the address space allows.
-    pub(super) fn new(bytes: usize) -> Result<Pool, swaptide_sys::Errno> {
+    pub(super) fn new(bytes: usize) -> Result<ObjectPool, swaptide_sys::Errno> {
         // A block uses at least half of its address space; an eighth more for blocks that are not
         // full.
         let want = (bytes * 2 + bytes / 4).div_ceil(BLOCK_BYTES) + 2 * CLASSES;
@@ -262,7 +262,7 @@ impl Pool {
                 Err(errno) => return Err(errno),
             }
         };
-        Ok(Pool {
+        Ok(ObjectPool {
             memory,
             blocks: Vec::new(),
             cold: Vec::new(),
@@ -314,14 +314,14 @@ impl Pool {
     }
 
     pub(super) fn metadata_bytes(&self) -> usize {
-        size_of::<Pool>()
+        size_of::<ObjectPool>()
             + self.blocks.capacity() * size_of::<Block>()
             + self.head_bytes
             + (self.cold.capacity() + self.warm.capacity()) * size_of::<u32>()
     }
 
     /// Room for an object of `head.len` bytes.
-    pub(super) fn alloc(&mut self, head: Head) -> Result<ObjectId, PoolFull> {
+    pub(super) fn alloc(&mut self, head: ObjectHead) -> Result<ObjectId, PoolFull> {
         let class = class_of(head.len.into());
         let block = match self.block_with_room(class, 0) {
             Some(block) => block,
@@ -336,7 +336,7 @@ impl Pool {
     /// Room for what replaces a larger object. At the limit it may go a little beyond: were the new
     /// one put into a place of the old one's size, which is all there is there, nothing would be
     /// gained.
-    pub(super) fn alloc_for_less(&mut self, head: Head) -> Result<ObjectId, PoolFull> {
+    pub(super) fn alloc_for_less(&mut self, head: ObjectHead) -> Result<ObjectId, PoolFull> {
         self.slack = REPLACE_SLACK_BYTES;
         let id = self.alloc(head);
         self.slack = 0;
@@ -358,9 +358,9 @@ impl Pool {
         }
     }
 
-    pub(super) fn head(&self, id: ObjectId) -> Head {
+    pub(super) fn head(&self, id: ObjectId) -> ObjectHead {
         let head = self.blocks[id.block()].heads[id.index()];
-        assert!(head.slot != Head::FREE, "compressed pool: a handle points at a free object");
+        assert!(head.slot != ObjectHead::FREE, "compressed pool: a handle points at a free object");
         head
     }
 
@@ -377,7 +377,7 @@ impl Pool {
     }
 
     pub(super) fn mark_recompressed(&mut self, id: ObjectId) {
-        self.blocks[id.block()].heads[id.index()].slot |= Head::RECOMPRESSED;
+        self.blocks[id.block()].heads[id.index()].slot |= ObjectHead::RECOMPRESSED;
     }
 
     pub(super) fn set_live(&mut self, id: ObjectId, live: u16) {
@@ -419,7 +419,7 @@ impl Pool {
     pub(super) fn compact_one(
         &mut self,
         cursor: &mut usize,
-        mut moved: impl FnMut(Head, ObjectId),
+        mut moved: impl FnMut(ObjectHead, ObjectId),
     ) -> Option<usize> {
         let mut copied = 0;
         for class in (0..CLASSES).map(|i| (*cursor + i) % CLASSES) {
@@ -454,13 +454,13 @@ impl Pool {
         &mut self,
         source: u32,
         copied: &mut usize,
-        moved: &mut impl FnMut(Head, ObjectId),
+        moved: &mut impl FnMut(ObjectHead, ObjectId),
     ) -> bool {
         self.unlink(source);
         for index in 0..self.blocks[source as usize].fresh {
             let from = ObjectId::new(source, index);
             let head = self.blocks[source as usize].heads[usize::from(index)];
-            if head.slot == Head::FREE {
+            if head.slot == ObjectHead::FREE {
                 continue;
             }
             let Some(target) = self.block_with_room(class_of(head.len.into()), 1) else {
@@ -525,10 +525,10 @@ impl Pool {
     }
 
     /// Puts an object into a listed block that has room.
-    fn place(&mut self, block: u32, head: Head) -> ObjectId {
+    fn place(&mut self, block: u32, head: ObjectHead) -> ObjectId {
         self.unlink(block);
         let b = &mut self.blocks[block as usize];
-        let index = if b.free == Head::END {
+        let index = if b.free == ObjectHead::END {
             b.fresh += 1;
             b.fresh - 1
         } else {
@@ -549,9 +549,9 @@ impl Pool {
     fn vacate(&mut self, id: ObjectId) {
         let b = &mut self.blocks[id.block()];
         let head = &mut b.heads[id.index()];
-        assert!(head.slot != Head::FREE, "compressed pool: an object is freed twice");
+        assert!(head.slot != ObjectHead::FREE, "compressed pool: an object is freed twice");
         self.stored -= usize::from(head.len);
-        *head = Head { slot: Head::FREE, len: b.free, live: 0, sum: 0 };
+        *head = ObjectHead { slot: ObjectHead::FREE, len: b.free, live: 0, sum: 0 };
         b.free = id.index() as u16;
         b.used -= 1;
         self.classes[usize::from(b.class)].used -= 1;
@@ -561,8 +561,9 @@ impl Pool {
     fn start_block(&mut self, class: usize) -> Result<u32, PoolFull> {
         let Class { pages, objects, .. } = CLASS[class];
         let block = self.empty_block(pages)?;
-        let heads = vec![Head { slot: Head::FREE, len: 0, live: 0, sum: 0 }; objects.into()]
-            .into_boxed_slice();
+        let heads =
+            vec![ObjectHead { slot: ObjectHead::FREE, len: 0, live: 0, sum: 0 }; objects.into()]
+                .into_boxed_slice();
         self.head_bytes += size_of_val(&*heads);
         let b = &mut self.blocks[block as usize];
         let missing = pages.saturating_sub(b.resident);
@@ -596,7 +597,7 @@ impl Pool {
             prev: NONE,
             next: NONE,
             used: 0,
-            free: Head::END,
+            free: ObjectHead::END,
             fresh: 0,
             class: class as u8,
             resident: b.resident,
@@ -634,7 +635,7 @@ impl Pool {
             prev: NONE,
             next: NONE,
             used: 0,
-            free: Head::END,
+            free: ObjectHead::END,
             fresh: 0,
             class: 0,
             resident: 0,
@@ -729,7 +730,7 @@ impl Pool {
         }
         for b in &self.blocks {
             resident += usize::from(b.resident);
-            let live = b.heads.iter().filter(|head| head.slot != Head::FREE);
+            let live = b.heads.iter().filter(|head| head.slot != ObjectHead::FREE);
             assert_eq!(usize::from(b.used), live.clone().count());
             stored += live.map(|head| usize::from(head.len)).sum::<usize>();
             objects += usize::from(b.used);

@@ -20,8 +20,8 @@ use swaptide_sys::PAGE_SIZE;
 use swaptide_sys::process::proc_info;
 use swaptide_sys::thread::now;
 
-use crate::cgroup::psi::Part;
-use crate::memctl::controller::{Member, MemoryController, Node};
+use crate::cgroup::psi::TimeShare;
+use crate::memctl::controller::{BudgetNode, MemoryController, TickMember};
 use crate::memctl::policy::{self, Process, RecentSum, Sharing, StableMin, Standing};
 
 /// A process that shares this much with another, and has as much in compressed memory, is of a
@@ -45,8 +45,8 @@ pub(super) struct Watch {
     /// Microseconds in which its threads waited for memory, so far; and what part of the time that
     /// was since the last look, and lately.
     stalled_us: u64,
-    pub(super) stalled: Part,
-    stalled_lately: Part,
+    pub(super) stalled: TimeShare,
+    stalled_lately: TimeShare,
     /// What of its limit is lent, and what it shared lately.
     pub(super) lent: u64,
     lasting: StableMin,
@@ -60,7 +60,7 @@ pub(super) struct Watch {
 }
 
 /// What is seen of a process at a look.
-struct Seen {
+struct ProcessSample {
     used: u64,
     /// Pages that came and went by its engine so far.
     moved: u64,
@@ -73,7 +73,7 @@ struct Seen {
 impl Watch {
     /// Takes over what is seen now, `elapsed` after the last look; gives the bytes by which it has
     /// grown.
-    fn follow(&mut self, seen: Seen, elapsed: Duration) -> u64 {
+    fn follow(&mut self, seen: ProcessSample, elapsed: Duration) -> u64 {
         if std::mem::replace(&mut self.of_family, seen.of_family) != seen.of_family {
             // A fork: what either wanted before says nothing.
             self.moved_pages = seen.moved;
@@ -90,7 +90,7 @@ impl Watch {
         };
         let waited = seen.stalled_us.saturating_sub(self.stalled_us);
         self.stalled_us = seen.stalled_us.max(self.stalled_us);
-        self.stalled = Part::of(waited, elapsed);
+        self.stalled = TimeShare::of(waited, elapsed);
         self.stalled_lately = self.stalled_lately.averaged(self.stalled, elapsed);
         seen.used.saturating_sub(std::mem::replace(&mut self.used, seen.used))
     }
@@ -110,12 +110,13 @@ fn standing(slot: &ProcSlot) -> Standing {
 impl MemoryController {
     /// What is divided: processes that were detached take nothing of the budget, or those that are
     /// still managed would have to pay for them.
-    pub(super) fn counted(&self, members: &[Member], processes: &[Process]) -> Vec<Process> {
-        let is_let_go = |member: &Member| {
+    pub(super) fn counted(&self, members: &[TickMember], processes: &[Process]) -> Vec<Process> {
+        let is_let_go = |member: &TickMember| {
             member.slot.is_some_and(|index| self.segment.slot(index).state() == ProcState::Detached)
         };
-        let used =
-            |member: &Member, process: &Process| if is_let_go(member) { 0 } else { process.used };
+        let used = |member: &TickMember, process: &Process| {
+            if is_let_go(member) { 0 } else { process.used }
+        };
         members
             .iter()
             .zip(processes)
@@ -126,8 +127,8 @@ impl MemoryController {
     /// What a process asks of the budget.
     pub(super) fn judge(
         &mut self,
-        member: &Member,
-        nodes: &HashMap<Node, usize>,
+        member: &TickMember,
+        nodes: &HashMap<BudgetNode, usize>,
         elapsed: Duration,
     ) -> Process {
         let pid = member.pid;
@@ -139,8 +140,9 @@ impl MemoryController {
         let used = self.tree.used(pid) + member.slot.map_or(0, of_shared);
         let in_its_runs_group =
             self.runs.get(&member.run).is_some_and(|kept| kept.run.group == Some(member.group));
-        let of_run = nodes.get(&Node::Run(member.run)).filter(|_| in_its_runs_group);
-        let group = of_run.or_else(|| nodes.get(&Node::Group(member.group))).copied().unwrap_or(0);
+        let of_run = nodes.get(&BudgetNode::Run(member.run)).filter(|_| in_its_runs_group);
+        let group =
+            of_run.or_else(|| nodes.get(&BudgetNode::Group(member.group))).copied().unwrap_or(0);
         let Some(index) = member.slot else {
             return Process {
                 group,
@@ -200,7 +202,7 @@ impl MemoryController {
         }
         // More than is out, or than there is, counts for no more, and would only last longer.
         let grown = watch.follow(
-            Seen { used, moved, of_family, stalled_us, most: swapped.min(self.budget) },
+            ProcessSample { used, moved, of_family, stalled_us, most: swapped.min(self.budget) },
             elapsed,
         );
         let growth = if standing == Standing::Watching {
@@ -242,7 +244,7 @@ impl MemoryController {
     }
 
     /// What a process has of pages that others have too.
-    pub(super) fn sharing(&mut self, member: &Member, elapsed: Duration) -> Sharing {
+    pub(super) fn sharing(&mut self, member: &TickMember, elapsed: Duration) -> Sharing {
         let Some(index) = member.slot else { return Sharing::default() };
         // What engines make their own to take it out is not to come twice.
         let unshared =

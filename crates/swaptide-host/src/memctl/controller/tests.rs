@@ -1,6 +1,6 @@
 use super::*;
 use crate::memctl::policy::Standing;
-use crate::swap::areas::Open;
+use crate::swap::areas::AreaOpener;
 use crate::testing::segment;
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -21,9 +21,9 @@ fn keeper(
     budget: u64,
     strict: bool,
 ) -> MemoryController {
-    let mut keeper = MemoryController::new(segment, areas, Groups::new(segment, budget), budget);
+    let mut keeper = MemoryController::new(segment, areas, GroupTree::new(segment, budget), budget);
     let (root, program) = (child.id(), "sleep".to_owned());
-    keeper.add_run(Run {
+    keeper.add_run(ManagedRun {
         root,
         front: root,
         uid: 0,
@@ -113,8 +113,12 @@ fn a_program_that_begins_is_seen_to_grow_at_the_first_look_and_one_that_was_ther
         }
         let index = segment.claim(child.id(), forked_from).expect("slot");
         assert!(keeper.tree.admit(child.id()));
-        let member =
-            Member { pid: child.id(), slot: Some(index), run: child.id(), group: GroupIndex::ROOT };
+        let member = TickMember {
+            pid: child.id(),
+            slot: Some(index),
+            run: child.id(),
+            group: GroupIndex::ROOT,
+        };
         // Some memory it has by now.
         while keeper.tree.used(child.id()) == 0 {
             std::thread::sleep(Duration::from_millis(5));
@@ -139,7 +143,7 @@ fn who_waits_for_a_slow_device_presses_for_what_is_out_though_few_bytes_move() {
     let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
     keeper.tick();
     let pressure = |keeper: &mut MemoryController| {
-        let member = Member {
+        let member = TickMember {
             pid: child.id(),
             slot: Some(segment.claimed().next().expect("the slot").0),
             run: child.id(),
@@ -196,7 +200,7 @@ fn strict_kills_only_when_swap_is_full_and_the_budget_exceeded() {
         keeper.tick();
     }
     slot.count(Counter::SwapFull, 1);
-    let member = Member { pid: root, slot: None, run: root, group: GroupIndex::ROOT };
+    let member = TickMember { pid: root, slot: None, run: root, group: GroupIndex::ROOT };
     let process = Process {
         group: 0,
         standing: Standing::Engaged,

@@ -22,9 +22,9 @@ struct Three {
     away: std::sync::atomic::AtomicBool,
 }
 
-impl Areas for &'static Three {
+impl AreaDirectory for &'static Three {
     fn locate(&self, extent: Extent) -> Option<Location> {
-        let spot = |area, extent: u32| Spot {
+        let spot = |area, extent: u32| FilePlace {
             area,
             generation: 0,
             offset: u64::from(extent) * EXTENT_BYTES,
