@@ -96,17 +96,29 @@ fuzz_target!(|data: &[u8]| {
     let mut scribbled = false;
     // Extents in use, as long as nobody has scribbled.
     let mut leased: BTreeSet<(u32, u32)> = BTreeSet::new();
+    // Of those, and of those that were: what a server has not answered.
+    let mut doubtful: BTreeSet<u32> = BTreeSet::new();
     // An audit counts millions of words: only in histories that begin with one.
     let mut audits = usize::from(data.first() != Some(&11));
     for number in 0..200 {
         let Some(what) = bytes.byte() else { break };
         let slot = SlotIndex(u32::from(what >> 4) % 4);
         match what % 16 {
-            0..=3 => {
+            0..=2 => {
                 if scribble(segment, &mut bytes).is_none() {
                     break;
                 }
                 scribbled = true;
+            }
+            3 => {
+                if let Some((_, extent)) = leased.iter().find(|(owner, _)| *owner == slot.0) {
+                    segment.doubt_extent(ExtentId(*extent));
+                    doubtful.insert(*extent);
+                    if bytes.byte().is_some_and(|byte| byte % 2 == 0) {
+                        segment.settle_extent(ExtentId(*extent));
+                        doubtful.remove(extent);
+                    }
+                }
             }
             4 => drop(segment.add_area(NewArea::of_file(i32::from(what >> 4), 1 + number % 5))),
             5 => {
@@ -134,6 +146,7 @@ fuzz_target!(|data: &[u8]| {
                         scribbled || leased.iter().all(|(_, of)| *of != extent.0),
                         "{extent:?} is given out twice"
                     );
+                    assert!(scribbled || !doubtful.contains(&extent.0), "{extent:?} is in doubt");
                     leased.insert((slot.0, extent.0));
                     let _ = (segment.place_of(extent), segment.sole_holder(extent));
                 }
@@ -150,7 +163,15 @@ fuzz_target!(|data: &[u8]| {
                 let id = AreaId(what >> 4);
                 if usize::from(id.0) < MAX_AREAS {
                     segment.close_area(id);
-                    let _ = (segment.holders(id), segment.remove_area(id));
+                    for extent in segment.lost_extents(id) {
+                        assert!((extent.0 as usize) < MAX_EXTENTS);
+                        segment.forgive_extent(extent);
+                        doubtful.remove(&extent.0);
+                    }
+                    let _ = (segment.holders(id), segment.area(id).free());
+                    if segment.remove_area(id) {
+                        doubtful.clear();
+                    }
                 }
             }
             11 if audits < 1 => {

@@ -2,7 +2,7 @@
 """An NBD server on a Unix socket that misbehaves:
 
     nbd_server.py SOCKET IMAGE SEED [MISHAP=N]... [away=SECONDS] [hangs=SECONDS] [latest=SECONDS]
-                  [structured=1]
+                  [slow=SECONDS] [structured=1]
 
 `MISHAP=N` has that mishap happen to every Nth request it can happen to, at random by SEED:
 
@@ -18,12 +18,16 @@
     flipped     a read's answer has wrong bits; the next one is right
     lost        a write is answered, and not done
     damaged     a write is done with wrong bits
+    ghost       the connection ends without an answer to a write or a trim, which is done later
+    withheld    no answer comes to a write or a trim, which is done later
 
 With `away` it is gone every other second or so, socket and all connections, for up to that many
 seconds; with `hangs` it answers no request for as long. Late answers are at most `latest` seconds
-late (0.4). What a trimmed range held is overwritten with noise. With `structured=1` it answers in
-chunks, in any order. Nothing goes wrong before the first write. On SIGTERM it prints how often each
-mishap happened, as JSON, and ends.
+late (0.4). What is "done later" is done at the worst moment: right after something else was written
+there (`haunted`). With `slow` every write and trim takes so long; if its client has hung up by
+then, it is done later, too (`orphan`). What a trimmed range held is overwritten with noise. With
+`structured=1` it answers in chunks, in any order. Nothing goes wrong before the first write. On
+SIGTERM it prints how often each mishap happened, as JSON, and ends.
 """
 
 import contextlib
@@ -31,6 +35,7 @@ import json
 import mmap
 import os
 import random
+import select
 import signal
 import socket
 import struct
@@ -46,7 +51,8 @@ FLAGS = 1 | 4 | 8 | 32 | 256
 # What can happen to which request.
 OF_ANY = ("refused", "cut", "late", "noise", "stranger", "shutdown")
 OF_READS = OF_ANY + ("short", "flipped")
-OF_WRITES = OF_ANY + ("full", "torn", "lost", "damaged")
+OF_TRIMS = OF_ANY + ("ghost", "withheld")
+OF_WRITES = OF_TRIMS + ("full", "torn", "lost", "damaged")
 
 
 class Gone(Exception):
@@ -62,6 +68,8 @@ class Server:
         with open(image, "r+b") as file:
             self.data = mmap.mmap(file.fileno(), self.size)
         self.counts = {}
+        # What is done later.
+        self.ghosts = []
         self.lock = threading.Lock()
         self.connections = set()
         self.number = 0
@@ -103,6 +111,31 @@ class Server:
                 connection = Connection(self, peer, self.number)
                 self.connections.add(connection)
             threading.Thread(target=connection.serve, daemon=True).start()
+
+    def trim(self, offset, size):
+        self.data[offset : offset + size] = b"\xa5" * size
+
+    def do_later(self, command, offset, size, payload):
+        """Keeps a write or a trim that its client will not hear of."""
+        with self.lock:
+            self.ghosts.append((offset, b"\xa5" * size if command == TRIM else payload))
+
+    def write(self, offset, payload):
+        """Carries out a write, and then what was kept of there."""
+        end = offset + len(payload)
+        self.data[offset:end] = payload
+        with self.lock:
+            # The same once more is the client's next try.
+            due = [
+                (at, data)
+                for at, data in self.ghosts
+                if at < end and offset < at + len(data) and (at, data) != (offset, payload)
+            ]
+            for at, data in due:
+                self.data[at : at + len(data)] = data
+                self.ghosts.remove((at, data))
+        for _ in due:
+            self.count("haunted")
 
     def misbehave(self):
         """Is gone and back, or silent, again and again."""
@@ -214,9 +247,19 @@ class Connection:
         payload = self.receive(size) if command == WRITE else b""
         if command in (READ, WRITE, TRIM) and offset + size > self.server.size:
             raise Gone
-        mishap = self.mishap(
-            OF_READS if command == READ else OF_WRITES if command == WRITE else OF_ANY
-        )
+        kinds = {READ: OF_READS, WRITE: OF_WRITES, TRIM: OF_TRIMS}
+        mishap = self.mishap(kinds.get(command, OF_ANY))
+        changes = command in (WRITE, TRIM)
+        if changes and self.server.settings.get("slow"):
+            time.sleep(float(self.server.settings["slow"]))
+            if mishap is None and self.is_orphaned():
+                mishap = "orphan"
+                self.server.count(mishap)
+        if mishap in ("ghost", "withheld", "orphan"):
+            self.server.do_later(command, offset, size, payload)
+            if mishap == "ghost":
+                raise Gone
+            return
         self.server.count(("reads", "writes", "", "flushes", "trims")[command])
         # Sometimes it is done, and no answer says so.
         done = mishap not in ("refused", "full", "shutdown", "lost") and not (
@@ -227,9 +270,9 @@ class Connection:
                 payload = payload[: size // 2]
             if mishap == "damaged":
                 payload = self.flip(payload)
-            self.server.data[offset : offset + len(payload)] = payload
+            self.server.write(offset, payload)
         if done and command == TRIM:
-            self.server.data[offset : offset + size] = b"\xa5" * size
+            self.server.trim(offset, size)
         data = self.server.data[offset : offset + size] if command == READ else None
         self.server.answers.wait()
         if mishap == "flipped":
@@ -260,6 +303,12 @@ class Connection:
         self.send(reply)
         if mishap == "shutdown":
             raise Gone
+
+    def is_orphaned(self):
+        """Whether the client has hung up."""
+        poll = select.poll()
+        poll.register(self.peer, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def send_late(self, reply):
         with contextlib.suppress(OSError):
@@ -303,7 +352,8 @@ class Connection:
 def main():
     path, image, seed, *rest = sys.argv[1:]
     settings = dict(word.split("=") for word in rest)
-    unknown = set(settings) - {*OF_READS, *OF_WRITES, "away", "hangs", "latest", "structured"}
+    others = {"away", "hangs", "latest", "slow", "structured"}
+    unknown = set(settings) - {*OF_READS, *OF_WRITES, *others}
     if unknown:
         sys.exit(f"nbd_server.py: there is no mishap called {', '.join(sorted(unknown))}")
     server = Server(path, image, seed, settings)

@@ -51,13 +51,13 @@ class Server:
 class Misbehaving:
     """A server process with an export of its own; `counts` are there after `end`."""
 
-    def __init__(self, case, name, seed, mishaps):
+    def __init__(self, case, name, seed, mishaps, size=1 << 30):
         self.socket, image = (
             case.directory / f"{name}.socket",
             case.directory / f"{name}.export",
         )
         with open(image, "wb") as file:
-            file.truncate(1 << 30)
+            file.truncate(size)
         self.counts = None
         words = [
             sys.executable,

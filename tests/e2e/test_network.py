@@ -9,7 +9,9 @@ import time
 import pytest
 
 from ctl import ask, wait_for_line
-from servers import Server
+from harness import MIB
+from mishaps import EXTENT
+from servers import Misbehaving, Server
 
 pytestmark = [pytest.mark.network]
 
@@ -196,3 +198,125 @@ def test_far(case):
         ), said
     finally:
         server.kill()
+
+
+def in_doubt(done, counts):
+    """What of the export stayed unused, of a run that lost nothing."""
+    assert counts.get("haunted", 0) == 0, f"written where something was in doubt: {counts}"
+    assert done.report["errors"]["pages_poisoned"] == 0, f"lost: {done.report['errors']}"
+    (export,) = (device for device in done.report["devices"] if device["type"] == "nbd")
+    return export["in_doubt_bytes"]
+
+
+@pytest.mark.swaptide(budget=32, limit=120, allowance=128, native=False)
+def test_network_late_cut(case):
+    """The server hangs up, and carries out the write or trim that was under way when something else
+    is written there. But nothing is: its space is leased by nobody.
+    """
+    server = Misbehaving(case, "late", case.seed, {"ghost": 100}, size=160 * MIB)
+    try:
+        done = case.start(
+            [case.binary("torture"), 80, 15, case.seed, "single"],
+            options=["--swap", "zram:4M", "--swap", server.url()],
+        ).finish()
+        late = server.end().get("ghost", 0)
+    finally:
+        server.end()
+    assert "OK torture single" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
+    assert late >= 4, f"hardly anything was late: {server.counts}"
+    unused = in_doubt(done, server.counts)
+    assert 0 < unused <= 3 * late * EXTENT, f"{unused} in doubt: {server.counts}"
+
+
+# Fills memory, verifies it and gives it up, again and again: the space of what failed is soon
+# another page's.
+DROPS = r"""
+import random, sys, time, zlib
+megabytes, seconds, seed = map(int, sys.argv[1:4])
+chance = random.Random(seed)
+end = time.monotonic() + seconds
+while time.monotonic() < end:
+    blocks = [chance.randbytes(1 << 20) for _ in range(megabytes)]
+    sums = [zlib.crc32(block) for block in blocks]
+    assert [zlib.crc32(block) for block in blocks] == sums, "wrong data"
+    assert [zlib.crc32(block) for block in blocks] == sums, "wrong data"
+    del blocks
+print("OK")
+"""
+
+
+@pytest.mark.swaptide(budget=32, limit=120, allowance=128, native=False)
+def test_network_late_silent(case):
+    """As above; the server does not hang up, but answers a write or a trim never."""
+    server = Misbehaving(case, "late", case.seed, {"withheld": 500}, size=128 * MIB)
+    try:
+        done = case.start(
+            [case.python, "-c", DROPS, 64, 25, case.seed],
+            options=["--swap", "zram:4M", "--swap", server.url()],
+        ).finish()
+        late = server.end().get("withheld", 0)
+    finally:
+        server.end()
+    assert done.text() == "OK\n", f"it did not end with OK: {done.text()[-300:]!r}"
+    assert late >= 2, f"hardly anything was late: {server.counts}"
+    unused = in_doubt(done, server.counts)
+    assert 0 < unused <= 3 * late * EXTENT, f"{unused} in doubt: {server.counts}"
+
+
+# Children that are killed while they write, one after the other, and a parent that verifies what it
+# has on the same export.
+KILLED = r'''
+import os, random, signal, sys, time, zlib
+CHILD = """
+import os, zlib
+def block():
+    data = os.urandom(1 << 20)
+    return data, zlib.crc32(data)
+held = [block() for _ in range(20)]
+while True:
+    for number in range(20):
+        data, crc = held[number]
+        assert zlib.crc32(data) == crc, "wrong data"
+        held[number] = block()
+"""
+megabytes, seconds, seed = map(int, sys.argv[1:4])
+chance = random.Random(seed)
+blocks = [chance.randbytes(1 << 20) for _ in range(megabytes)]
+sums = [zlib.crc32(block) for block in blocks]
+end, killed = time.monotonic() + seconds, 0
+while time.monotonic() < end:
+    children = [os.posix_spawn(sys.executable, [sys.executable, "-c", CHILD], os.environ)
+                for _ in range(3)]
+    time.sleep(chance.uniform(1.5, 3))
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+    for child in children:
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert ended == -signal.SIGKILL, f"a child ended with {ended}"
+    killed += 3
+    for _ in range(4):
+        at = chance.randrange(megabytes)
+        assert zlib.crc32(blocks[at]) == sums[at], "wrong data"
+        blocks[at] = chance.randbytes(1 << 20)
+        sums[at] = zlib.crc32(blocks[at])
+assert [zlib.crc32(block) for block in blocks] == sums, "wrong data"
+print("OK", killed)
+'''
+
+
+@pytest.mark.swaptide(budget=32, limit=150, allowance=128, native=False)
+def test_network_late_killed(case):
+    """As above; the server is slow, and processes are killed while they write."""
+    server = Misbehaving(case, "late", case.seed, {"slow": 0.02}, size=112 * MIB)
+    try:
+        done = case.start(
+            [case.python, "-c", KILLED, 32, 25, case.seed],
+            options=["--swap", "zram:4M", "--swap", server.url()],
+        ).finish()
+        counts = server.end()
+    finally:
+        server.end()
+    assert done.text().startswith("OK "), f"it did not end with OK: {done.text()[-300:]!r}"
+    orphans = counts.get("orphan", 0)
+    assert orphans >= 3, f"hardly any was killed while it wrote: {counts}, {done.text()!r}"
+    assert in_doubt(done, counts) > 0, f"nothing in doubt: {counts}, {done.text()!r}"

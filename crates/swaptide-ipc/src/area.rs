@@ -70,6 +70,9 @@ pub struct Area {
     pub(crate) plain: AtomicU32,
     /// Not 0: the device is rotational.
     pub(crate) rotational: AtomicU32,
+    /// Extents that nobody holds and nobody can lease (see [`crate::areas`]), at the supervisor's
+    /// last look.
+    pub(crate) in_doubt: AtomicU32,
 }
 
 #[cfg(test)]
@@ -207,6 +210,26 @@ impl Area {
     /// more.
     pub fn used(&self) -> u32 {
         self.used.load(SeqCst).min(MAX_EXTENTS as u32 + 1)
+    }
+
+    /// How many can be leased by nobody, for a server may still carry out something there.
+    pub fn in_doubt(&self) -> u32 {
+        self.in_doubt.load(Relaxed).min(MAX_EXTENTS as u32)
+    }
+
+    /// Notes how many those are. Supervisor only.
+    pub fn set_in_doubt(&self, extents: u32) {
+        self.in_doubt.store(extents, Relaxed);
+    }
+
+    /// How many can be leased.
+    pub fn free(&self) -> u32 {
+        self.extents().saturating_sub(self.used()).saturating_sub(self.in_doubt())
+    }
+
+    /// Whether there is one that can be leased.
+    pub fn has_room(&self) -> bool {
+        self.free() > 0
     }
 
     /// Transfers that failed so far.

@@ -17,6 +17,9 @@
 //!    anything of an area remembers the generation with it.
 //! 4. A mirror comes before its area and goes with it.
 //! 5. The order of areas is one word: a lease sees one whole order, at worst an older one.
+//! 6. An extent is in doubt from before its holder sends a server a change of it until that is
+//!    answered. In doubt it is not leased, also when its holder gives it back or is killed: the
+//!    mark and the number of holders are one word, and a lease begins at a word of zero.
 
 use std::sync::atomic::{
     Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst, fence,
@@ -25,6 +28,11 @@ use std::sync::atomic::{
 use crate::area::{Area, AreaId, AreaMask, AreaState, ExtentPlace, MAX_AREAS, NewArea, Spot};
 use crate::ids::{EXTENT_BYTES, ExtentId, MAX_EXTENTS, SlotIndex};
 use crate::layout::{ProcSlot, Segment};
+
+/// In the word of an extent's holders: a server may still carry out something there that was sent
+/// to it and never answered. The holders are counted below.
+const IN_DOUBT: u16 = 1 << 15;
+const HOLDERS: u16 = IN_DOUBT - 1;
 
 /// The order of areas in one word: four bits an area, the first one lowest, and how many there are.
 #[derive(Clone, Copy)]
@@ -163,8 +171,12 @@ impl Segment {
         area.export_connections.store(new.export.connections, Relaxed);
         // Not `used`: nothing is held, and a late `lease_in` counts itself in and out
         // again.
-        for word in [&area.hint, &area.errors] {
+        for word in [&area.hint, &area.errors, &area.in_doubt] {
             word.store(0, Relaxed);
+        }
+        // What was sent to another device does not arrive on this one.
+        for refs in &self.extent_refs[area.range().start as usize..area.range().end as usize] {
+            refs.fetch_and(HOLDERS, SeqCst);
         }
         area.state.store(state as u32, SeqCst);
         self.sort_areas();
@@ -262,7 +274,7 @@ impl Segment {
     fn lease_in(&self, index: SlotIndex, area: &Area) -> Option<ExtentId> {
         let generation = area.generation();
         let total = area.extents();
-        if total == 0 || area.used() >= total {
+        if !area.has_room() {
             return None;
         }
         let first = area.first.load(Relaxed);
@@ -355,7 +367,37 @@ impl Segment {
 
     /// True when only one process holds the extent.
     pub fn sole_holder(&self, extent: ExtentId) -> bool {
-        self.extent_refs[extent.0 as usize].load(Acquire) == 1
+        self.extent_refs[extent.0 as usize].load(Acquire) & HOLDERS == 1
+    }
+
+    /// Says that something is sent to a server now that changes an extent. Its holder does, before
+    /// it sends. True when the extent was not in doubt before: then the answer settles it.
+    pub fn doubt_extent(&self, extent: ExtentId) -> bool {
+        self.extent_refs[extent.0 as usize].fetch_or(IN_DOUBT, SeqCst) & IN_DOUBT == 0
+    }
+
+    /// Says that all of it was answered.
+    pub fn settle_extent(&self, extent: ExtentId) {
+        self.extent_refs[extent.0 as usize].fetch_and(HOLDERS, SeqCst);
+    }
+
+    /// Whether something that was sent to an extent's server may not have been answered.
+    pub fn is_in_doubt(&self, extent: ExtentId) -> bool {
+        self.extent_refs[extent.0 as usize].load(Acquire) & IN_DOUBT != 0
+    }
+
+    /// The extents of an area that nobody holds and nobody can lease, for they are in doubt.
+    pub fn lost_extents(&self, id: AreaId) -> impl Iterator<Item = ExtentId> {
+        self.area(id)
+            .range()
+            .map(ExtentId)
+            .filter(|extent| self.extent_refs[extent.0 as usize].load(Relaxed) == IN_DOUBT)
+    }
+
+    /// Lets an extent that is in doubt be leased again, if nobody holds it. Supervisor only.
+    pub fn forgive_extent(&self, extent: ExtentId) {
+        // Where it is not so any more there is nothing to forgive.
+        let _ = self.extent_refs[extent.0 as usize].compare_exchange(IN_DOUBT, 0, SeqCst, Relaxed);
     }
 
     /// Gives back all holds of the process at `index`; calls `freed` for each extent that nobody
@@ -380,7 +422,7 @@ impl Segment {
     fn unref(&self, extent: ExtentId) -> bool {
         // Before the count is lowered: a closed area without a held extent may be gone at once.
         let area = self.area_of(extent);
-        if self.extent_refs[extent.0 as usize].fetch_sub(1, SeqCst) != 1 {
+        if self.extent_refs[extent.0 as usize].fetch_sub(1, SeqCst) & HOLDERS != 1 {
             return false;
         }
         if let Some((_, area)) = area {
@@ -393,7 +435,12 @@ impl Segment {
     /// none. (See [`crate::groups`].)
     pub(crate) fn correct_refs(&self, extent: ExtentId, missing: i16) -> bool {
         let before = self.extent_refs[extent.0 as usize].fetch_add(missing as u16, SeqCst);
-        before.wrapping_add(missing as u16) == 0
+        before.wrapping_add(missing as u16) & HOLDERS == 0
+    }
+
+    /// How many processes are counted as holders of an extent.
+    pub(crate) fn counted_holders(&self, extent: ExtentId) -> u16 {
+        self.extent_refs[extent.0 as usize].load(SeqCst) & HOLDERS
     }
 
     /// How many more extents of each area are held, by the numbers of holders, than are counted as

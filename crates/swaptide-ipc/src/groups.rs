@@ -133,7 +133,7 @@ impl Segment {
     pub fn has_room_in(&self, index: SlotIndex, within: AreaMask) -> bool {
         let mask = AreaMask(!self.group(self.group_of(index)).areas_excluded() & within.0);
         self.areas().any(|(id, area)| {
-            mask.contains(id) && area.state() == AreaState::Open && area.used() < area.extents()
+            mask.contains(id) && area.state() == AreaState::Open && area.has_room()
         })
     }
 
@@ -320,8 +320,7 @@ impl Audit {
         }
         let mut audit = Audit { leased: segment.missing_used(&held), ..Audit::default() };
         for (extent, held) in (0..).map(ExtentId).zip(&held) {
-            let missing =
-                held.wrapping_sub(segment.extent_refs[extent.0 as usize].load(SeqCst)) as i16;
+            let missing = held.wrapping_sub(segment.counted_holders(extent)) as i16;
             if missing != 0 {
                 audit.extents.push((extent, missing));
             }

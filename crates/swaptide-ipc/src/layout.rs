@@ -18,7 +18,7 @@ use crate::ids::{ExtentId, MAX_EXTENTS, SlotIndex};
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 12;
+pub const VERSION: u32 = 13;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// The limit of a process that is being released.
@@ -308,7 +308,7 @@ impl ProcSlot {
 pub struct Segment {
     /// What stands once.
     pub header: Header,
-    /// References to each extent.
+    /// Holders of each extent, and whether it is in doubt (see [`crate::areas`]).
     pub extent_refs: [AtomicU16; MAX_EXTENTS],
     /// The processes.
     pub procs: [ProcSlot; MAX_PROCS],

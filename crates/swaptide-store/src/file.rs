@@ -26,10 +26,11 @@
 //!    copy of it in another process is used with another key.
 //! 3. A block is written to only while no slot's record names a byte of it, and only in an extent
 //!    that is exclusively ours.
-//! 4. An extent is punched only when no page of it is live and it is exclusively ours; then, and
+//! 4. An extent in doubt ([`ExtentSource::is_in_doubt`]) is neither written to nor punched.
+//! 5. An extent is punched only when no page of it is live and it is exclusively ours; then, and
 //!    only then, the source is told that it is punched. One that was shared is the source's word
 //!    away from being ours again ([`ExtentSource::release_shared`]).
-//! 5. Cleaning moves a page under the writers' lock only. A reader that finds something else than
+//! 6. Cleaning moves a page under the writers' lock only. A reader that finds something else than
 //!    was written looks whether the page was moved before it calls it damaged.
 //!
 //! Locks: one of `read_buffers` or `bounce` (all of them only to keep everybody out, in this
@@ -46,6 +47,7 @@ mod places;
 mod reading;
 mod router;
 
+use core::ops::Range;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use core::time::Duration;
 use std::sync::Arc;
@@ -135,6 +137,12 @@ pub trait ExtentSource: Sync {
     /// This process may not write where a leased extent lies, as its own limit on the size of files
     /// says: for a while, it leases nothing there, even if there is nothing elsewhere.
     fn bar(&self, _extent: Extent) {}
+
+    /// Whether a server may still carry out an earlier write or trim there: nothing more is written
+    /// to it then, and nothing trimmed, and the source lets nobody lease it.
+    fn is_in_doubt(&self, _extent: Extent) -> bool {
+        false
+    }
 
     /// The server that alone has what lies in a leased extent, if that is so: reading it takes
     /// an unknown time.
@@ -493,7 +501,9 @@ impl FileDevice {
         // The bytes in `out`, the place in the file they begin at, and the first object among them.
         let (mut fill, mut base, mut first) = (0usize, 0u64, 0);
         let write = |base: u64, bytes: &[u8], first: usize| {
-            io::write_all(&*self.io, base, bytes).map_err(|(at, errno)| Unwritten {
+            let written = io::write_all(&*self.io, base, bytes);
+            self.leave_doubtful(base..base + bytes.len() as u64);
+            written.map_err(|(at, errno)| Unwritten {
                 object: first,
                 extent: Extent((at / EXTENT_BYTES) as u32),
                 errno,
@@ -530,6 +540,17 @@ impl FileDevice {
         let padded = fill.next_multiple_of(PAGE_SIZE);
         out[fill..padded].fill(0);
         if fill == 0 { Ok(()) } else { write(base, &out[..padded], first) }
+    }
+
+    /// Lays nothing more into those extents of a range of the file that are in doubt: what has just
+    /// been written there may be written once more at any time, over whatever lies there then.
+    fn leave_doubtful(&self, range: Range<u64>) {
+        for number in range.start / EXTENT_BYTES..range.end.div_ceil(EXTENT_BYTES) {
+            let extent = Extent(number as u32);
+            if self.source.is_in_doubt(extent) {
+                self.state.lock().extents.distrust(extent);
+            }
+        }
     }
 
     /// Moves the live pages of the extents that gain most by it together. `false` if no block
@@ -887,7 +908,8 @@ impl FileDevice {
     }
 
     fn punch(&self, extent: Extent) -> bool {
-        self.io.punch(u64::from(extent.0) * EXTENT_BYTES, EXTENT_BYTES).is_ok()
+        !self.source.is_in_doubt(extent)
+            && self.io.punch(u64::from(extent.0) * EXTENT_BYTES, EXTENT_BYTES).is_ok()
     }
 }
 

@@ -19,11 +19,12 @@
 //! [`Options::write_patience`]) fails with `ETIMEDOUT`. What the server itself refuses is not tried
 //! again.
 //!
-//! A write that is replayed because it was late may still reach the disk when its replay is long
-//! done and the block holds something else. Before a late write is replayed, its connection is
-//! therefore shut down for sending, and the server given some time ([`Options::drain`]) to finish
-//! what it has and hang up. If it does neither, the page that lands there is not the one its
-//! owner's tag proves, and reading it fails; it is never taken for another.
+//! A write or trim that was sent and not answered may be carried out at any later time, also when
+//! its connection has ended, and when its replay is long done and the block holds something else.
+//! Nothing in the protocol excludes that: requests of two connections have no order, and a server
+//! that hangs up may still be working on what it had. [`Certainty`] tells the caller, which must
+//! leave the range alone then. Before a late write is replayed, its connection is also shut down
+//! for sending, and the server given some time ([`Options::drain`]) to finish what it has.
 //!
 //! Nothing a server sends is believed: lengths and places are checked against the request that the
 //! reply names, only requests of this connection can be named, a request's buffer is reachable
@@ -153,6 +154,16 @@ pub trait Dialer: Send + Sync {
     /// A connected stream socket in the transmission phase of the same export, closed on exec. May
     /// block, for a bounded time. Is called by threads that must not use libc's hidden state.
     fn dial(&self) -> Result<OwnedFd, Errno>;
+}
+
+/// Whether a change can still happen after its call.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Certainty {
+    /// Everything that was sent was answered.
+    Settled,
+    /// Something that was sent was not answered on that connection; it may be carried out at any
+    /// time, even if it succeeded on another one meanwhile.
+    InDoubt,
 }
 
 /// What has happened on the way to an export.
@@ -288,10 +299,16 @@ impl Nbd {
     /// Writes at `offset`: all of it or, if a part fails that is not the first, what lies before
     /// that. 0 at the end of the export.
     pub fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<usize, Errno> {
+        self.write_surely(offset, bytes).0
+    }
+
+    /// The same; also tells whether some of it may still be carried out later.
+    pub fn write_surely(&self, offset: u64, bytes: &[u8]) -> (Result<usize, Errno>, Certainty) {
         let len = self.inside(offset, bytes.len());
         let mut requests = Vec::new();
         push_writes(&mut requests, offset, &bytes[..len], self.export.chunk());
-        self.change(&mut requests)
+        let answer = self.change(&mut requests);
+        (answer, certainty(&requests))
     }
 
     /// Reads several places at once, all within the export. On failure, tells which place failed.
@@ -328,8 +345,13 @@ impl Nbd {
     /// Tells the server that nobody needs a range's contents any more. What it reads as afterwards
     /// is the server's business. `EOPNOTSUPP` where the export does not know that.
     pub fn trim(&self, offset: u64, len: u64) -> Result<(), Errno> {
+        self.trim_surely(offset, len).0
+    }
+
+    /// The same; also tells whether some of it may still be carried out later.
+    pub fn trim_surely(&self, offset: u64, len: u64) -> (Result<(), Errno>, Certainty) {
         if !self.export.flags.has(Flags::SEND_TRIM) {
-            return Err(Errno::OPNOTSUPP);
+            return (Err(Errno::OPNOTSUPP), Certainty::Settled);
         }
         let mut left = len.min(self.export.size.saturating_sub(offset));
         let mut requests = Vec::new();
@@ -340,7 +362,8 @@ impl Nbd {
             requests.push(Request::new(at, Job::Trim(some as u32)));
             (at, left) = (at + some, left - some);
         }
-        self.change(&mut requests).map(drop)
+        let answer = self.change(&mut requests).map(drop);
+        (answer, certainty(&requests))
     }
 
     /// Waits until everything written so far is on the server's disk. At once where the export does
@@ -427,6 +450,10 @@ impl Drop for Nbd {
     }
 }
 
+fn certainty(requests: &[Request<'_>]) -> Certainty {
+    if requests.iter().any(Request::is_in_doubt) { Certainty::InDoubt } else { Certainty::Settled }
+}
+
 fn first_failure(requests: &[Request<'_>], numbers: &[usize]) -> Result<(), (usize, Errno)> {
     let failed = requests
         .iter()
@@ -451,4 +478,4 @@ fn push_writes<'b>(requests: &mut Vec<Request<'b>>, mut offset: u64, bytes: &'b 
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

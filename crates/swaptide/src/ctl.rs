@@ -234,7 +234,7 @@ fn areas(devices: &[(u8, AreaView)]) -> String {
     );
     for (number, view) in devices {
         text += &format!(
-            "{:<40} {:<6} {:>10} {:>10} {:>8} {:<8} {:>3}{}\n",
+            "{:<40} {:<6} {:>10} {:>10} {:>8} {:<8} {:>3}{}{}\n",
             view.name,
             view.kind,
             view.size_bytes / 1024,
@@ -244,7 +244,11 @@ fn areas(devices: &[(u8, AreaView)]) -> String {
             number,
             view.mirror
                 .as_ref()
-                .map_or_else(String::new, |mirror| format!(" mirror={}", mirror.place))
+                .map_or_else(String::new, |mirror| format!(" mirror={}", mirror.place)),
+            match view.in_doubt_bytes {
+                0 => String::new(),
+                bytes => format!(" in-doubt={}", bytes / 1024),
+            }
         );
     }
     text

@@ -163,6 +163,10 @@ impl ExtentSource for SegmentExtents {
         self.segment.is_rotational(ExtentId(extent.0))
     }
 
+    fn is_in_doubt(&self, extent: Extent) -> bool {
+        self.segment.is_in_doubt(ExtentId(extent.0))
+    }
+
     fn server_of(&self, extent: Extent) -> Option<ServerId> {
         let place = self.segment.place_of(ExtentId(extent.0))?;
         let is_far =
@@ -205,6 +209,14 @@ impl AreaDirectory for SegmentExtents {
 
     fn failed(&self, area: u8) {
         self.segment.area(AreaId(area)).count_error();
+    }
+
+    fn doubt(&self, extent: Extent) -> bool {
+        self.segment.doubt_extent(ExtentId(extent.0))
+    }
+
+    fn settle(&self, extent: Extent) {
+        self.segment.settle_extent(ExtentId(extent.0));
     }
 
     fn injected_fault(&self, area: u8, writes: bool) -> Option<InjectedFault> {

@@ -9,9 +9,13 @@
 //! 1. An area of the segment that is not `None` has its device open here.
 //! 2. A device is closed only after its area is `None`.
 //! 3. A mirror comes and goes with its area.
+//! 4. An extent that nobody holds and that is in doubt ([`Segment::doubt_extent`]) stays unused:
+//!    for the rest of the run, or until a quarter of its area is so and it has been for
+//!    an hour. docs/design/areas-and-nbd.md says why.
 //!
 //! Locks: `held`, for a look or a change of the list; not while waiting for processes.
 
+mod doubts;
 mod trim;
 
 use std::collections::BTreeMap;
@@ -28,6 +32,7 @@ use swaptide_ipc::{
 };
 use swaptide_store::nbd::Export;
 
+use self::doubts::Doubts;
 use crate::swap::spec::CIPHER;
 use crate::swap::spec::{BackingDevice, BackingKind, DeviceError, Medium};
 use crate::units::human;
@@ -57,6 +62,9 @@ pub struct AreaView {
     pub used_bytes: u64,
     /// Most of it so far.
     pub peak_used_bytes: u64,
+    /// What of it stays unused, for its server has not answered what was sent there.
+    #[serde(default)]
+    pub in_doubt_bytes: u64,
     /// The higher one is used first.
     pub priority: i32,
     /// `open`; `leaving`: it is being taken away; `retired`: it failed too often, and what lies
@@ -172,11 +180,19 @@ pub(super) struct Held {
     forgiven: u32,
     /// When its server was last tried.
     tried: Instant,
+    doubts: Doubts,
 }
 
 impl Held {
     fn new(backing: BackingDevice, forgiven: u32) -> Held {
-        Held { backing, peak_extents: 0, retired: false, forgiven, tried: Instant::now() }
+        Held {
+            backing,
+            peak_extents: 0,
+            retired: false,
+            forgiven,
+            tried: Instant::now(),
+            doubts: Doubts::default(),
+        }
     }
 }
 
@@ -320,6 +336,9 @@ impl Areas {
                 continue;
             }
             held.peak_extents = held.peak_extents.max(area.used());
+            if matches!(held.backing.medium, Medium::Nbd(..)) {
+                held.doubts.look(self.segment, *id, Instant::now());
+            }
             if !held.retired
                 && area.mirror().is_some_and(|mirror| {
                     self.segment.area(mirror).errors() >= MAX_FAILED_TRANSFERS
@@ -399,6 +418,7 @@ impl Areas {
                     size_bytes: bytes(held.backing.extents),
                     used_bytes: bytes(area.used()),
                     peak_used_bytes: bytes(held.peak_extents.max(area.used())),
+                    in_doubt_bytes: bytes(area.in_doubt()),
                     priority: held.backing.priority,
                     state: state.into(),
                     errors: area.errors(),
@@ -456,7 +476,7 @@ impl Areas {
             .segment
             .areas()
             .filter(|(other, area)| *other != id && area.state() == AreaState::Open)
-            .map(|(_, area)| area.extents().saturating_sub(area.used()))
+            .map(|(_, area)| area.free())
             .sum();
         if area.used() > 0 && free == 0 {
             return Err(AreaError::NoRoom { name: name.to_owned(), left: bytes(area.used()) });
@@ -493,7 +513,7 @@ impl Areas {
             .segment
             .areas()
             .filter(|(other, area)| *other != id && area.state() == AreaState::Open)
-            .all(|(_, area)| area.used() >= area.extents());
+            .all(|(_, area)| !area.has_room());
         if others_full {
             return Err(AreaError::NoRoom { name: name.to_owned(), left });
         }

@@ -85,6 +85,72 @@ fn an_area_goes_only_when_closed_and_empty_and_its_number_comes_back_with_anothe
 }
 
 #[test]
+fn what_is_in_doubt_is_leased_by_nobody_until_it_is_settled() {
+    let segment = test_segment();
+    let holder = segment.claim(10, 0).expect("slot");
+    let id = segment.add_area(area(2, 5)).expect("area");
+    let lease = |index| segment.lease_extent(index, AreaMask::ALL);
+    let (one, two) = (lease(holder).expect("extent"), lease(holder).expect("extent"));
+    // Answered while it is held.
+    assert!(segment.doubt_extent(one) && segment.is_in_doubt(one) && segment.sole_holder(one));
+    segment.settle_extent(one);
+    assert!(!segment.is_in_doubt(one) && segment.sole_holder(one));
+    // Given back before the answer; it comes later.
+    assert!(segment.doubt_extent(one));
+    assert!(!segment.doubt_extent(one), "the answer to a second write does not settle the first");
+    assert!(segment.release_extent(holder, one));
+    assert_eq!((lease(holder), segment.area(id).used()), (None, 1));
+    assert!(!segment.while_unheld(one, || panic!("it is not to be trimmed")));
+    assert!(!segment.retake_extent(holder, one));
+    assert_eq!(segment.lost_extents(id).collect::<Vec<_>>(), [one]);
+    segment.settle_extent(one);
+    assert_eq!(lease(holder), Some(one));
+    // Killed in the middle of a write.
+    assert!(segment.doubt_extent(two));
+    let mut freed = Vec::new();
+    segment.release(holder, |extent| freed.push(extent));
+    assert_eq!(freed, [one, two]);
+    let other = segment.claim(11, 0).expect("slot");
+    assert_eq!((lease(other), lease(other)), (Some(one), None));
+    // Shared since a fork, and the one that wrote is gone.
+    let child = segment.claim(12, 11).expect("slot");
+    segment.doubt_extent(one);
+    segment.share_extent(child, one);
+    assert!(!segment.release_extent(other, one) && segment.sole_holder(one));
+    assert!(segment.release_extent(child, one));
+    assert_eq!(segment.lost_extents(id).collect::<Vec<_>>(), [one, two]);
+    segment.forgive_extent(two);
+    assert_eq!((lease(other), lease(other)), (Some(two), None));
+    segment.release_extent(other, two);
+    // Another device has no doubts.
+    segment.close_area(id);
+    assert!(segment.remove_area(id));
+    let id = segment.add_area(area(2, 5)).expect("area");
+    assert_eq!((segment.lost_extents(id).count(), segment.area(id).free()), (0, 2));
+    assert!(lease(other).is_some() && lease(other).is_some());
+}
+
+#[test]
+fn a_count_of_holders_leaves_doubts_as_they_are() {
+    let segment = test_segment();
+    let holder = segment.claim(10, 0).expect("slot");
+    let id = segment.add_area(area(2, 5)).expect("area");
+    let extent = segment.lease_charged(holder).expect("extent");
+    segment.doubt_extent(extent);
+    assert!(segment.audit(|_| panic!("nothing is missing")));
+    assert!(segment.is_in_doubt(extent) && segment.sole_holder(extent));
+    // Somebody died who was about to hold it too.
+    segment.extent_refs[extent.0 as usize].fetch_add(1, SeqCst);
+    assert!(segment.audit(|_| panic!("it is held")));
+    assert!(segment.is_in_doubt(extent) && segment.sole_holder(extent));
+    segment.release_charged(holder, holder, extent);
+    segment.extent_refs[extent.0 as usize].fetch_add(1, SeqCst);
+    let mut freed = Vec::new();
+    assert!(segment.audit(|extent| freed.push(extent)));
+    assert_eq!((freed, segment.lost_extents(id).collect::<Vec<_>>()), (vec![extent], vec![extent]));
+}
+
+#[test]
 fn a_mirror_lies_beside_its_area_gives_nothing_and_goes_with_it() {
     let segment = test_segment();
     let holder = segment.claim(10, 0).expect("slot");

@@ -18,7 +18,7 @@ use swaptide_sys::{AsRawFd, Errno, OwnedFd};
 use super::router::HandedOver;
 use crate::PAGE_SIZE;
 use crate::block::BlockRun;
-use crate::nbd::Nbd;
+use crate::nbd::{Certainty, Nbd};
 
 /// Scattered reads that make an io_uring worth entering.
 const RING_FROM: usize = 2;
@@ -35,6 +35,21 @@ pub(crate) trait BlockIo: Send + Sync {
 
     /// Gives a range's space back; it reads as zeros afterwards.
     fn punch(&self, offset: u64, len: u64) -> Result<(), Errno>;
+
+    /// Whether what a call has begun may happen after it: there is a server that does it.
+    fn is_remote(&self) -> bool {
+        false
+    }
+
+    /// As [`Self::write_at`]; tells whether some of it may happen later.
+    fn write_surely(&self, offset: u64, bytes: &[u8]) -> (Result<usize, Errno>, Certainty) {
+        (self.write_at(offset, bytes), Certainty::Settled)
+    }
+
+    /// As [`Self::punch`]; tells whether some of it may happen later.
+    fn punch_surely(&self, offset: u64, len: u64) -> (Result<(), Errno>, Certainty) {
+        (self.punch(offset, len), Certainty::Settled)
+    }
 
     /// Reads all runs in full, at once if it can. On failure, tells which block failed.
     fn read_runs(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {
@@ -78,6 +93,18 @@ impl BlockIo for Nbd {
 
     fn punch(&self, offset: u64, len: u64) -> Result<(), Errno> {
         self.trim(offset, len)
+    }
+
+    fn is_remote(&self) -> bool {
+        true
+    }
+
+    fn write_surely(&self, offset: u64, bytes: &[u8]) -> (Result<usize, Errno>, Certainty) {
+        Nbd::write_surely(self, offset, bytes)
+    }
+
+    fn punch_surely(&self, offset: u64, len: u64) -> (Result<(), Errno>, Certainty) {
+        self.trim_surely(offset, len)
     }
 
     fn read_runs(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {

@@ -13,9 +13,12 @@
 //! Invariants:
 //! 1. A transfer goes to the device whose generation is that of the extent's place at that moment.
 //! 2. A write succeeds only when it is on the mirror and on the server.
+//! 3. From before a write or a trim is sent to a server until it is answered, its extents are in
+//!    doubt ([`Areas::doubt`]). Those of one that is never answered stay so.
 //!
 //! Locks: that of a device's descriptor, held while it is opened, not across transfers.
 
+use core::ops::Range;
 use core::time::Duration;
 use std::sync::Arc;
 
@@ -27,7 +30,7 @@ use super::io::{self, BlockIo, SwapFile};
 use super::{EXTENT_BYTES, Extent};
 use crate::PAGE_SIZE;
 use crate::block::BlockRun;
-use crate::nbd::{Dialer, Export, Nbd, Options};
+use crate::nbd::{Certainty, Dialer, Export, Nbd, Options};
 
 /// Areas that there can be.
 pub const MAX_AREAS: usize = 16;
@@ -89,6 +92,15 @@ pub trait AreaDirectory: Send + Sync {
 
     /// A transfer failed.
     fn failed(&self, area: u8);
+
+    /// A change of an extent is sent to a server now. Tells whether the extent was not in doubt
+    /// before.
+    fn doubt(&self, _extent: Extent) -> bool {
+        false
+    }
+
+    /// All of it was answered.
+    fn settle(&self, _extent: Extent) {}
 
     /// What is to go wrong with the next transfer, for tests.
     fn injected_fault(&self, _area: u8, _writes: bool) -> Option<InjectedFault> {
@@ -183,19 +195,44 @@ impl Router {
         io: &dyn BlockIo,
         at: u64,
         bytes: &[u8],
-    ) -> Result<usize, Errno> {
+    ) -> (Result<usize, Errno>, Certainty) {
         // Whole blocks, as devices do.
         let half = &bytes[..bytes.len() / 2 / PAGE_SIZE * PAGE_SIZE];
         match self.areas.injected_fault(area, true) {
-            Some(InjectedFault::Fails(errno)) => Err(errno),
-            Some(InjectedFault::Torn) => io.write_at(at, half).and(Err(Errno::IO)),
-            Some(InjectedFault::Short) if !half.is_empty() => io.write_at(at, half),
+            Some(InjectedFault::Fails(errno)) => (Err(errno), Certainty::Settled),
+            Some(InjectedFault::Torn) => {
+                let (written, certainty) = io.write_surely(at, half);
+                (written.and(Err(Errno::IO)), certainty)
+            }
+            Some(InjectedFault::Short) if !half.is_empty() => io.write_surely(at, half),
             Some(InjectedFault::Slow(time)) => {
                 sleep(time);
-                io.write_at(at, bytes)
+                io.write_surely(at, bytes)
             }
-            _ => io.write_at(at, bytes),
+            _ => io.write_surely(at, bytes),
         }
+    }
+
+    /// Changes something in the extents of a range, which are in doubt until it is answered.
+    fn change<T>(
+        &self,
+        io: &dyn BlockIo,
+        range: Range<u64>,
+        f: impl FnOnce() -> (Result<T, Errno>, Certainty),
+    ) -> Result<T, Errno> {
+        if !io.is_remote() {
+            return f().0;
+        }
+        let extents = range.start / EXTENT_BYTES..range.end.div_ceil(EXTENT_BYTES);
+        let fresh: Vec<Extent> = extents
+            .map(|number| Extent(number as u32))
+            .filter(|extent| self.areas.doubt(*extent))
+            .collect();
+        let (result, certainty) = f();
+        if certainty == Certainty::Settled {
+            fresh.into_iter().for_each(|extent| self.areas.settle(extent));
+        }
+        result
     }
 
     /// The same before a read.
@@ -281,14 +318,19 @@ impl BlockIo for Router {
                 io::write_all(io, at + within, bytes).map_err(|(_, errno)| errno)
             })?;
         }
-        self.on(place.spot, |io, at| self.write_there(place.spot.area, io, at + within, bytes))
+        let range = offset..offset + bytes.len() as u64;
+        self.on(place.spot, |io, at| {
+            self.change(io, range, || self.write_there(place.spot.area, io, at + within, bytes))
+        })
     }
 
     fn punch(&self, offset: u64, len: u64) -> Result<(), Errno> {
         // One that cannot punch is none the worse for it.
         let (place, within) = self.find(offset)?;
         let punch = |spot: FilePlace| {
-            self.device(spot.area, spot.generation)?.punch(spot.offset + within, len)
+            let io = self.device(spot.area, spot.generation)?;
+            let range = offset..offset + len;
+            self.change(&*io, range, || io.punch_surely(spot.offset + within, len))
         };
         let copy = place.mirror.map_or(Ok(()), punch);
         punch(place.spot).and(copy)

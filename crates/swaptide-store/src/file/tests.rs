@@ -11,6 +11,7 @@ use crate::codec::{Choice, Compressor, PackedKind};
 
 mod ahead;
 mod far;
+mod late;
 mod leaving;
 mod mirror;
 mod plain;
@@ -163,6 +164,8 @@ impl BlockIo for Disk {
 struct PoolState {
     free: Vec<u32>,
     next: u32,
+    /// Leased by nobody, as the segment does it.
+    in_doubt: BTreeSet<u32>,
     /// How many hold each extent.
     holders: BTreeMap<u32, u32>,
     released: Vec<(Extent, bool)>,
@@ -238,8 +241,14 @@ impl ExtentSource for Source {
         *holders -= 1;
         if *holders == 0 {
             state.holders.remove(&extent.0);
-            state.free.push(extent.0);
+            if !state.in_doubt.contains(&extent.0) {
+                state.free.push(extent.0);
+            }
         }
+    }
+
+    fn is_in_doubt(&self, extent: Extent) -> bool {
+        self.state.lock().unwrap().in_doubt.contains(&extent.0)
     }
 
     fn release_shared(&self, extent: Extent) -> bool {

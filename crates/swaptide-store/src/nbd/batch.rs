@@ -77,6 +77,9 @@ pub(super) struct Request<'b> {
     pub(super) error: Option<Errno>,
     /// Was sent on a connection that broke.
     again: bool,
+    /// Was sent, as a whole or in part, on a connection that is given up without an answer: the
+    /// server may carry it out at any time.
+    in_doubt: bool,
     /// What of a read came in order, and what came otherwise.
     came: Range<u32>,
     pieces: Vec<Range<u32>>,
@@ -90,6 +93,7 @@ impl<'b> Request<'b> {
             state: State::Waiting,
             error: None,
             again: false,
+            in_doubt: false,
             came: 0..0,
             pieces: Vec::new(),
         }
@@ -153,6 +157,15 @@ impl<'b> Request<'b> {
     /// How it ended.
     pub(super) fn outcome(&self) -> Result<(), Failure> {
         if let State::Done(outcome) = self.state { outcome } else { Err(Failure::Unreachable) }
+    }
+
+    /// Whether the server may still carry out a change, whatever the outcome was.
+    pub(super) fn is_in_doubt(&self) -> bool {
+        self.in_doubt && self.changes()
+    }
+
+    fn changes(&self) -> bool {
+        matches!(self.job, Job::Write(_) | Job::Trim(_))
     }
 
     fn is_done(&self) -> bool {
@@ -396,12 +409,12 @@ impl RequestBatch<'_, '_> {
         }
         self.failures += 1;
         let mut changes = false;
-        for request in &mut *self.requests {
+        for (index, request) in self.requests.iter_mut().enumerate() {
             if let State::Queued(serial) | State::Sent(serial) = request.state
                 && serial == connection.serial()
             {
-                changes |= matches!(request.state, State::Sent(_))
-                    && matches!(request.job, Job::Write(_) | Job::Trim(_));
+                request.in_doubt |= connection.has_sent(index, request);
+                changes |= matches!(request.state, State::Sent(_)) && request.changes();
                 request.set_back();
             }
         }
@@ -413,8 +426,12 @@ impl RequestBatch<'_, '_> {
 
     /// What is not done fails.
     fn give_up(&mut self) {
-        for request in self.requests.iter_mut().filter(|request| !request.is_done()) {
-            request.state = State::Done(Err(Failure::Unreachable));
+        for (index, request) in self.requests.iter_mut().enumerate() {
+            if !request.is_done() {
+                request.in_doubt |=
+                    self.connections.iter().any(|connection| connection.has_sent(index, request));
+                request.state = State::Done(Err(Failure::Unreachable));
+            }
         }
         for connection in self.connections.drain(..) {
             if connection.under_way() > 0 { connection.end() } else { connection.put_back() }

@@ -108,6 +108,12 @@ impl<'p> Connection<'p> {
         self.under_way
     }
 
+    /// Whether the server may have a request of the call: some of it went out on this connection.
+    pub(super) fn has_sent(&self, index: usize, request: &Request<'_>) -> bool {
+        request.state == State::Sent(self.serial)
+            || (self.sent > 0 && self.queue.front() == Some(&index))
+    }
+
     pub(super) fn calm(&self) -> Nanos {
         self.calm
     }

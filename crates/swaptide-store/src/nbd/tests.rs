@@ -37,17 +37,24 @@ fn options() -> Options {
 
 /// A request as the server sees it.
 #[derive(Clone, Debug)]
-struct Asked {
+pub(crate) struct Asked {
     flags: u16,
     command: u16,
     cookie: u64,
-    offset: u64,
+    pub(crate) offset: u64,
     len: u32,
     data: Vec<u8>,
 }
 
+impl Asked {
+    /// A write or a trim.
+    pub(crate) fn changes(&self) -> bool {
+        matches!(self.command, wire::WRITE | wire::TRIM)
+    }
+}
+
 /// The server's end of a connection.
-struct Peer {
+pub(crate) struct Peer {
     stream: UnixStream,
     /// Which one it is: 0, 1, ...
     number: u32,
@@ -56,7 +63,7 @@ struct Peer {
 
 impl Peer {
     /// The next request; `None` at the end or at a farewell.
-    fn ask(&mut self) -> Option<Asked> {
+    pub(crate) fn ask(&mut self) -> Option<Asked> {
         let mut head = [0; 28];
         self.stream.read_exact(&mut head).ok()?;
         assert_eq!(head[..4], [0x25, 0x60, 0x95, 0x13], "no request");
@@ -72,7 +79,8 @@ impl Peer {
             len: wire::u32_at(&head, 24).unwrap(),
             data: Vec::new(),
         };
-        assert!(asked.offset + u64::from(asked.len) <= SIZE, "{asked:?} is not inside");
+        let size = self.disk.lock().unwrap().len() as u64;
+        assert!(asked.offset + u64::from(asked.len) <= size, "{asked:?} is not inside");
         if command == wire::WRITE {
             asked.data = vec![0; asked.len as usize];
             self.stream.read_exact(&mut asked.data).ok()?;
@@ -82,20 +90,7 @@ impl Peer {
 
     /// Does what is asked, and returns the data for the reply.
     fn carry_out(&self, asked: &Asked) -> Vec<u8> {
-        let mut disk = self.disk.lock().unwrap();
-        let place = asked.offset as usize..asked.offset as usize + asked.len as usize;
-        match asked.command {
-            wire::READ => disk[place].to_vec(),
-            wire::WRITE => {
-                disk[place].copy_from_slice(&asked.data);
-                Vec::new()
-            }
-            wire::TRIM => {
-                disk[place].fill(0);
-                Vec::new()
-            }
-            _ => Vec::new(),
-        }
+        carry_out(&mut self.disk.lock().unwrap(), asked)
     }
 
     fn send(&mut self, bytes: &[u8]) {
@@ -104,7 +99,7 @@ impl Peer {
     }
 
     /// The right answer.
-    fn answer(&mut self, asked: &Asked) {
+    pub(crate) fn answer(&mut self, asked: &Asked) {
         let data = self.carry_out(asked);
         let reply = if asked.command == wire::READ {
             chunk(
@@ -124,6 +119,23 @@ impl Peer {
         while let Some(asked) = self.ask() {
             self.answer(&asked);
         }
+    }
+}
+
+/// Does what is asked, and returns the data for the reply.
+fn carry_out(disk: &mut [u8], asked: &Asked) -> Vec<u8> {
+    let place = asked.offset as usize..asked.offset as usize + asked.len as usize;
+    match asked.command {
+        wire::READ => disk[place].to_vec(),
+        wire::WRITE => {
+            disk[place].copy_from_slice(&asked.data);
+            Vec::new()
+        }
+        wire::TRIM => {
+            disk[place].fill(0);
+            Vec::new()
+        }
+        _ => Vec::new(),
     }
 }
 
@@ -157,7 +169,7 @@ type Script = dyn Fn(&mut Peer) + Send + Sync;
 
 /// Makes connections to threads that follow a script; the script may refuse to be dialed.
 #[derive(Clone)]
-struct Lab {
+pub(crate) struct Lab {
     script: Arc<Script>,
     dialed: Arc<AtomicU32>,
     refuses: Arc<dyn Fn(u32) -> Option<Errno> + Send + Sync>,
@@ -166,7 +178,11 @@ struct Lab {
 
 impl Lab {
     fn new(script: impl Fn(&mut Peer) + Send + Sync + 'static) -> Lab {
-        let bytes = (0..SIZE).map(|i| ((i / 7) ^ (i / PAGE)) as u8).collect();
+        Lab::of_size(SIZE, script)
+    }
+
+    pub(crate) fn of_size(size: u64, script: impl Fn(&mut Peer) + Send + Sync + 'static) -> Lab {
+        let bytes = (0..size).map(|i| ((i / 7) ^ (i / PAGE)) as u8).collect();
         Lab {
             script: Arc::new(script),
             dialed: Arc::default(),
@@ -182,6 +198,11 @@ impl Lab {
 
     fn client(&self, export: Export, options: Options) -> Nbd {
         Nbd::new(export, options, Box::new(self.clone()), Vec::new())
+    }
+
+    /// Does what was asked before, on any connection.
+    pub(crate) fn carry_out(&self, asked: &Asked) {
+        carry_out(&mut self.disk.lock().unwrap(), asked);
     }
 
     fn on_disk(&self, offset: u64, len: usize) -> Vec<u8> {
@@ -478,6 +499,55 @@ fn a_late_write_is_replayed_after_the_server_has_let_go_of_it() {
     assert_eq!(nbd.write_at(0, &[9; 4096]), Ok(4096));
     assert_eq!(*order.lock().unwrap(), [0, 1]);
     assert_eq!(nbd.stats().late, 1);
+}
+
+#[test]
+fn a_change_that_was_sent_and_not_answered_is_in_doubt_whatever_came_of_it() {
+    let data = [7; 300 << 10];
+    let one = |script: fn(&mut Peer), options: Options| {
+        let lab = Lab::new(script);
+        lab.client(export(), options).write_surely(0, &data)
+    };
+    let (settled, in_doubt) = (Certainty::Settled, Certainty::InDoubt);
+    assert_eq!(one(Peer::serve, options()), (Ok(data.len()), settled));
+    // It hangs up before it has read all of the first request, and a replay succeeds.
+    let partly = |peer: &mut Peer| {
+        if peer.number == 0 {
+            peer.stream.read_exact(&mut [0; 100]).unwrap();
+        } else {
+            peer.serve();
+        }
+    };
+    assert_eq!(one(partly, options()), (Ok(data.len()), in_doubt));
+    // It is late, and the replay succeeds.
+    let late = |peer: &mut Peer| {
+        if peer.number == 0 { while peer.ask().is_some() {} } else { peer.serve() }
+    };
+    assert_eq!(one(late, options()), (Ok(data.len()), in_doubt));
+    // It is silent for as long as there is patience.
+    let silent = |peer: &mut Peer| while peer.ask().is_some() {};
+    let hasty = Options {
+        write_patience: Duration::from_millis(100),
+        request_limit: Duration::from_secs(9),
+        ..options()
+    };
+    assert_eq!(one(silent, hasty), (Err(Errno::TIMEDOUT), in_doubt));
+    // An error is an answer.
+    let refuses = |peer: &mut Peer| {
+        while let Some(asked) = peer.ask() {
+            peer.send(&simple(asked.cookie, 5, &[]));
+        }
+    };
+    assert_eq!(one(refuses, options()), (Err(Errno::IO), settled));
+    // Nothing was sent.
+    let nobody = Lab::new(Peer::serve).refusing(|_| Some(Errno::CONNREFUSED));
+    let nbd = nobody.client(export(), hasty);
+    assert_eq!(nbd.write_surely(0, &data), (Err(Errno::TIMEDOUT), settled));
+    // A trim like a write; reads change nothing.
+    let lab = Lab::new(|peer| if peer.number % 2 == 0 { drop(peer.ask()) } else { peer.serve() });
+    let nbd = lab.client(export(), options());
+    assert_eq!(nbd.trim_surely(0, SIZE), (Ok(()), in_doubt));
+    assert_eq!(guarded_read(&nbd, 0, 4096).0, Ok(4096));
 }
 
 #[test]

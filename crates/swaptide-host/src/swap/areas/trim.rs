@@ -6,7 +6,8 @@
 //! Invariants
 //! 1. An extent is trimmed only while it is kept from everybody, and only on the device that it
 //!    lies on at that moment.
-//! 2. A server that does not answer costs one wait, not one for each extent: what is left then is
+//! 2. It is in doubt from before the trim is sent until it is answered, as with a process's.
+//! 3. A server that does not answer costs one wait, not one for each extent: what is left then is
 //!    trimmed when it is written again, or never.
 //!
 //! Locks: none.
@@ -16,7 +17,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use swaptide_ipc::{AreaId, AreaState, EXTENT_BYTES, ExtentId, Segment};
-use swaptide_store::nbd::{Flags, Nbd, Options};
+use swaptide_store::nbd::{Certainty, Flags, Nbd, Options};
 
 use crate::nbd::{Connector, LocalDialer};
 use crate::swap::areas::Areas;
@@ -58,10 +59,13 @@ impl Areas {
                 let client = clients
                     .entry((place.area, place.generation))
                     .or_insert_with(|| self.client(place.area));
-                if client
-                    .as_ref()
-                    .is_some_and(|client| client.trim(place.offset, EXTENT_BYTES).is_err())
-                {
+                let Some(server) = client else { return };
+                segment.doubt_extent(extent);
+                let (told, certainty) = server.trim_surely(place.offset, EXTENT_BYTES);
+                if certainty == Certainty::Settled {
+                    segment.settle_extent(extent);
+                }
+                if told.is_err() {
                     *client = None;
                 }
             });
