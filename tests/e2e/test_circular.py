@@ -2,6 +2,7 @@
 cannot be ended where it is not."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import time
 
 import pytest
 
+from ctl import Daemon, listed
 from harness import HERE, MIB
 
 # The first process is the server; its child fills the memory when it is told to, and ends with it.
@@ -88,6 +90,45 @@ def test_circular_refused(case):
         other.terminate()
         run.communicate()
         other.wait()
+
+
+@pytest.mark.network
+@pytest.mark.daemon
+@pytest.mark.swaptide(budget=112, needs=("nbdkit",), swaps=False, native=False)
+def test_circular_reload(case):
+    """The same for a device that a daemon's configuration gets while the daemon runs: the daemon
+    goes on with the old list, and the next reload is taken.
+    """
+    config = 'ram = "112M"\nswap = ["zram:32M"{more}]\n'
+    daemon = Daemon(case, config.format(more=""))
+    place, words = nbdkit(case, "inside")
+    run = subprocess.Popen(
+        [str(word) for word in case.command(*words, ram=None)],
+        env=daemon.env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    outside, words = nbdkit(case, "outside")
+    other = subprocess.Popen(
+        [str(word) for word in words], stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+    )
+    try:
+        wait_until(case, lambda: place.exists() and outside.exists(), "both servers")
+        wait_until(case, lambda: listed(daemon) == [run.pid], "the run")
+        url = f', "nbd+unix:///?socket={place}"'
+        daemon.config.write_text(config.format(more=url))
+        daemon.ctl.refused("of this run serves it", "reload")
+        assert json.loads(daemon.ctl("devices", "--json")) == [], "nothing was added"
+        daemon.config.write_text(config.format(more=url.replace(str(place), str(outside))))
+        daemon.ctl("reload")
+        assert len(json.loads(daemon.ctl("devices", "--json"))) == 1, "the one outside was added"
+    finally:
+        run.terminate()
+        run.communicate()
+        other.terminate()
+        other.wait()
+    daemon.stop()
 
 
 FUSE = r"""

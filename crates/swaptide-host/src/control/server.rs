@@ -458,13 +458,7 @@ impl RequestHandler<'_> {
             Ok(device) => device,
             Err(error) => return Answer::Error(error.to_string()),
         };
-        let members = |all: Vec<u32>| {
-            let members = |keeper: &mut MemoryController| {
-                all.into_iter().filter(|pid| keeper.keeps(*pid)).collect()
-            };
-            controller::ask(self.keeper, members).unwrap_or_default()
-        };
-        if let Some(why) = circular::refusal(&asked, members) {
+        if let Some(why) = circular::refusal(&asked, |all| controller::kept(self.keeper, all)) {
             return Answer::Error(why);
         }
         let add = || {

@@ -22,6 +22,8 @@ pub enum DaemonError {
     Device(DeviceError),
     /// There are too many.
     Area(AreaError),
+    /// A process of a run that it keeps serves one.
+    Circular(String),
     /// Groups or tiers.
     Groups(GroupError),
     /// Another one is there.
@@ -46,6 +48,7 @@ impl fmt::Display for DaemonError {
             }
             DaemonError::Device(error) => write!(f, "swap: {error}"),
             DaemonError::Area(error) => write!(f, "swap: {error}"),
+            DaemonError::Circular(why) => write!(f, "swap: {why}"),
             DaemonError::Groups(error) => write!(f, "{error}"),
             DaemonError::Running(path) => {
                 write!(f, "{}: a daemon is already running; see swaptide ctl list", path.display())

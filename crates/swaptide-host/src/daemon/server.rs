@@ -443,7 +443,8 @@ impl ClientShared {
         let mut tiers = Tiers::new();
         // They were checked when the file was read.
         let _ = tiers.apply(&file.tiers, &[]);
-        let opened = changes.open(&tiers, &self.areas, self.segment, self.budget)?;
+        let members = |all| controller::kept(&self.keeper, all);
+        let opened = changes.open(&tiers, &self.areas, self.segment, self.budget, members)?;
         Ok((changes, opened))
     }
 

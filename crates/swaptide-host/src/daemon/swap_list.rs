@@ -11,6 +11,7 @@ use swaptide_ipc::{MAX_AREAS, Segment};
 
 use crate::daemon::error::{DaemonError, log_line};
 use crate::swap::areas::{AreaError, Areas};
+use crate::swap::circular;
 use crate::swap::mirror;
 use crate::swap::spec::{self, BackingDevice, Device, DeviceError, DeviceKind};
 
@@ -57,7 +58,8 @@ pub(super) fn compare(before: &[String], after: &[String]) -> Result<Changes, De
 }
 
 impl Changes {
-    /// Opens what is new.
+    /// Opens what is new, unless a process that is kept serves it: `members` selects those among
+    /// all.
     ///
     /// # Errors
     /// Why it cannot be had; nothing has changed then.
@@ -67,7 +69,12 @@ impl Changes {
         areas: &Areas,
         segment: &Segment,
         budget: u64,
+        members: impl Fn(Vec<u32>) -> Vec<u32>,
     ) -> Result<Vec<BackingDevice>, DaemonError> {
+        // Before anything is asked of a server: it may be one that waits for this process.
+        if let Some(why) = self.add.iter().find_map(|device| circular::refusal(device, &members)) {
+            return Err(DaemonError::Circular(why));
+        }
         let views = areas.view().into_iter().filter(|(_, view)| view.kind == "file");
         let mut files: Vec<_> = views.map(|(_, view)| (view.priority, view.place.into())).collect();
         files.extend(mirror::files(&self.add));

@@ -85,6 +85,13 @@ pub fn ask<T: Send + 'static>(
     result.recv_timeout(REQUEST_TIMEOUT).ok()
 }
 
+/// Those of some processes that are kept; none where the keeper has ended.
+pub(crate) fn kept(keeper: &Sender<ControllerRequest>, pids: Vec<u32>) -> Vec<u32> {
+    let kept =
+        |keeper: &mut MemoryController| pids.into_iter().filter(|pid| keeper.keeps(*pid)).collect();
+    ask(keeper, kept).unwrap_or_default()
+}
+
 /// A run: the processes under one supervisor.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ManagedRun {
