@@ -41,7 +41,14 @@ def test_unusual_unprivileged(case):
 
 STAYS = r"""
 import ctypes, mmap, os, sys, time
-held = mmap.mmap(-1, 44 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+flags, file = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1
+if "file" in sys.argv[1]:
+    flags, file = mmap.MAP_PRIVATE, os.memfd_create("file")
+    os.ftruncate(file, 44 << 20)
+    if sys.argv[2:]:
+        # To the kernel, memory without a file, and yet no userfaultfd can fill it.
+        file = os.open("/dev/zero", os.O_RDWR)
+held = mmap.mmap(file, 44 << 20, flags=flags)
 at = ctypes.addressof(ctypes.c_char.from_buffer(held))
 libc = ctypes.CDLL(None, use_errno=True)
 step = 1 << 20
@@ -60,8 +67,14 @@ os._exit(0)
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)
 def test_unusual_said(case):
     """The summary of a run that went past its budget names the memory that cannot go out."""
-    for kind in ("locked", "read-only"):
-        words = case.command(case.python, "-c", STAYS, kind)
+    kinds = (
+        ["locked"],
+        ["read-only"],
+        ["privately mapped file"],
+        ["privately mapped file", "zero"],
+    )
+    for kind, *device in kinds:
+        words = case.command(case.python, "-c", STAYS, kind, *device)
         done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
         named = (
             f"M of {kind} memory cannot be swapped" in done.stderr

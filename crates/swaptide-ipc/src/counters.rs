@@ -102,6 +102,8 @@ counters! {
     UnmovableExecutable = "unmovable_executable",
     /// The same of memory that the program has locked (mlock, MAP_LOCKED).
     UnmovableLocked = "unmovable_locked",
+    /// The same of files that are mapped privately, as far as they were written to.
+    UnmovableFile = "unmovable_file",
     /// Pages kept in memory because no swap space was left.
     SwapFull = "swap_full",
     /// Writes to the file that failed; their pages stayed in memory.

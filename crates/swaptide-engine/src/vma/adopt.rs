@@ -138,6 +138,12 @@ impl Adopter {
         let own_rings = own_ring_mappings();
         let mut rings = 0;
         let listed = for_each_vma(&mut self.maps_buf, |mut vma| {
+            if looks && let Some(kind) = unmovable::kind(&vma) {
+                let _ = path
+                    .installer
+                    .pagemap
+                    .runs(vma.range, |run| self.unmovable.add(kind, pages_of(run.range).len()));
+            }
             if vma.inode != 0 {
                 rings += usize::from(vma.name == b"anon_inode:[io_uring]");
                 if vma.private && vma.offset == 0 {
@@ -149,12 +155,6 @@ impl Adopter {
                     last_file_head = (head.0 == vma.inode).then_some(head.1);
                 }
                 return true;
-            }
-            if looks && let Some(kind) = unmovable::kind(&vma) {
-                let _ = path
-                    .installer
-                    .pagemap
-                    .runs(vma.range, |run| self.unmovable.add(kind, pages_of(run.range).len()));
             }
             let behind = vma.range.start == last_file_end && !last_file_main;
             if behind && eligible(&vma) {

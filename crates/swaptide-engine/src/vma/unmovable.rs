@@ -3,9 +3,10 @@
 //!
 //! The kernel moves pages only between mappings that are both writable and permit the same. So what
 //! is read-only or executable stays, whatever made it so and when. Locked memory stays because
-//! the program asked for that. It is measured while mappings are listed (`adopt`), where the
-//! process is past its limit, and not more often than [`AGE`]. What is locked and read-only counts
-//! for both.
+//! the program asked for that. What is written to of a file that is mapped privately stays because
+//! the kernel registers only memory without a file. It is measured while mappings are listed
+//! (`adopt`), where the process is past its limit, and not more often than [`AGE`]. What is locked
+//! and read-only counts for both.
 //!
 //! Owns: the most that was found of each kind, and when it was looked for last.
 //!
@@ -26,11 +27,16 @@ use crate::engine::Engine;
 /// How old a look may become while the process is past its limit.
 const AGE: Duration = Duration::from_millis(250);
 /// The kinds.
-const KINDS: [Counter; 3] =
-    [Counter::UnmovableReadOnly, Counter::UnmovableExecutable, Counter::UnmovableLocked];
+const KINDS: [Counter; 4] = [
+    Counter::UnmovableReadOnly,
+    Counter::UnmovableExecutable,
+    Counter::UnmovableLocked,
+    Counter::UnmovableFile,
+];
 const READ_ONLY: usize = 0;
 const EXECUTABLE: usize = 1;
 const LOCKED: usize = 2;
+const FILE: usize = 3;
 
 /// See the module's description.
 #[derive(Default)]
@@ -78,8 +84,11 @@ impl Unmovable {
 
 /// The kind of a mapping, if it is one whose pages cannot be moved.
 pub fn kind(vma: &Vma<'_>) -> Option<usize> {
-    if !vma.private || vma.inode != 0 || vma.name.starts_with(b"[v") {
+    if !vma.private || vma.name.starts_with(b"[v") {
         return None;
+    }
+    if vma.inode != 0 {
+        return Some(FILE);
     }
     match (vma.exec, vma.read && !vma.write) {
         (true, _) => Some(EXECUTABLE),
@@ -100,10 +109,10 @@ mod tests {
         assert!(!unmovable.begin(true), "too soon");
         unmovable.add(0, 10);
         unmovable.add(0, 5);
-        assert_eq!(unmovable.more(), [15, 0, 0]);
-        unmovable.pages = [12, 3, 1];
-        assert_eq!(unmovable.more(), [0, 3, 1]);
-        unmovable.pages = [20, 0, 1];
-        assert_eq!(unmovable.more(), [5, 0, 0]);
+        assert_eq!(unmovable.more(), [15, 0, 0, 0]);
+        unmovable.pages = [12, 3, 1, 0];
+        assert_eq!(unmovable.more(), [0, 3, 1, 0]);
+        unmovable.pages = [20, 0, 1, 2];
+        assert_eq!(unmovable.more(), [5, 0, 0, 2]);
     }
 }
