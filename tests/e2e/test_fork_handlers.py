@@ -81,9 +81,11 @@ def test_fork_changes(case):
 
 @pytest.mark.unprivileged
 @pytest.mark.swaptide(budget=24, allowance=200, forks=True)
-@pytest.mark.parametrize("mode", ["spins", "long"])
+@pytest.mark.parametrize("mode", ["spins", "long", "advises", "lets", "lets-bare"])
 def test_fork_followed(case, mode):
-    """Followed forks, with threads that fault on what is out while the copy is made."""
+    """Followed forks, with threads that fault on what is out while the copy is made, or give advice
+    for it and move it, or let children have it.
+    """
     run_forklock(case, mode, managed=False)
 
 

@@ -54,8 +54,21 @@ static void check_all(const char *what) {
         check_page(arena + page * PAGE, key_of(given.seed, page, 1), what);
 }
 
+/* A block of memory at one of two places, and a thread that works on it while the engine stands
+ * still for a fork and the forking thread is busy. */
+enum { BLOCK = 256 };
+static unsigned char *block, *places[2];
+static atomic_int go, gone;
+
 static void prepare(void) {
     if (in_handlers) take();
+    if (!block) return;
+    go = 1;
+    double until = now() + 0.004;
+    while (now() < until && !gone) {}
+    /* Time to be inside of the last call. */
+    until = now() + 0.002;
+    while (now() < until) {}
 }
 
 static void parent(void) {
@@ -255,6 +268,118 @@ static void long_forks(void) {
     for (int i = 0; i < 2; i++) pthread_join(thread[i], NULL);
 }
 
+/* Advises the block, and moves it: both while the fork is under way. */
+static void *advises(void *x) {
+    static const int advice[] = {MADV_SEQUENTIAL, MADV_NORMAL, MADV_RANDOM};
+    for (int round = 0; !over; round++) {
+        while (!go && !over) {}
+        if (over) break;
+        go = 0;
+        unsigned char *to = block == places[0] ? places[1] : places[0];
+        MUST(madvise(block, BLOCK / 2 * PAGE, advice[round % 3]) == 0);
+        MUST(madvise(block + BLOCK / 4 * PAGE, BLOCK / 4 * PAGE, advice[(round + 1) % 3]) == 0);
+        MUST(madvise(block, BLOCK * PAGE, advice[round % 2]) == 0);
+        gone = 1;
+        MUST(mremap(block, BLOCK * PAGE, BLOCK * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, to) == to);
+        block = to;
+        turns++;
+    }
+    return x;
+}
+
+/* Lets children have memory that they were not to have: while the fork is under way. */
+static void *lets_fork(void *x) {
+    while (!over) {
+        while (!go && !over) {}
+        if (over) break;
+        go = 0;
+        MUST(madvise(block, BLOCK * PAGE, MADV_DOFORK) == 0);
+        gone = 1;
+        turns++;
+    }
+    return x;
+}
+
+static void check_block(const unsigned char *at) {
+    for (size_t page = 0; page < BLOCK; page++)
+        check_page(at + page * PAGE, key_of(given.seed, page, 5), "page of the block");
+}
+
+/* Whether a mapping begins there: what a child does not have may be a hole for others. */
+static int is_mapped(const unsigned char *at) {
+    char line[512];
+    unsigned long start;
+    int found = 0;
+    FILE *file = fopen("/proc/self/maps", "r");
+    MUST(file);
+    while (fgets(line, sizeof line, file))
+        if (sscanf(line, "%lx-", &start) == 1) found |= start == (uintptr_t)at;
+    fclose(file);
+    return found;
+}
+
+/* fork(2) past libc and its handlers. */
+static pid_t bare_fork(void) {
+    long pid;
+    __asm__ volatile("syscall" : "=a"(pid) : "a"(SYS_fork) : "rcx", "r11", "memory");
+    return (pid_t)pid;
+}
+
+static void block_forks(int lets, int bare) {
+    unsigned char *area = map(8 * BLOCK * PAGE);
+    MUST(munmap(area, 8 * BLOCK * PAGE) == 0);
+    for (int i = 0; i < 2; i++) places[i] = area + (size_t)(1 + 3 * i) * BLOCK * PAGE;
+    unsigned char *at = mmap(places[0], BLOCK * PAGE, PROT_READ | PROT_WRITE,
+                             MAP_FIXED_NOREPLACE | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    MUST(at == places[0]);
+    for (size_t page = 0; page < BLOCK; page++)
+        fill_page(at + page * PAGE, key_of(given.seed, page, 5));
+    pthread_t thread;
+    MUST(!pthread_create(&thread, NULL, lets ? lets_fork : advises, NULL));
+    double end = now() + given.seconds;
+    while (now() < end || forks < 6) {
+        check_all("before a fork");
+        check_block(at);
+        if (lets && !bare) MUST(madvise(at, BLOCK * PAGE, MADV_DONTFORK) == 0);
+        /* Out with it. */
+        check_all("before a fork");
+        gone = 0;
+        block = at;
+        if (bare) prepare();
+        /* A child past libc has its stack, and little else. */
+        uint64_t seed = given.seed;
+        pid_t pid = bare ? bare_fork() : fork();
+        MUST(pid >= 0);
+        if (pid == 0 && bare) {
+            for (size_t page = 0; page < BLOCK; page++)
+                for (size_t word = 0; word < WORDS; word++)
+                    if (((volatile uint64_t *)(at + page * PAGE))[word] !=
+                        word_of(key_of(seed, page, 5), word))
+                        _exit(6);
+            _exit(0);
+        }
+        if (pid == 0) {
+            if ( !is_mapped(places[0]) && !is_mapped(places[1])) _exit(lets ? 0 : 4);
+            check_block(is_mapped(places[0]) ? places[0] : places[1]);
+            _exit(0);
+        }
+        while (!gone && !go) {}
+        int status;
+        MUST(waitpid(pid, &status, 0) == pid);
+        /* A child past libc may find nothing. */
+        if (!(bare && WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV) && status)
+            die("a child ended with %#x", status);
+        while (go || !turns) {}
+        usleep(1000);
+        at = block;
+        block = NULL;
+        forks++;
+    }
+    over = 1;
+    pthread_join(thread, NULL);
+    check_block(at);
+}
+
 static void lower(rlim_t files) {
     struct rlimit limit;
     MUST(!getrlimit(RLIMIT_NOFILE, &limit));
@@ -292,6 +417,12 @@ int main(int count, char **words) {
         }
     } else if (!strcmp(given.mode, "allocators")) {
         allocators();
+    } else if (!strcmp(given.mode, "advises")) {
+        block_forks(0, 0);
+    } else if (!strcmp(given.mode, "lets")) {
+        block_forks(1, 0);
+    } else if (!strcmp(given.mode, "lets-bare")) {
+        block_forks(1, 1);
     } else if (!strcmp(given.mode, "long")) {
         long_forks();
     } else if (!strcmp(given.mode, "files")) {

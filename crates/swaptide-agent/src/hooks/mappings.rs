@@ -6,6 +6,8 @@
 //! | `madvise(MADV_GUARD_INSTALL)` | no event | the contents are given up with `MADV_DONTNEED`, which sends one |
 //! | `madvise(MADV_FREE)` | the event does not say that the pages stay | the pages are freed at once |
 //! | `madvise(MADV_WIPEONFORK)`, `MADV_DONTFORK` | no event | brought in, and managed no more |
+//! | `MADV_DOFORK` where forks are followed | a child nobody follows would get managed memory | brought in, and let go first |
+//! | `MADV_NORMAL`, `RANDOM`, `SEQUENTIAL` where forks are followed | they are swaptide's mark | given for files alone |
 //! | `shmat(SHM_REMAP)` | no event | attached elsewhere and moved there with `mremap`, which sends one |
 //! | `mlockall` | swaptide's memory is locked as well | that is unlocked |
 //! | `ioctl(UFFDIO_REGISTER)` | `EBUSY`: swaptide has the range | brought in, and let go first |
@@ -22,7 +24,9 @@ use std::time::Duration;
 use linux_raw_sys::general as k;
 use swaptide_engine::mm::types::MANAGED_END;
 use swaptide_engine::requests::FaultRequest;
+use swaptide_engine::requests::fork_control::NO_FORK;
 use swaptide_sys::Errno;
+use swaptide_sys::maps::MapsFile;
 use swaptide_sys::mem::unlock_own_ranges;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
@@ -54,6 +58,7 @@ const MADV_WIPEONFORK: c_int = k::MADV_WIPEONFORK as c_int;
 /// `MADV_DONTFORK`: a child does not get it. Where forks are followed, that is how managed memory
 /// is kept out of others (`shield`), so what the program keeps out itself is not managed.
 const MADV_DONTFORK: c_int = k::MADV_DONTFORK as c_int;
+const MADV_DOFORK: c_int = k::MADV_DOFORK as c_int;
 const EAGAIN: isize = linux_raw_sys::errno::EAGAIN as isize;
 
 /// The pages of a range that can be managed; `None` where there are none.
@@ -86,7 +91,58 @@ pub(crate) fn release_range(range: VirtRange) -> bool {
 /// True for advice that does more here than the call. All of it is for one's own process alone.
 fn matters(advice: c_int) -> bool {
     matches!(advice, MADV_FREE | MADV_GUARD_INSTALL | MADV_WIPEONFORK)
-        || advice == MADV_DONTFORK && process::may_follow_forks()
+        || matches!(advice, MADV_DONTFORK | MADV_DOFORK) && process::may_follow_forks()
+}
+
+/// True for advice that the engine marks managed memory with, or would take that mark away, where
+/// forks are followed ([`swaptide_engine::mm`]): to memory without a file it means nothing.
+fn is_mark(advice: c_int) -> bool {
+    matches!(advice as u32, k::MADV_NORMAL | k::MADV_RANDOM | k::MADV_SEQUENTIAL)
+        && !seccomp::is()
+        && process::engine().is_some_and(|engine| engine.followed)
+}
+
+/// Gives advice of which the mark is one to what has a file. Answers with the kernel's word.
+fn advise_files(addr: usize, len: usize, call: impl Fn(usize, usize) -> isize) -> isize {
+    let Some(end) = addr.checked_add(len).map(|end| VirtAddr(end).page_up().0) else {
+        return call(addr, len);
+    };
+    let Ok(maps) = MapsFile::open_self() else { return call(addr, len) };
+    if !addr.is_multiple_of(PAGE_SIZE) || end <= addr {
+        return call(addr, len);
+    }
+    let (mut at, mut word) = (addr, 0);
+    while at < end {
+        let Ok(next) = maps.vma_at_or_next(VirtAddr(at)) else { return call(addr, len) };
+        let Some(vma) = next.as_ref().map(|info| info.vma()).filter(|vma| vma.range.start.0 < end)
+        else {
+            return -ENOMEM;
+        };
+        if vma.range.start.0 > at {
+            word = -ENOMEM;
+        }
+        let (from, to) = (vma.range.start.0.max(at), vma.range.end.0.min(end));
+        if !vma.is_private_anon() {
+            match call(from, to - from) {
+                0 => {}
+                failed if failed == -ENOMEM => word = failed,
+                failed => return failed,
+            }
+        }
+        at = to;
+    }
+    word
+}
+
+/// Before a range is opened for forks: managed memory must not be. Answers with the kernel's word.
+fn let_fork(range: VirtRange, call: impl Fn() -> isize) -> isize {
+    let _kept = excluded::exclude_for_now(range);
+    // During a fork that is followed it is open, and closed afterwards.
+    let is_forking = || {
+        process::engine_without_calls()
+            .is_some_and(|engine| engine.fork.phase.load(Relaxed) != NO_FORK)
+    };
+    if release_range(range) || is_forking() { call() } else { -EAGAIN }
 }
 
 /// madvise(2) with what the kernel leaves out. Answers with the kernel's word.
@@ -96,7 +152,15 @@ pub(crate) fn advise(addr: usize, len: usize, advice: c_int) -> isize {
     let call =
         |advice: usize| unsafe { syscall6(SYS_MADVISE, [addr, len, advice, 0, 0, 0]) as isize };
     match advice {
+        _ if is_mark(advice) => advise_files(addr, len, |addr, len| {
+            // SAFETY: as above.
+            unsafe { syscall6(SYS_MADVISE, [addr, len, advice as usize, 0, 0, 0]) as isize }
+        }),
         _ if !matters(advice) => call(advice as usize),
+        MADV_DOFORK => match pages(addr, len) {
+            Some(range) => let_fork(range, || call(advice as usize)),
+            None => call(advice as usize),
+        },
         // Under a filter no other advice may be given.
         _ if advice == MADV_WIPEONFORK
             || advice == MADV_DONTFORK
@@ -161,7 +225,7 @@ pub(crate) fn advise_process(
         return call(count);
     }
     // Of another process the kernel refuses such advice, of none of its ranges too.
-    if !matters(advice) || iov == 0 || count > MAX_VECTORS || call(0) != 0 {
+    if !(matters(advice) || is_mark(advice)) || iov == 0 || count > MAX_VECTORS || call(0) != 0 {
         return call(count);
     }
     // All of it before anything is done, as the kernel reads it.
