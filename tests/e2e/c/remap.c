@@ -3,7 +3,7 @@
 #include "common.h"
 
 /* Kinds of calls. */
-enum { KINDS = 7 };
+enum { KINDS = 8 };
 
 static struct arguments given;
 
@@ -41,8 +41,16 @@ static void press(unsigned char *ballast) {
         fill_page(ballast + page * PAGE, key_of(given.seed + 1, page, 1));
 }
 
+/* Whether this kernel moves mappings of several kinds in one call (Linux 6.17). */
+static int moves_several(void) {
+    unsigned char *at = map(2 * PAGE), *to = place(2);
+    MUST(mprotect(at, PAGE, PROT_READ) == 0);
+    return mremap(at, 2 * PAGE, 2 * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, to) != MAP_FAILED;
+}
+
 int main(int count, char **words) {
     given = parse(count, words, NULL);
+    int several = moves_several();
     double end = now() + given.seconds;
     unsigned char *ballast = map(given.pages * PAGE);
     size_t pages = 2048, grown = pages + 512, more = grown + 256;
@@ -57,7 +65,7 @@ int main(int count, char **words) {
         if (round & 1) write_pages(at, pages, grown, round);
         unsigned char *moved = at;
         unsigned kind = round % KINDS;
-        int leaves = kind >= 5;
+        int leaves = kind == 5 || kind == 6;
         switch (kind) {
         case 0: /* grows where it is */ moved = mremap(at, grown * PAGE, more * PAGE, 0); break;
         case 1: /* moves to a place of the program's choice */
@@ -94,6 +102,14 @@ int main(int count, char **words) {
             break;
         case 6: /* to a place of the kernel's choice */
             moved = mremap(at, grown * PAGE, grown * PAGE, MREMAP_MAYMOVE | MREMAP_DONTUNMAP, NULL);
+            break;
+        case 7: /* mappings of two kinds, of which the first is new */
+            extend(at, 0, 16);
+            write_pages(at, 0, 16, round);
+            MUST(!several || mprotect(at, 16 * PAGE, PROT_READ) == 0);
+            moved = mremap(at, grown * PAGE, grown * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED,
+                           place(more));
+            if (moved != MAP_FAILED) MUST(mprotect(moved, 16 * PAGE, PROT_READ | PROT_WRITE) == 0);
             break;
         }
         if (moved == MAP_FAILED)

@@ -12,6 +12,9 @@
 //! call that the kernel refuses for its arguments, since what is carried out here gives up what is
 //! at the target first.
 //!
+//! There a call may also span mappings of several kinds, which it takes one after the other as the
+//! kernel does.
+//!
 //! A move that leaves its old place mapped (`MREMAP_DONTUNMAP`) is carried out in the same way.
 //!
 //! Locks: none. Nothing is allocated; `/proc/self/maps` is open for a moment in the program's own
@@ -70,7 +73,9 @@ fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: u
     let may_tear = flags & !MREMAP_DONTUNMAP == MREMAP_MAYMOVE | MREMAP_FIXED
         && is_moved_whole(range, len, to)
         && crate::process::engine().is_some();
-    let mut word = match may_tear.then(|| pieces_of(range, &mut pieces)).flatten() {
+    let of_any_kind = may_tear && kernel_moves_several();
+    let found = may_tear.then(|| pieces_of(range, &mut pieces, of_any_kind)).flatten();
+    let mut word = match found {
         Some(count @ 2..) => in_pieces(&pieces[..count], len, flags, to, call),
         _ => call([old, old_len, new_len, flags, to]),
     };
@@ -84,7 +89,7 @@ fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: u
         }
         // Management joins and splits mappings while they are looked at: what was refused for two
         // may be one by now, and the other way round.
-        word = match pieces_of(range, &mut pieces) {
+        word = match pieces_of(range, &mut pieces, false) {
             None => break,
             Some(1) => call([old, old_len, new_len, flags, to]),
             Some(count) => in_pieces(&pieces[..count], len, flags, to, call),
@@ -143,9 +148,27 @@ fn has_threads() -> bool {
     CLONED.load(Relaxed) || crate::real::has_threads()
 }
 
-/// The mappings of a range that would be one without swaptide: neighbours of one kind. `None` where
-/// they are not.
-fn pieces_of(range: VirtRange, pieces: &mut [VirtRange; MAX_PIECES]) -> Option<usize> {
+/// Whether the kernel moves several mappings to a fixed place in one call (Linux 6.17).
+fn kernel_moves_several() -> bool {
+    is_since_6_17(rustix::system::uname().release().to_bytes())
+}
+
+fn is_since_6_17(release: &[u8]) -> bool {
+    let mut numbers = release.split(|byte| !byte.is_ascii_digit()).map(|digits| {
+        digits.iter().fold(0u32, |number, digit| {
+            number.saturating_mul(10).saturating_add(u32::from(digit - b'0'))
+        })
+    });
+    (numbers.next(), numbers.next()) >= (Some(6), Some(17))
+}
+
+/// The mappings of a range that would be one without swaptide: neighbours of one kind, or any
+/// neighbours. `None` where they are not.
+fn pieces_of(
+    range: VirtRange,
+    pieces: &mut [VirtRange; MAX_PIECES],
+    of_any_kind: bool,
+) -> Option<usize> {
     let maps = MapsFile::open_self().ok()?;
     let mut count = 0;
     let mut at = range.start;
@@ -154,7 +177,8 @@ fn pieces_of(range: VirtRange, pieces: &mut [VirtRange; MAX_PIECES]) -> Option<u
         let info = maps.vma_at(at).ok()??;
         let vma = info.vma();
         let this = (vma.read, vma.write, vma.exec);
-        if !vma.is_private_anon() || *kind.get_or_insert(this) != this {
+        let is_one = vma.is_private_anon() && *kind.get_or_insert(this) == this;
+        if !is_one && !of_any_kind || vma.range.start > at {
             return None;
         }
         *pieces.get_mut(count)? = VirtRange { start: at, end: vma.range.end.min(range.end) };
@@ -247,6 +271,16 @@ fn shrink(old: usize, new_len: usize, old_len: usize) -> isize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn releases_are_compared_by_their_numbers() {
+        for new in ["6.17", "6.17.0-rc1", "6.18.44-fc", "7.0.1", "10.2"] {
+            assert!(is_since_6_17(new.as_bytes()), "{new}");
+        }
+        for old in ["6.8.0", "6.16.12-arch1", "5.19", "6", ""] {
+            assert!(!is_since_6_17(old.as_bytes()), "{old}");
+        }
+    }
 
     #[test]
     fn what_the_kernel_refuses_is_not_begun() {
