@@ -61,7 +61,7 @@ PHRASES = [
     ("docs/semantics.md", r"mappings below (\d+ KiB)", "MIN_BYTES"),
     ("docs/semantics.md", r"shared mappings of (\d+ MiB) and more", "MIN_REGION_BYTES"),
     ("docs/semantics.md", r"fails (\w+) times is emptied", "MAX_FAILED_TRANSFERS"),
-    ("docs/semantics.md", r"leases nothing of that area for (\d+ s)", "BARRED"),
+    ("docs/semantics.md", r"leases nothing of that area for (\d+ s)", "FILE_SIZE_LIMIT_BACKOFF"),
     ("docs/segment.md", r"## Areas \((\d+)\)", "MAX_AREAS"),
     ("docs/segment.md", r"## Slots \((\d+)\)", "MAX_PROCS"),
     ("docs/segment.md", r"## Groups \((\d+)\)", "MAX_GROUPS"),

@@ -5,8 +5,8 @@
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::Bytes;
 use swaptide_store::codec::{
-    Choice, Compressor, MAX_UNIT_PAGES, Packed, PackedKind, PackedUnit, RAW_ABOVE, MIN_PACKED_BYTES,
-    Unpacker,
+    Choice, Compressor, MAX_COMPRESSED_BYTES, MAX_UNIT_PAGES, MIN_PACKED_BYTES, Packed, PackedKind,
+    PackedUnit, Unpacker,
 };
 use swaptide_store::zram::Zram;
 use swaptide_store::{PAGE_SIZE, Slot};
@@ -47,7 +47,7 @@ fuzz_target!(|data: &[u8]| {
         // Whatever bytes.
         let _ = unpack(&mut unpacker, bytes.0, 1);
         let _ = unpack(&mut unpacker, bytes.0, 1 + usize::from(kind >> 1) % MAX_UNIT_PAGES);
-        if (MIN_PACKED_BYTES + 1..=RAW_ABOVE).contains(&bytes.0.len()) {
+        if (MIN_PACKED_BYTES + 1..=MAX_COMPRESSED_BYTES).contains(&bytes.0.len()) {
             let zram = Zram::new(64).expect("address space");
             zram.insert(Slot(3), &Packed::Bytes(bytes.0)).expect("room");
             let mut page = [0; PAGE_SIZE];
@@ -85,7 +85,7 @@ fuzz_target!(|data: &[u8]| {
     zram.load(Slot(1), &mut back, &mut unpacker).expect("it was just stored");
     assert!(back == *page, "another page came back");
     if let Packed::Bytes(packed) = packed {
-        assert!(packed.len() > MIN_PACKED_BYTES && packed.len() <= RAW_ABOVE);
+        assert!(packed.len() > MIN_PACKED_BYTES && packed.len() <= MAX_COMPRESSED_BYTES);
         assert_eq!(unpack(&mut unpacker, packed, 1).as_deref(), Some(&page[..]));
         let mut damaged = packed.to_vec();
         for [low, high, bits] in flips {
@@ -96,7 +96,7 @@ fuzz_target!(|data: &[u8]| {
         damaged.truncate(damaged.len() / 2);
         let _ = unpack(&mut unpacker, &damaged, 1);
     }
-    if let Some(tight) = compressor.compress_tightly(page, RAW_ABOVE) {
+    if let Some(tight) = compressor.compress_tightly(page, MAX_COMPRESSED_BYTES) {
         assert_eq!(unpack(&mut unpacker, tight, 1).as_deref(), Some(&page[..]));
     }
 });

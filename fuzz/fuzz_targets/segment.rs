@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::{Bytes, empty_segment};
+use swaptide_host::cgroup::psi::Part;
 use swaptide_host::cgroup::tree::{GroupPath, GroupTree, GroupUsage};
 use swaptide_host::memctl::controller::{self, MemoryController, Run};
-use swaptide_host::cgroup::psi::Part;
-use swaptide_host::swap::areas::{Areas, AreaOpener};
+use swaptide_host::swap::areas::{AreaOpener, Areas};
 use swaptide_ipc::{
     AreaId, AreaMask, ExtentId, GroupIndex, Header, MAX_AREAS, MAX_EXTENTS, MAX_GROUPS, NewArea,
     ProcSlot, Segment, SlotIndex,

@@ -9,7 +9,7 @@ use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::empty_segment;
 use swaptide_host::control::agent_api::{AgentServer, Users};
 use swaptide_host::control::fork_tracer::TracedForks;
-use swaptide_host::swap::areas::{Areas, AreaOpener};
+use swaptide_host::swap::areas::{AreaOpener, Areas};
 use swaptide_ipc::Request;
 use swaptide_sys::AsFd;
 use swaptide_sys::sock::Conn;

@@ -15,7 +15,7 @@ use crate::seccomp;
 
 const SYS_PROCESS_VM_READV: u32 = linux_raw_sys::general::__NR_process_vm_readv;
 /// Ranges of one call.
-const RANGES: usize = 64;
+const MAX_RANGES: usize = 64;
 
 /// Copies memory of this process from `addr` on. False if some of it is not there, or may not be
 /// read in this way.
@@ -82,19 +82,19 @@ pub(crate) fn are_strings(array: *const *const c_char) -> bool {
     }
     let mut at = array as usize;
     loop {
-        let mut words = [0usize; RANGES];
+        let mut words = [0usize; MAX_RANGES];
         // What follows a page may not be there.
         let within = (PAGE_SIZE - at % PAGE_SIZE).min(size_of_val(&words));
         let Some(copied) = read_each(bytes_of(&mut words), &[[at, within]]) else { return true };
         let copied = copied / size_of::<usize>();
         let end = words[..copied].iter().position(|word| *word == 0);
         let strings = &words[..end.unwrap_or(copied)];
-        let mut first_bytes = [[0; 2]; RANGES];
+        let mut first_bytes = [[0; 2]; MAX_RANGES];
         first_bytes.iter_mut().zip(strings).for_each(|(range, string)| *range = [*string, 1]);
         let found = if strings.is_empty() {
             Some(0)
         } else {
-            read_each(&mut [0; RANGES], &first_bytes[..strings.len()])
+            read_each(&mut [0; MAX_RANGES], &first_bytes[..strings.len()])
         };
         match found {
             Some(found) if found < strings.len() => return false,

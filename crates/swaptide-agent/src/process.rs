@@ -37,7 +37,7 @@ pub(crate) static SOCKET: Lock<([u8; 108], usize)> = Lock::new(([0; 108], 0));
 /// The process whose memory [`ENGINE`] manages: a child of a raw clone has the pointer and not the
 /// engine.
 pub(crate) static ENGINE_PID: AtomicU32 = AtomicU32::new(0);
-pub(crate) const STACK: usize = 512 << 10;
+pub(crate) const THREAD_STACK_BYTES: usize = 512 << 10;
 
 /// The engine, if the program's memory is managed.
 pub(crate) fn engine() -> Option<&'static Engine> {
@@ -69,7 +69,7 @@ pub(crate) fn empty_table(keep: Option<i32>) -> Result<(), swaptide_sys::Errno> 
 }
 
 pub(crate) fn spawn(entry: extern "C" fn(usize)) -> bool {
-    spawn_with(STACK, entry, 0)
+    spawn_with(THREAD_STACK_BYTES, entry, 0)
 }
 
 pub(crate) fn spawn_with(stack: usize, entry: extern "C" fn(usize), argument: usize) -> bool {
@@ -251,7 +251,7 @@ pub(crate) const SLOT_PENDING: u32 = u32::MAX;
 /// No budget is smaller.
 const MIN_BUDGET_BYTES: usize = 16 << 20;
 /// How long a mapping waits at most for management to begin.
-const BEGINS: Duration = Duration::from_millis(50);
+const ENGAGE_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// A mapping of `len` bytes is about to be made, to be written. One that is as large as the whole
 /// budget is not made before the process is managed: filled at full speed, or by the kernel at
@@ -264,7 +264,7 @@ pub(crate) fn begin_before(len: usize, reserved: bool) {
     let began = now();
     let pause = || {
         sleep(Duration::from_micros(100));
-        now().since(began) < BEGINS
+        now().since(began) < ENGAGE_TIMEOUT
     };
     while PLACE.load(Acquire) == SLOT_PENDING && pause() {}
     let place = PLACE.load(Acquire);

@@ -49,7 +49,7 @@ const PROT_EXEC: c_int = k::PROT_EXEC as c_int;
 const EAGAIN: isize = linux_raw_sys::errno::EAGAIN as isize;
 const ENOMEM: isize = linux_raw_sys::errno::ENOMEM as isize;
 
-const RANGES: usize = 128;
+const MAX_KNOWN_RANGES: usize = 128;
 
 /// A range that has regions mapped, or had.
 struct KnownRange {
@@ -57,8 +57,9 @@ struct KnownRange {
     end: AtomicUsize,
 }
 
-static KNOWN_RANGES: [KnownRange; RANGES] =
-    [const { KnownRange { start: AtomicUsize::new(0), end: AtomicUsize::new(0) } }; RANGES];
+static KNOWN_RANGES: [KnownRange; MAX_KNOWN_RANGES] =
+    [const { KnownRange { start: AtomicUsize::new(0), end: AtomicUsize::new(0) } };
+        MAX_KNOWN_RANGES];
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 /// The process that the guard stands for; 0 while there is none.
 static GUARDED: AtomicU32 = AtomicU32::new(0);
@@ -73,7 +74,7 @@ static PAGER: AtomicU32 = AtomicU32::new(0);
 static REFUSED: AtomicBool = AtomicBool::new(false);
 
 fn note(range: VirtRange) {
-    let known = &KNOWN_RANGES[..COUNT.load(Acquire).min(RANGES)];
+    let known = &KNOWN_RANGES[..COUNT.load(Acquire).min(MAX_KNOWN_RANGES)];
     let holds = |known: &KnownRange| {
         let start = known.start.load(Acquire);
         start != 0 && start <= range.start.0 && range.end.0 <= known.end.load(Relaxed)
@@ -83,8 +84,8 @@ fn note(range: VirtRange) {
     }
     let at = COUNT.fetch_add(1, Relaxed);
     // One too many stands with the last one: more is asked about than need be.
-    let known = &KNOWN_RANGES[at.min(RANGES - 1)];
-    if at < RANGES {
+    let known = &KNOWN_RANGES[at.min(MAX_KNOWN_RANGES - 1)];
+    if at < MAX_KNOWN_RANGES {
         known.end.store(range.end.0, Relaxed);
         known.start.store(range.start.0, Release);
     } else {
@@ -96,7 +97,7 @@ fn note(range: VirtRange) {
 /// True where a range may be of a region.
 fn concerns(start: usize, len: usize) -> bool {
     let end = start.saturating_add(len.max(1));
-    let known = &KNOWN_RANGES[..COUNT.load(Acquire).min(RANGES)];
+    let known = &KNOWN_RANGES[..COUNT.load(Acquire).min(MAX_KNOWN_RANGES)];
     known.iter().any(|known| known.start.load(Acquire) < end && start < known.end.load(Relaxed))
 }
 
@@ -389,10 +390,10 @@ mod tests {
         let range =
             |n: usize| VirtRange { start: VirtAddr(n << 32), end: VirtAddr((n << 32) + (1 << 20)) };
         assert!(!concerns(1 << 32, 4096));
-        for n in 1..=RANGES + 10 {
+        for n in 1..=MAX_KNOWN_RANGES + 10 {
             note(range(n));
         }
-        for n in 1..=RANGES + 10 {
+        for n in 1..=MAX_KNOWN_RANGES + 10 {
             assert!(concerns((n << 32) + 4096, 4096) && concerns((n << 32) - 1, 2), "{n}");
         }
         assert!(!concerns((5 << 32) + (1 << 20), 4096) && !concerns(4096, 0));

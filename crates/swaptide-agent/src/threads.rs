@@ -9,14 +9,14 @@ use swaptide_sys::affinity::{cpus_online, go_normally};
 use swaptide_sys::thread::{exit_thread, gettid, set_name};
 
 use crate::exit_watch;
-use crate::process::{STACK, engine, spawn_with};
+use crate::process::{THREAD_STACK_BYTES, engine, spawn_with};
 
 /// Starts the workers and the thread that watches for the end of the program.
 pub(crate) fn start_workers(engine: &'static Engine) {
     let wanted = (cpus_online() / 2).clamp(1, 4);
     let mut running = 0;
     for index in 0..wanted {
-        running += u32::from(spawn_with(STACK, worker, index as usize));
+        running += u32::from(spawn_with(THREAD_STACK_BYTES, worker, index as usize));
     }
     // Without it the process is only slow to end, in a case that hardly any program has.
     let watching = spawn_with(64 << 10, watch, 0);
@@ -26,7 +26,7 @@ pub(crate) fn start_workers(engine: &'static Engine) {
 
 /// Starts a thread that waits for servers.
 pub(crate) fn spawn_reader() -> bool {
-    spawn_with(STACK, reader, 0)
+    spawn_with(THREAD_STACK_BYTES, reader, 0)
 }
 
 extern "C" fn reader(_: usize) {

@@ -49,7 +49,7 @@ const NONFULL_SCANS: u32 = 4;
 const FRAG_SCANS: u32 = 4;
 
 /// Clusters that the cursor of a rotational device passes in one search.
-const SWEEP: u32 = 64;
+const SWEEP_CLUSTERS: u32 = 64;
 
 /// Searches by order 0 before it believes that the free slot it reserved is out of reach (in
 /// clusters being discarded).
@@ -222,7 +222,7 @@ impl<'a> Search<'a> {
         let mut cursor = device.cursor.as_ref()?.lock();
         let clusters = device.slots().div_ceil(SLOTS_PER_CLUSTER as u32);
         let (mut index, mut slot) = *cursor;
-        let found = (0..=SWEEP.min(clusters)).find_map(|_| {
+        let found = (0..=SWEEP_CLUSTERS.min(clusters)).find_map(|_| {
             if index >= clusters {
                 (index, slot) = (0, 0);
             }
@@ -290,7 +290,7 @@ impl<'a> Search<'a> {
         }
         // Of a rotational device's clusters, none of which is devoted to an order, many may have no
         // run of it.
-        let max = if self.device.cursor.is_some() { max.min(SWEEP) } else { max };
+        let max = if self.device.cursor.is_some() { max.min(SWEEP_CLUSTERS) } else { max };
         let rounds = max.min(self.device.lists.lock().len(list));
         for _ in 0..rounds {
             let taken = self.device.lists.lock().pop(&self.device.headers, list);

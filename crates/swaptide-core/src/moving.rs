@@ -31,7 +31,7 @@ use crate::sync::{SpinGuard, relax};
 
 /// Clusters of each list that [`SwapDevice::compact`] considers at a time: where each has few
 /// holes, those of all together must hold one more.
-const SAMPLE: u32 = 96;
+const SAMPLE_CLUSTERS: u32 = 96;
 
 /// Walks of a device that move nothing before [`SwapSpace::swapoff`] gives up.
 #[cfg(not(loom))]
@@ -42,9 +42,9 @@ const IDLE_PASSES: u32 = 4;
 /// How long it waits after such a walk: long enough to give up the CPU once ([`crate::set_yield`])
 /// to the holder of a page.
 #[cfg(not(loom))]
-const SPINS: u32 = 512;
+const SPINS_BETWEEN_PASSES: u32 = 512;
 #[cfg(loom)]
-const SPINS: u32 = 1;
+const SPINS_BETWEEN_PASSES: u32 = 1;
 
 /// What the new slots hold while their data is being copied. Nobody has their entries yet, and no
 /// folio may have this number.
@@ -286,7 +286,9 @@ impl SwapDevice {
         for list in
             (0..ORDERS as u8).flat_map(|order| [ListId::Nonfull(order), ListId::Frag(order)])
         {
-            lists.look(&self.headers, list, SAMPLE, |index, state| found.push((state.used, index)));
+            lists.look(&self.headers, list, SAMPLE_CLUSTERS, |index, state| {
+                found.push((state.used, index))
+            });
         }
         found
     }
@@ -418,7 +420,8 @@ impl SwapSpace {
             }
             // What is still used was just being allocated, or is being changed by somebody.
             let mut spins = 0;
-            (0..if moved == before { SPINS } else { 1 }).for_each(|_| relax(&mut spins));
+            (0..if moved == before { SPINS_BETWEEN_PASSES } else { 1 })
+                .for_each(|_| relax(&mut spins));
         };
         device.set_allocation_enabled(true);
         Err(outcome)

@@ -38,7 +38,7 @@ use crate::requests::HandlerRequests;
 use crate::requests::fork_control::ForkControl;
 
 /// How long the swap file is left alone after it took nothing.
-const FILE_RESTS: Duration = Duration::from_millis(100);
+const FILE_FULL_BACKOFF: Duration = Duration::from_millis(100);
 
 /// What the engine needs of the kernel. Forks it learns of by [`Features::EVENT_FORK`], or they are
 /// followed ([`crate::fork`]).
@@ -121,7 +121,7 @@ pub struct Mm {
     pub jobs: Jobs,
     /// What refaults say of the division between resident and compressed memory.
     pub split: PoolSizer,
-    /// Pages taken out so far: the clock that shadows hold, in steps of [`SHADOW_STEP`].
+    /// Pages taken out so far: the clock that shadows hold, in steps of [`SHADOW_STEP_PAGES`].
     pub evicted: u64,
     /// Pages that became the program's so far.
     pub came: u64,
@@ -497,7 +497,8 @@ impl Engine {
     /// Notes that the swap file takes nothing. Asking it again and again would cost more than what
     /// is to be had.
     pub(crate) fn rest_file(&self) {
-        self.file_rests_until.store(now().0.saturating_add(FILE_RESTS.as_nanos() as u64), Relaxed);
+        self.file_rests_until
+            .store(now().0.saturating_add(FILE_FULL_BACKOFF.as_nanos() as u64), Relaxed);
     }
 
     /// True for a while after the swap file took nothing, and where the group's pages stay in
@@ -672,7 +673,7 @@ impl Mm {
 
     /// How many pages were taken out since a page went that has this shadow.
     pub fn age(&self, shadow: Shadow) -> u64 {
-        u64::from(self.shadow().0.wrapping_sub(shadow.0) & SHADOW_MASK) * SHADOW_STEP
+        u64::from(self.shadow().0.wrapping_sub(shadow.0) & SHADOW_MASK) * SHADOW_STEP_PAGES
     }
 
     /// The distance of the page that went to compressed memory longest ago; 0 when that is not
@@ -740,7 +741,7 @@ impl Mm {
 
     /// The shadow of what goes out now.
     pub fn shadow(&self) -> Shadow {
-        Shadow((self.evicted / SHADOW_STEP) as u32 & SHADOW_MASK)
+        Shadow((self.evicted / SHADOW_STEP_PAGES) as u32 & SHADOW_MASK)
     }
 
     /// Writes the entry of a page whose data moved from compressed memory to the file. The old slot
@@ -762,4 +763,4 @@ const PLACED_WORKERS: usize = 16;
 /// Bits of a shadow's clock.
 const SHADOW_MASK: u32 = (1 << 28) - 1;
 /// Pages of one step of a shadow's clock.
-const SHADOW_STEP: u64 = 8;
+const SHADOW_STEP_PAGES: u64 = 8;

@@ -39,7 +39,7 @@ use handshake::{Agreed, Wire};
 pub use url::{Endpoint, Url, UrlError};
 
 /// How long connecting and negotiating may take.
-const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Connections of one process to an export that can have several, if the URL does not say.
 const DEFAULT_CONNECTIONS: u32 = 4;
 
@@ -212,7 +212,7 @@ impl Connector {
     /// # Errors
     /// If the URL asks for TLS and there are no certificates that can be used.
     pub fn new(url: Url) -> Result<Connector, NbdError> {
-        Connector::with_limit(url, CONNECT_LIMIT)
+        Connector::with_limit(url, CONNECT_TIMEOUT)
     }
 
     /// The same, with another time limit for a connection.

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 /// Where the kernel has its settings.
 const SETTINGS: &str = "/sys/kernel/mm/transparent_hugepage";
 /// How long what was read is taken for what is set.
-const VALID_FOR: Duration = Duration::from_millis(100);
+const SETTINGS_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// The settings, and when they were read last.
 pub(crate) struct HugePages {
@@ -25,9 +25,9 @@ impl HugePages {
     }
 
     /// True when the kernel gives memory files huge pages without advice, by the setting for all
-    /// sizes or by that of one (Linux 6.11). It is read again after [`VALID_FOR`].
+    /// sizes or by that of one (Linux 6.11). It is read again after [`SETTINGS_TIMEOUT`].
     pub(crate) fn come_unasked(&mut self) -> bool {
-        if self.read.is_some_and(|read| read.elapsed() < VALID_FOR) {
+        if self.read.is_some_and(|read| read.elapsed() < SETTINGS_TIMEOUT) {
             return false;
         }
         let unasked = is_unasked(&self.settings.join("shmem_enabled"))

@@ -55,9 +55,9 @@ use crate::state::{Inner, PagerState, STOP_ROOM, is_hole, punch, write_pages};
 use crate::store::{PutOutcome, compressor};
 
 /// Most pages of one batch.
-const BATCH: usize = 1024;
+const MAX_BATCH_PAGES: usize = 1024;
 /// Pages that go from compressed memory to the file together.
-const WRITE_BACK: usize = 128;
+const WRITEBACK_BATCH_PAGES: usize = 128;
 
 /// How long nobody waits for room after nothing could go out.
 const FULL_BACKOFF: Duration = Duration::from_millis(20);
@@ -153,8 +153,8 @@ impl ReclaimThread {
             return Duration::from_millis(5);
         }
         let least = if over == 0 { 0 } else { 16 };
-        let mut outcome =
-            self.batch(inner, (over / PAGE_SIZE as u64).clamp(least, BATCH as u64) as usize);
+        let mut outcome = self
+            .batch(inner, (over / PAGE_SIZE as u64).clamp(least, MAX_BATCH_PAGES as u64) as usize);
         if outcome == Outcome::Nothing && inner.lock().is_passing() {
             outcome = Outcome::Again;
         }
@@ -237,7 +237,7 @@ impl ReclaimThread {
             }
         }
         let (pages, _) = self.buffer.as_chunks::<PAGE_SIZE>();
-        for some in for_file.chunks(WRITE_BACK) {
+        for some in for_file.chunks(WRITEBACK_BATCH_PAGES) {
             let batch: Vec<(Slot, &Page)> =
                 some.iter().map(|(_, slot, at)| (*slot, &pages[*at])).collect();
             let written = inner.store.write(&batch);
@@ -260,7 +260,7 @@ impl ReclaimThread {
         let mut chosen: Vec<(RegionId, usize, Slot, u32)> = Vec::new();
         {
             let mut state = inner.lock();
-            while chosen.len() < WRITE_BACK {
+            while chosen.len() < WRITEBACK_BATCH_PAGES {
                 let Some((id, chunk)) = state.pool_log.pop_front() else { break };
                 let Some(region) = state.regions.get_mut(&id) else { continue };
                 region.chunk(chunk as usize).logged = false;
@@ -379,7 +379,7 @@ impl Inner {
             forbidden.contains(&id) || held.iter().any(overlaps)
         };
         let (mut wanted, mut later) = (Vec::new(), Vec::new());
-        while count < BATCH
+        while count < MAX_BATCH_PAGES
             && let Some((id, chunk)) = state.wanted_out.pop_front()
         {
             let Some(region) = state.regions.get_mut(&id) else { continue };
@@ -396,7 +396,7 @@ impl Inner {
             state.want_again(later);
         }
         let mut left = state.queue.len();
-        while count < most.min(BATCH) && left > 0 {
+        while count < most.min(MAX_BATCH_PAGES) && left > 0 {
             left -= 1;
             let Some((id, chunk)) = state.queue.pop_front() else { break };
             let Some(region) = state.regions.get_mut(&id) else { continue };

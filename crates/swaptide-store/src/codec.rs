@@ -161,7 +161,7 @@ pub const MAX_UNIT_PAGES: usize = 16;
 
 /// A page that compresses to more than this is kept as it is: the rest of the saving is not worth a
 /// decompression.
-pub const RAW_ABOVE: usize = PAGE_SIZE * 7 / 8;
+pub const MAX_COMPRESSED_BYTES: usize = PAGE_SIZE * 7 / 8;
 
 /// Packed bytes are more than this, so that what is shorter can mean something else.
 pub const MIN_PACKED_BYTES: usize = size_of::<u64>();
@@ -406,7 +406,7 @@ impl Compressor {
             Some(0) => PackedUnit::Zero,
             Some(word) => PackedUnit::Same(word),
             None => match self.block(pages) {
-                Some(len) if len <= n * RAW_ABOVE => PackedUnit::Bytes(&self.out[..len]),
+                Some(len) if len <= n * MAX_COMPRESSED_BYTES => PackedUnit::Bytes(&self.out[..len]),
                 _ => PackedUnit::Raw(pages),
             },
         }
@@ -414,7 +414,7 @@ impl Compressor {
 
     /// Packs a page that is data with zstd; `None` unless that takes at most `most` bytes.
     pub fn compress_tightly(&mut self, page: &Page, most: usize) -> Option<&[u8]> {
-        let room = most.min(RAW_ABOVE);
+        let room = most.min(MAX_COMPRESSED_BYTES);
         let len = self.zstd.compress(&page[..head_len(page)], &mut self.out[..room])?;
         (Codec::of(&self.out[..len]) == Codec::Zstd && len > MIN_PACKED_BYTES)
             .then(|| &self.out[..len])
@@ -422,10 +422,10 @@ impl Compressor {
 
     /// Compresses a page into the buffer as was chosen; `None` when it does not get small enough.
     fn bytes(&mut self, page: &Page) -> Option<usize> {
-        let small_enough = |len: &usize| *len <= RAW_ABOVE;
+        let small_enough = |len: &usize| *len <= MAX_COMPRESSED_BYTES;
         match self.choice {
             Choice::Lz4 => self.block(&page[..head_len(page)]).filter(small_enough),
-            Choice::Zstd => self.compress_tightly(page, RAW_ABOVE).map(<[u8]>::len),
+            Choice::Zstd => self.compress_tightly(page, MAX_COMPRESSED_BYTES).map(<[u8]>::len),
             Choice::Snappy => self.snappy(&page[..head_len(page)]).filter(small_enough),
             Choice::Both => {
                 self.block(&page[..head_len(page)]).filter(small_enough).or_else(|| {
@@ -435,7 +435,7 @@ impl Compressor {
                         self.in_vain += 1;
                         return None;
                     }
-                    let len = self.compress_tightly(page, RAW_ABOVE).map(<[u8]>::len);
+                    let len = self.compress_tightly(page, MAX_COMPRESSED_BYTES).map(<[u8]>::len);
                     self.in_vain = if len.is_some() { 0 } else { self.in_vain.wrapping_add(1) };
                     len
                 })

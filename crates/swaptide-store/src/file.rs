@@ -69,7 +69,7 @@ use self::router::Router;
 pub use self::router::{
     AreaDirectory, FilePlace, HandedOver, InjectedFault, Location, MAX_AREAS, Opened,
 };
-use crate::codec::{self, Packed, RAW_ABOVE, Unpacker};
+use crate::codec::{self, MAX_COMPRESSED_BYTES, Packed, Unpacker};
 use crate::nbd::Nbd;
 use crate::{PAGE_SIZE, Slot};
 
@@ -604,7 +604,7 @@ impl FileDevice {
             let mut sum = 0;
             let few = rest.iter().position(|w| {
                 sum += w.place.span.len();
-                sum > (extents::RESERVE - 1) * PAGE_SIZE
+                sum > (extents::RESERVE_BLOCKS - 1) * PAGE_SIZE
             });
             let few = few.unwrap_or(rest.len());
             let (n, mut runs) = lay_out(&mut rest[..few], inbox);
@@ -960,7 +960,7 @@ fn packed_len(page: &Packed<'_>) -> usize {
         Packed::Zero | Packed::Same(_) => WORD,
         Packed::Bytes(bytes) => {
             assert!(
-                (WORD + 1..=RAW_ABOVE).contains(&bytes.len()),
+                (WORD + 1..=MAX_COMPRESSED_BYTES).contains(&bytes.len()),
                 "swap file: {} bytes are no packed page",
                 bytes.len()
             );

@@ -37,7 +37,7 @@ use swaptide_sys::lock::Lock;
 use self::pool::{ObjectHead, ObjectId, ObjectPool};
 use self::table::{Handle, Handles, SameTable};
 use crate::codec::{
-    self, Codec, MAX_UNIT_PAGES, Packed, PackedKind, PackedUnit, RAW_ABOVE, Unpacker,
+    self, Codec, MAX_COMPRESSED_BYTES, MAX_UNIT_PAGES, Packed, PackedKind, PackedUnit, Unpacker,
 };
 use crate::{PAGE_SIZE, Page, Slot};
 
@@ -239,7 +239,7 @@ impl Zram {
         }
         // Copy out and decompress without the lock: the copy costs a twentieth of the decompression
         // and warms the cache.
-        let mut copy = [MaybeUninit::<u8>::uninit(); RAW_ABOVE];
+        let mut copy = [MaybeUninit::<u8>::uninit(); MAX_COMPRESSED_BYTES];
         let block = copy_into(&mut copy, bytes)
             .ok_or(Damaged { slot, what: "an object of impossible length" })?;
         drop(state);
@@ -304,7 +304,7 @@ impl Zram {
         let bytes = state.pool.bytes(id);
         let kind = match bytes.len() {
             PAGE_SIZE => PackedKind::Raw,
-            len @ 1..=RAW_ABOVE => PackedKind::Bytes(len),
+            len @ 1..=MAX_COMPRESSED_BYTES => PackedKind::Bytes(len),
             _ => return Err(Damaged { slot, what: "an object of impossible length" }),
         };
         let start = out.len();
@@ -331,7 +331,7 @@ impl Zram {
         if head.live != 0
             || head.slot != slot.0
             || usize::from(head.len) < MIN_RECOMPRESS_BYTES
-            || usize::from(head.len) > RAW_ABOVE
+            || usize::from(head.len) > MAX_COMPRESSED_BYTES
         {
             return false;
         }

@@ -62,8 +62,8 @@ static NEXT_FREE_HINT: AtomicUsize = AtomicUsize::new(0);
 static CHANGES: Lock<()> = Lock::new(());
 /// How often, and with what pauses, [`hold_still`] tries: a thread that makes a mapping may be
 /// stopped in the middle (by a debugger, say).
-const TRIES: u32 = 100;
-const PAUSE: Duration = Duration::from_micros(20);
+const HOLD_STILL_TRIES: u32 = 100;
+const HOLD_STILL_PAUSE: Duration = Duration::from_micros(20);
 
 /// Calls `f` with every range of memory this crate has mapped: engine memory, stacks, shared maps.
 pub fn own_ranges(mut f: impl FnMut(VirtRange)) {
@@ -96,11 +96,11 @@ pub struct HeldStill(#[allow(dead_code)] Guard<'static, ()>);
 /// Its holder must not make a mapping, allocate nothing therefore, and take no lock whose holder
 /// may.
 pub fn hold_still() -> Option<HeldStill> {
-    for _ in 0..TRIES {
+    for _ in 0..HOLD_STILL_TRIES {
         if let Some(guard) = CHANGES.try_lock() {
             return Some(HeldStill(guard));
         }
-        sleep(PAUSE);
+        sleep(HOLD_STILL_PAUSE);
     }
     None
 }

@@ -287,7 +287,7 @@ pub fn exit_group(code: i32) -> ! {
 }
 
 /// Time that [`abort_with`] may take to write its message.
-const WRITE_LIMIT: Duration = Duration::from_secs(2);
+const ABORT_WRITE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Has the kernel send this process `SIGKILL` after `time`.
 fn kill_after(time: Duration) {
@@ -317,7 +317,8 @@ fn kill_after(time: Duration) {
 ///
 /// The write cannot keep the process from ending. On a full pipe it fails (`O_NONBLOCK`). On a file
 /// it may wait for the inode lock, whose holder may wait for a page that nobody brings in any more:
-/// after `WRITE_LIMIT` the kernel ends the process by `SIGKILL`, which also frees that lock.
+/// after `ABORT_WRITE_TIMEOUT` the kernel ends the process by `SIGKILL`, which also frees that
+/// lock.
 pub fn abort_with(msg: &[&[u8]]) -> ! {
     let mut line = [0u8; 1024];
     let mut len = 0;
@@ -331,7 +332,7 @@ pub fn abort_with(msg: &[&[u8]]) -> ! {
     use rustix::fs::OFlags;
     let flags =
         OFlags::WRONLY | OFlags::APPEND | OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::NONBLOCK;
-    kill_after(WRITE_LIMIT);
+    kill_after(ABORT_WRITE_TIMEOUT);
     // A failure has nobody left to be told.
     if let Ok(stderr) = rustix::fs::open(c"/proc/self/fd/2", flags, rustix::fs::Mode::empty()) {
         let _ = rustix::io::write(&stderr, &line[..len + 1]);

@@ -15,7 +15,7 @@ use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicI32, Ordering::AcqRel, Ordering::Release};
 
 use swaptide_engine::Engine;
-use swaptide_engine::fork::child_uffd::STACK;
+use swaptide_engine::fork::child_uffd::STACK_BYTES;
 use swaptide_sys::errno::ErrnoText;
 use swaptide_sys::sock::Conn;
 use swaptide_sys::thread::{abort_with, gettid};
@@ -24,14 +24,14 @@ use swaptide_sys::{FromRawFd, IntoRawFd, OwnedFd};
 use crate::process;
 
 /// Bytes for all registers that XSAVE keeps, whatever the CPU has.
-const REGISTERS: usize = 16 << 10;
+const XSAVE_BYTES: usize = 16 << 10;
 /// What the supervisor writes: where the child would have begun, and with which stack.
 const WORDS: usize = 64;
 
 #[repr(C, align(64))]
 struct ChildTrampoline {
-    registers: UnsafeCell<[u8; REGISTERS]>,
-    stack: UnsafeCell<[u8; STACK]>,
+    registers: UnsafeCell<[u8; XSAVE_BYTES]>,
+    stack: UnsafeCell<[u8; STACK_BYTES]>,
     words: UnsafeCell<[u8; WORDS]>,
 }
 
@@ -40,8 +40,8 @@ struct ChildTrampoline {
 unsafe impl Sync for ChildTrampoline {}
 
 static CHILD_TRAMPOLINE: ChildTrampoline = ChildTrampoline {
-    registers: UnsafeCell::new([0; REGISTERS]),
-    stack: UnsafeCell::new([0; STACK]),
+    registers: UnsafeCell::new([0; XSAVE_BYTES]),
+    stack: UnsafeCell::new([0; STACK_BYTES]),
     words: UnsafeCell::new([0; WORDS]),
 };
 
@@ -162,7 +162,7 @@ mod tests {
 
     #[test]
     fn the_stack_ends_where_the_words_begin() {
-        let end = CHILD_TRAMPOLINE.stack.get() as usize + STACK;
+        let end = CHILD_TRAMPOLINE.stack.get() as usize + STACK_BYTES;
         assert_eq!(end, CHILD_TRAMPOLINE.words.get() as usize);
         assert!(
             end.is_multiple_of(64)

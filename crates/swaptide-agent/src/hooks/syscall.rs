@@ -57,15 +57,15 @@ const SYS_MLOCKALL: usize = k::__NR_mlockall as usize;
 const SYS_PROCESS_MADVISE: usize = k::__NR_process_madvise as usize;
 
 /// System calls that [`KINDS`] covers; higher numbers pass through.
-const CALLS: usize = 512;
+const MAX_CALL_NUMBERS: usize = 512;
 /// [`hooked`] makes the call in the place of libc's function.
 const HOOK_REPLACES: u8 = 1;
 /// [`syscall_next`] is told, and libc's function makes the call.
 const HOOK_BEFORE: u8 = 2;
 
 /// What [`syscall`] does with each call: one byte per number, 0 for those that pass through.
-static KINDS: [u8; CALLS] = {
-    let mut kinds = [0; CALLS];
+static KINDS: [u8; MAX_CALL_NUMBERS] = {
+    let mut kinds = [0; MAX_CALL_NUMBERS];
     let instead = [
         SYS_MADVISE,
         SYS_MREMAP,
@@ -320,7 +320,7 @@ pub unsafe extern "C" fn syscall() {
         "pop rsi",
         "pop rdi",
         "jmp rax",
-        calls = const CALLS,
+        calls = const MAX_CALL_NUMBERS,
         kinds = sym KINDS,
         instead = const HOOK_REPLACES,
         before = const HOOK_BEFORE,

@@ -16,7 +16,7 @@ use swaptide_sys::maps::{MapsFile, VmaInfo};
 use swaptide_sys::page::{VirtAddr, VirtRange};
 
 /// Ranges that are kept out at a time. More of them are joined with their neighbours.
-const RANGES: usize = 256;
+const MAX_RANGES: usize = 256;
 /// Ranges that are kept out for the time of one call.
 const MAX_TEMPORARY: usize = 16;
 
@@ -27,9 +27,9 @@ struct ExcludedRange {
     end: AtomicUsize,
 }
 
-const COUNT: usize = 0xfff;
+const COUNT_MASK: usize = 0xfff;
 /// The end of a place that was taken a moment ago and covers nothing yet.
-const TAKEN: usize = usize::MAX & !COUNT;
+const TAKEN: usize = usize::MAX & !COUNT_MASK;
 
 impl ExcludedRange {
     const fn free() -> ExcludedRange {
@@ -38,7 +38,7 @@ impl ExcludedRange {
 
     /// What it covers; `None` while it is free, or about to be taken.
     fn range(&self) -> Option<VirtRange> {
-        let end = self.end.load(Acquire) & !COUNT;
+        let end = self.end.load(Acquire) & !COUNT_MASK;
         let start = self.start.load(Acquire);
         (start < end && end != TAKEN)
             .then_some(VirtRange { start: VirtAddr(start), end: VirtAddr(end) })
@@ -58,8 +58,8 @@ impl ExcludedRange {
     fn grow(&self, range: VirtRange) -> bool {
         self.start.fetch_min(range.start.0, AcqRel);
         let grown = |word: usize| {
-            let end = (word & !COUNT).max(range.end.0);
-            (word != 0 && word != TAKEN).then_some(end | word.wrapping_add(1) & COUNT)
+            let end = (word & !COUNT_MASK).max(range.end.0);
+            (word != 0 && word != TAKEN).then_some(end | word.wrapping_add(1) & COUNT_MASK)
         };
         // It may have been freed and taken for another range in between.
         self.end.fetch_update(AcqRel, Acquire, grown).is_ok()
@@ -95,7 +95,7 @@ pub(crate) fn are_kept_apart() -> bool {
     ARE_KEPT_APART.load(Acquire)
 }
 
-static EXCLUDED: [ExcludedRange; RANGES] = [const { ExcludedRange::free() }; RANGES];
+static EXCLUDED: [ExcludedRange; MAX_RANGES] = [const { ExcludedRange::free() }; MAX_RANGES];
 static TEMPORARY: [ExcludedRange; MAX_TEMPORARY] = [const { ExcludedRange::free() }; MAX_TEMPORARY];
 
 fn overlap(a: VirtRange, b: VirtRange) -> bool {

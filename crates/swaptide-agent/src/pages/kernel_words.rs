@@ -32,7 +32,7 @@ use crate::seccomp;
 
 /// Where in a control block of glibc's the last word lies that the kernel knows, but for the rseq
 /// area.
-const BLOCK: usize = 0x900;
+const CONTROL_BLOCK_BYTES: usize = 0x900;
 const RSEQ_BYTES: usize = 32;
 
 /// Pins the control block of the calling thread: it starts at the thread pointer.
@@ -44,7 +44,7 @@ pub(crate) fn pin_own_block() {
         // SAFETY: memory of this thread's own control block.
         unsafe { pinned::make_resident(at, len) };
     };
-    pin(block, BLOCK);
+    pin(block, CONTROL_BLOCK_BYTES);
     if let Some(offset) = real::rseq_offset() {
         pin(block.wrapping_add_signed(offset), RSEQ_BYTES);
     }
@@ -191,9 +191,9 @@ fn fetch(word: usize, operation: usize) -> bool {
 static OWN_LISTS: AtomicBool = AtomicBool::new(false);
 const SYS_GET_ROBUST_LIST: u32 = linux_raw_sys::general::__NR_get_robust_list;
 /// Entries of a list that the kernel walks at most.
-const LIST_LIMIT: usize = 2048;
+const MAX_LIST_ENTRIES: usize = 2048;
 /// Bytes of a list's head.
-const HEAD: usize = 24;
+const LIST_HEAD_BYTES: usize = 24;
 
 /// A word that the kernel was told of by a raw system call: its page stays.
 pub(crate) fn named(addr: usize, len: usize) {
@@ -213,7 +213,7 @@ pub(crate) fn named(addr: usize, len: usize) {
 pub(crate) fn named_list(head: usize) {
     OWN_LISTS.store(true, Relaxed);
     call_at_end();
-    named(head, HEAD);
+    named(head, LIST_HEAD_BYTES);
 }
 
 /// Libc's key whose destructor is [`end_of_thread`], and 1 more; 0: none yet.
@@ -262,7 +262,7 @@ pub(crate) fn ending() {
 
 /// Reads the entries of a list as the kernel does, and pins them first where `tid` is given.
 fn pin_entries(head: usize, tid: Option<Tid>) {
-    let mut words = [0u8; HEAD];
+    let mut words = [0u8; LIST_HEAD_BYTES];
     if !read(head, &mut words) {
         return;
     }
@@ -279,7 +279,7 @@ fn pin_entries(head: usize, tid: Option<Tid>) {
         (read(entry, &mut next) && read(futex, &mut [0u8; 4])).then_some(usize::from_ne_bytes(next))
     };
     let mut at = word(0);
-    for _ in 0..LIST_LIMIT {
+    for _ in 0..MAX_LIST_ENTRIES {
         if at & !1 == head {
             break;
         }

@@ -40,7 +40,7 @@ use crate::process;
 use crate::seccomp;
 
 /// Entries that a page may be at in each level.
-const WINDOW: usize = 16;
+const WINDOW_ENTRIES: usize = 16;
 
 static FIRST: [AtomicU64; 1 << 10] = [const { AtomicU64::new(0) }; 1 << 10];
 static SECOND: [AtomicU64; 1 << 14] = [const { AtomicU64::new(0) }; 1 << 14];
@@ -56,11 +56,11 @@ struct PinnedEntry(u64);
 
 const LOW_BITS: u32 = 23;
 const IS_THREAD: u64 = 1 << (LOW_BITS - 1);
-const VALUE: u64 = IS_THREAD - 1;
+const VALUE_MASK: u64 = IS_THREAD - 1;
 /// A count that is never reduced.
-const PERMANENT: u64 = VALUE;
+const PERMANENT: u64 = VALUE_MASK;
 /// Pages above 2^47 bytes have no place, and are not managed either.
-const PAGES: usize = 1 << 35;
+const MAX_PAGE_NUMBER: usize = 1 << 35;
 
 impl PinnedEntry {
     fn counted(page: PageNo, count: u64) -> PinnedEntry {
@@ -68,7 +68,7 @@ impl PinnedEntry {
     }
 
     fn of_thread(page: PageNo, tid: Tid) -> PinnedEntry {
-        PinnedEntry((page.0 as u64) << LOW_BITS | IS_THREAD | u64::from(tid.0) & VALUE)
+        PinnedEntry((page.0 as u64) << LOW_BITS | IS_THREAD | u64::from(tid.0) & VALUE_MASK)
     }
 
     fn page(self) -> PageNo {
@@ -76,12 +76,12 @@ impl PinnedEntry {
     }
 
     fn thread(self) -> Option<Tid> {
-        (self.0 & IS_THREAD != 0).then_some(Tid((self.0 & VALUE) as u32))
+        (self.0 & IS_THREAD != 0).then_some(Tid((self.0 & VALUE_MASK) as u32))
     }
 
     /// The count, if the entry has one.
     fn count(self) -> Option<u64> {
-        (self.0 & IS_THREAD == 0).then_some(self.0 & VALUE)
+        (self.0 & IS_THREAD == 0).then_some(self.0 & VALUE_MASK)
     }
 
     /// Whether it is an entry of a thread that is gone.
@@ -93,7 +93,7 @@ impl PinnedEntry {
 /// The entries of a level at which the pages of a chunk may be.
 fn window(level: &'static [AtomicU64], chunk: ChunkNo) -> impl Iterator<Item = &'static AtomicU64> {
     let start = (chunk.0.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) % level.len();
-    (0..WINDOW).map(move |i| &level[(start + i) % level.len()])
+    (0..WINDOW_ENTRIES).map(move |i| &level[(start + i) % level.len()])
 }
 
 /// Changes the first entry that `change` has another value for. False if there is none.
@@ -115,7 +115,7 @@ fn update(
 
 /// Puts an entry where `change` takes it, level by level.
 fn insert(page: PageNo, change: impl Fn(Option<PinnedEntry>) -> Option<u64>) {
-    if page.0 >= PAGES {
+    if page.0 >= MAX_PAGE_NUMBER {
         return;
     }
     for (depth, level) in LEVELS.iter().enumerate() {
@@ -191,7 +191,7 @@ pub(crate) fn unpin(addr: usize, len: usize) {
 /// Pins some bytes for good. True if they were not pinned so before.
 pub(crate) fn pin_permanently(addr: usize, len: usize) -> bool {
     let mut any = false;
-    for page in pages_of(addr, len).filter(|page| page.0 < PAGES) {
+    for page in pages_of(addr, len).filter(|page| page.0 < MAX_PAGE_NUMBER) {
         let whole = PinnedEntry::counted(page, PERMANENT).0;
         let has = LEVELS[..=DEEPEST_LEVEL.load(Acquire)]
             .iter()
@@ -340,7 +340,7 @@ mod tests {
     #[test]
     fn threads_that_come_and_go_at_new_places_do_not_fill_the_table() {
         // No thread has this id: the largest there can be is 2^22.
-        let gone = Tid(VALUE as u32);
+        let gone = Tid(VALUE_MASK as u32);
         for n in 0..400_000 {
             pin_for_thread(page(5, n) * PAGE_SIZE, 8, gone);
         }

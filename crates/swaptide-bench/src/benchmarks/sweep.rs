@@ -20,9 +20,9 @@ use crate::workload::phases::{PageContent, Phase};
 const BUDGETS: [u64; 9] = [64, 96, 128, 192, 256, 384, 512, 768, 1024];
 const PHASES: [Phase; 4] = [Phase::Fill, Phase::Seq, Phase::Random, Phase::Verify];
 /// Random touches when no number is given: enough for a rate, few enough for the smallest budgets.
-const TOUCHES: usize = 20_000;
+const DEFAULT_TOUCHES: usize = 20_000;
 /// Seconds for each phase when no number is given.
-const SECONDS: u64 = 60;
+const DEFAULT_PHASE_SECONDS: u64 = 60;
 
 /// One peer in one cell: with each size of folio, and swaptide with as much memory.
 #[derive(Default)]
@@ -46,7 +46,7 @@ pub(crate) fn sweep(session: &Session<'_>) -> Result<BenchReport, Failed> {
     } else {
         args.ratio.clone()
     };
-    let touches = args.touches.unwrap_or(TOUCHES);
+    let touches = args.touches.unwrap_or(DEFAULT_TOUCHES);
     let (first, last) =
         (budgets.iter().min().copied().unwrap_or(0), budgets.iter().max().copied().unwrap_or(0));
     let title = format!(
@@ -60,7 +60,7 @@ pub(crate) fn sweep(session: &Session<'_>) -> Result<BenchReport, Failed> {
     let mut report = session.report("sweep", &title, "MB/s", Better::Higher, data);
     report.budget = first;
     for &content in &contents {
-        let seconds_cap = args.seconds_cap.unwrap_or(SECONDS);
+        let seconds_cap = args.seconds_cap.unwrap_or(DEFAULT_PHASE_SECONDS);
         let job = Workload { content, touches, seconds_cap, ..session.job(data, &PHASES) };
         for &budget in &budgets {
             cell(session, &mut report, &job, budget)?;

@@ -22,7 +22,7 @@ use crate::workload::redis::Server;
 /// Pages between two looks at the clock, in a phase with a time limit.
 const PAGES_PER_LOOK: usize = 256;
 /// Forks of one phase.
-const FORKS: u64 = 10;
+const FORKS_PER_PHASE: u64 = 10;
 
 /// Arguments of the hidden subcommand.
 #[derive(Debug, Clone, Args)]
@@ -151,7 +151,7 @@ impl WorkData {
 /// Forks one after the other.
 fn forks() -> Result<PhaseResult, String> {
     let mut seconds = 0.0;
-    for _ in 0..FORKS {
+    for _ in 0..FORKS_PER_PHASE {
         let begin = Instant::now();
         // SAFETY: the child calls nothing but _exit.
         let child = unsafe { libc::fork() };
@@ -172,7 +172,7 @@ fn forks() -> Result<PhaseResult, String> {
         // What a fork leaves to be done afterwards is not the next one's.
         std::thread::sleep(Duration::from_millis(200));
     }
-    Ok(PhaseResult { phase: Phase::Fork, pages: FORKS, seconds, capped: false })
+    Ok(PhaseResult { phase: Phase::Fork, pages: FORKS_PER_PHASE, seconds, capped: false })
 }
 
 /// Runs the phases. Exit status: 0, 2 for arguments that make no sense, 3 where a page was wrong.

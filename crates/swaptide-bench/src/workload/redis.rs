@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 use crate::workload::phases::{PAGE, PageContent, Phase, PhaseResult};
 
 /// Bytes of a value: a quarter of a page, so that a page holds parts of few of them.
-const VALUE: usize = PAGE / 4;
+const VALUE_BYTES: usize = PAGE / 4;
 /// Commands sent before their answers are read.
-const MANY: usize = 256;
+const PIPELINED_COMMANDS: usize = 256;
 /// How long the server may take to begin.
-const STARTING: Duration = Duration::from_secs(30);
+const START_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A server with data in it. It ends with this.
 pub struct Server {
@@ -54,7 +54,8 @@ impl Server {
             match UnixStream::connect(&socket).and_then(|stream| Ok((stream.try_clone()?, stream)))
             {
                 Ok(stream) => break stream,
-                Err(_) if begin.elapsed() < STARTING && matches!(child.try_wait(), Ok(None)) => {}
+                Err(_)
+                    if begin.elapsed() < START_TIMEOUT && matches!(child.try_wait(), Ok(None)) => {}
                 Err(e) => {
                     let _ = (child.kill(), child.wait());
                     return Err(format!("redis-server does not listen: {e}"));
@@ -66,7 +67,7 @@ impl Server {
         let mut server = Server { child, answers, commands, directory };
         let begin = Instant::now();
         server
-            .fill(data / VALUE as u64, content)
+            .fill(data / VALUE_BYTES as u64, content)
             .map_err(|e| format!("filling redis-server: {e}"))?;
         let seconds = begin.elapsed().as_secs_f64();
         Ok((
@@ -77,19 +78,19 @@ impl Server {
 
     fn fill(&mut self, keys: u64, content: PageContent) -> std::io::Result<()> {
         let mut page = vec![0u64; PAGE / 8];
-        let mut value = [0; VALUE];
+        let mut value = [0; VALUE_BYTES];
         for key in 0..keys {
             content.fill_page(&mut page, key as usize);
             // Each fourth word: of the noise as much as of the rest.
             for (bytes, word) in value.chunks_exact_mut(8).zip(page.iter().step_by(4)) {
                 bytes.copy_from_slice(&word.to_ne_bytes());
             }
-            write!(self.commands, "*3\r\n$3\r\nSET\r\n$12\r\n{key:012}\r\n${VALUE}\r\n")?;
+            write!(self.commands, "*3\r\n$3\r\nSET\r\n$12\r\n{key:012}\r\n${VALUE_BYTES}\r\n")?;
             self.commands.write_all(&value)?;
             self.commands.write_all(b"\r\n")?;
-            if (key + 1) % MANY as u64 == 0 || key + 1 == keys {
+            if (key + 1) % PIPELINED_COMMANDS as u64 == 0 || key + 1 == keys {
                 self.commands.flush()?;
-                for _ in 0..key % MANY as u64 + 1 {
+                for _ in 0..key % PIPELINED_COMMANDS as u64 + 1 {
                     self.line("+OK")?;
                 }
             }

@@ -59,10 +59,10 @@ const MIN_SLOTS: u32 = 1 << 18;
 
 /// An area that did not take a write is left alone for so long, where there is another one. One
 /// that fails again and again the supervisor retires.
-const BACK_OFF: Duration = Duration::from_millis(200);
+const FAILED_WRITE_BACKOFF: Duration = Duration::from_millis(200);
 /// How long a process leases nothing of an area where its limit on the size of files forbids it to
 /// write: it may have another limit by then.
-const BARRED: Duration = Duration::from_secs(10);
+const FILE_SIZE_LIMIT_BACKOFF: Duration = Duration::from_secs(10);
 
 /// The folio that stands in the swap cache while a slot gets another shadow.
 const RENEWING: FolioId = FolioId(u32::MAX >> 9);
@@ -128,7 +128,7 @@ impl ExtentSource for SegmentExtents {
     fn back_off(&self, extent: Extent) -> bool {
         let Some(place) = self.segment.place_of(ExtentId(extent.0)) else { return false };
         if let Some(until) = self.shunned.get(usize::from(place.area.0)) {
-            until.store(now().0 + BACK_OFF.as_nanos() as u64, Relaxed);
+            until.store(now().0 + FAILED_WRITE_BACKOFF.as_nanos() as u64, Relaxed);
         }
         self.segment.has_room_in(
             self.index(),
@@ -139,7 +139,7 @@ impl ExtentSource for SegmentExtents {
     fn bar(&self, extent: Extent) {
         let Some(place) = self.segment.place_of(ExtentId(extent.0)) else { return };
         if let Some(until) = self.barred.get(usize::from(place.area.0)) {
-            until.store(now().0 + BARRED.as_nanos() as u64, Relaxed);
+            until.store(now().0 + FILE_SIZE_LIMIT_BACKOFF.as_nanos() as u64, Relaxed);
         }
     }
 

@@ -56,7 +56,7 @@ pub(crate) const MAX_READERS: usize = 5;
 /// Orders that a reader takes at a time.
 const MAX_READS_PER_TURN: usize = 8;
 /// A server that a reader has waited for so long gets no other one.
-const SLOW_SERVER: Duration = Duration::from_secs(1);
+const SLOW_SERVER_TIME: Duration = Duration::from_secs(1);
 
 /// Some pages of a chunk, to be read and as they were read. A bit for each page.
 #[derive(Clone, Copy, Debug)]
@@ -100,7 +100,7 @@ impl Queue {
             let (mut there, mut late) = (0, false);
             for (_, since) in self.calls.iter().flatten().filter(|(to, _)| *to == server) {
                 there += 1;
-                late |= now.since(*since) > SLOW_SERVER;
+                late |= now.since(*since) > SLOW_SERVER_TIME;
             }
             !late && there < MAX_READERS - 1
         };

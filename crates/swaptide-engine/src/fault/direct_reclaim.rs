@@ -24,7 +24,7 @@ const MAX_WAITS_FOR_WORKERS: usize = 16;
 const MAX_TURNS: usize = 256;
 /// A write to a server that has taken so long may take long. Until it is over the program goes past
 /// its limit by this part of it at most, and then slowly.
-const STALLED_WRITE: Duration = Duration::from_millis(100);
+const STALLED_WRITE_TIME: Duration = Duration::from_millis(100);
 const STALLED_OVERSHOOT_DIVISOR: i64 = 32;
 /// Compressed memory larger than this part of the limit is written back when nothing can be taken.
 const MIN_POOL_DIVISOR: u64 = 16;
@@ -48,7 +48,7 @@ pub(crate) fn make_room(
         }
         stall.stalls(engine.slot());
         if engine.devices.file.has_remote() && !reader.fork.populating {
-            let stuck = engine.devices.file.device.is_writing_for(STALLED_WRITE);
+            let stuck = engine.devices.file.device.is_writing_for(STALLED_WRITE_TIME);
             let overshoot = engine.charge.limit() as i64 / STALLED_OVERSHOOT_DIVISOR;
             if stuck && engine.charge.room() + overshoot >= bytes {
                 return Ok(());

@@ -47,7 +47,7 @@ use crate::mm::staging::FrameRun;
 use crate::mm::types::{PAGES_PER_LEAF, PageNo, range_of};
 
 /// Fewer pages than this are copied in.
-pub(crate) const MOVE_FROM: usize = 4;
+pub(crate) const MIN_MOVE_PAGES: usize = 4;
 const ZEROS_BYTES: usize = 64 << 10;
 const FRESH_BYTES: usize = PAGES_PER_LEAF * PAGE_SIZE;
 

@@ -28,7 +28,7 @@ use crate::EngineError;
 use crate::engine::Engine;
 use crate::events::reader::{Fault, UffdReader};
 use crate::fault::direct_reclaim;
-use crate::fault::install::{Installer, MOVE_FROM, Stop};
+use crate::fault::install::{Installer, MIN_MOVE_PAGES, Stop};
 use crate::fault::load::Loader;
 use crate::fault::remote::InFlight;
 use crate::fault_injection::HandlerFaults;
@@ -220,7 +220,7 @@ impl FaultPath {
         }
         // Two and three pages are steps to larger windows, and are not filled.
         let step = n;
-        if n < MOVE_FROM {
+        if n < MIN_MOVE_PAGES {
             n = 1;
         }
         let mut done = 0;
@@ -244,7 +244,7 @@ impl FaultPath {
                 // alone.
                 Err(Stop::Gone) if done == 0 && n > 1 => {
                     n = self.installer.in_mapping(page, n).min(n / 2);
-                    if n < MOVE_FROM {
+                    if n < MIN_MOVE_PAGES {
                         n = 1;
                     }
                 }
@@ -258,7 +258,7 @@ impl FaultPath {
         }
         engine.publish_usage(mm);
         drop(guard);
-        self.locality.grew_as(page, done, if step < MOVE_FROM { step } else { done });
+        self.locality.grew_as(page, done, if step < MIN_MOVE_PAGES { step } else { done });
         engine.charge.brought(done);
         self.throttle.grew(done, engine.slot().throttle_us.load(Relaxed));
         engine.count(Counter::Pgminfault, 1);

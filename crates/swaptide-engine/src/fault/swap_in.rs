@@ -28,7 +28,7 @@ use crate::backing::devices::POOL;
 use crate::backing::snapshot::{self, PageLocation, Snapshot};
 use crate::engine::Mm;
 use crate::fault::direct_reclaim::has_room;
-use crate::fault::install::{LoadedPages, MOVE_FROM, Stop};
+use crate::fault::install::{LoadedPages, MIN_MOVE_PAGES, Stop};
 use crate::fault::load::readahead_limits;
 use crate::fault::path::{COPY_BYTES, FaultPath};
 use crate::mm::page_table::PageState;
@@ -443,7 +443,7 @@ impl FaultPath {
         let engine = self.engine;
         let page = snapshot.first();
         let mut len = snapshot.stored();
-        let run = if len >= MOVE_FROM {
+        let run = if len >= MIN_MOVE_PAGES {
             let mut mm = engine.mm.lock();
             if mm.staging.ready_frames() >= len { mm.staging.take_run(len) } else { None }
         } else {

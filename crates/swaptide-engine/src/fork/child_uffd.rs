@@ -51,10 +51,10 @@ const EVERYTHING: VirtRange = VirtRange { start: VirtAddr(0), end: VirtAddr(usiz
 /// Doubts that are told one by one.
 const MAX_DOUBTFUL_RANGES: usize = 64;
 const DOUBT_BYTES: usize = 16;
-/// Working space for lists of mappings, on a stack of [`STACK`] bytes.
+/// Working space for lists of mappings, on a stack of [`STACK_BYTES`] bytes.
 const LIST: usize = 16 << 10;
 /// Bytes of stack that [`child_init`] is to find.
-pub const STACK: usize = 96 << 10;
+pub const STACK_BYTES: usize = 96 << 10;
 /// How long a moment is waited for in which no thread changes mappings.
 const QUIET_TIMEOUT: Duration = Duration::from_millis(20);
 /// Between two looks at what the kernel says.
@@ -192,7 +192,7 @@ fn send_doubtful_ranges(reader: &mut UffdReader, conn: &Conn, torn: bool) -> Res
 
 /// In a child of a followed fork, before it runs anything of its own: arms what is managed with
 /// a userfaultfd of its own, which the parent's handler has when this returns. On a stack of
-/// [`STACK`] bytes that is no memory of the program.
+/// [`STACK_BYTES`] bytes that is no memory of the program.
 ///
 /// # Errors
 /// What the kernel answers, or `EPROTO` where the parent does not: the process must be ended.

@@ -4,8 +4,8 @@
 //! unmapping thread waits for: about as much as filling some ten pages. So mappings below
 //! [`MIN_BYTES`] stay unmanaged while all of them together are a small part of what a process may
 //! have. Where they are more, they are managed like large ones, for the rest of the process's life:
-//! those that exist at the next looks, the largest first and at most [`MOST_AT_A_LOOK`] at a time,
-//! and new ones when they are made, while little room is left ([`Small::reports`]).
+//! those that exist at the next looks, the largest first and at most [`MAX_MAPPINGS_PER_LOOK`] at a
+//! time, and new ones when they are made, while little room is left ([`Small::reports`]).
 //!
 //! Owns: that decision, and the candidates of one look ([`Candidates`]).
 //!
@@ -14,8 +14,8 @@
 //!    afterwards.
 //! 2. A mapping without access is no candidate, whatever its size: guard pages of stacks stay as
 //!    they are.
-//! 3. A look adopts at most [`MOST_AT_A_LOOK`] of them, so that faults do not wait longer than for
-//!    any other look.
+//! 3. A look adopts at most [`MAX_MAPPINGS_PER_LOOK`] of them, so that faults do not wait longer
+//!    than for any other look.
 //!
 //! Locks: none; atomics, each read on its own.
 
@@ -27,18 +27,18 @@ use crate::memcg::charge::Charge;
 use crate::mm::types::MIN_BYTES;
 
 /// New mappings from this size on are always reported by the thread that makes them.
-const LARGE: usize = 1 << 20;
-/// Small mappings matter from this part of the limit and from `MATTERS` bytes on, where what is not
-/// managed is `REST_PART` of it.
-const SMALL_PART: u64 = 32;
-const REST_PART: u64 = 8;
-const MATTERS: u64 = 2 << 20;
+const LARGE_MAPPING_BYTES: usize = 1 << 20;
+/// Small mappings matter from this part of the limit and from `MIN_SMALL_MAPPINGS_BYTES` on, where
+/// what is not managed is an `UNMANAGED_DIVISOR`th of it.
+const SMALL_MAPPINGS_DIVISOR: u64 = 32;
+const UNMANAGED_DIVISOR: u64 = 8;
+const MIN_SMALL_MAPPINGS_BYTES: u64 = 2 << 20;
 /// New mappings are reported while less than this many times [`Charge::high`] is left.
-const NEAR: i64 = 4;
+const NEAR_LIMIT_HIGHS: i64 = 4;
 /// Small mappings that one look adopts at most.
-const MOST_AT_A_LOOK: usize = 1024;
+const MAX_MAPPINGS_PER_LOOK: usize = 1024;
 /// Classes of candidates by size: one page, up to 3, up to 7, and more.
-const CLASSES: usize = 4;
+const SIZE_CLASSES: usize = 4;
 
 /// See the module's description.
 pub struct Small {
@@ -52,7 +52,7 @@ impl Default for Small {
         Small {
             managed: AtomicBool::new(false),
             are_more: AtomicBool::new(false),
-            reported_from: AtomicUsize::new(LARGE),
+            reported_from: AtomicUsize::new(LARGE_MAPPING_BYTES),
         }
     }
 }
@@ -71,8 +71,8 @@ impl Small {
     /// A look has found `bytes` in small mappings that are not managed.
     pub fn found(&self, bytes: u64, charge: &Charge) {
         let limit = charge.limit();
-        if bytes > MATTERS.max(limit / SMALL_PART)
-            && charge.rest().max(0) as u64 > limit / REST_PART
+        if bytes > MIN_SMALL_MAPPINGS_BYTES.max(limit / SMALL_MAPPINGS_DIVISOR)
+            && charge.rest().max(0) as u64 > limit / UNMANAGED_DIVISOR
         {
             self.managed.store(true, Relaxed);
         }
@@ -90,13 +90,13 @@ impl Small {
 
     /// Follows the account: while room is short, new mappings are reported whatever their size is.
     pub fn follow(&self, charge: &Charge) {
-        let near = self.are_managed() && charge.headroom() < NEAR * charge.high();
-        self.reported_from.store(if near { 1 } else { LARGE }, Relaxed);
+        let near = self.are_managed() && charge.headroom() < NEAR_LIMIT_HIGHS * charge.high();
+        self.reported_from.store(if near { 1 } else { LARGE_MAPPING_BYTES }, Relaxed);
     }
 
     /// True for a length below that from which on mappings are always reported.
     pub fn is_small(&self, len: usize) -> bool {
-        len < LARGE
+        len < LARGE_MAPPING_BYTES
     }
 
     /// True when a new mapping of `len` bytes is to be managed before its maker fills it.
@@ -108,7 +108,7 @@ impl Small {
 /// Small mappings that a look has found and that are not managed, by size.
 #[derive(Default)]
 pub struct Candidates {
-    classes: [Vec<VirtRange>; CLASSES],
+    classes: [Vec<VirtRange>; SIZE_CLASSES],
     bytes: u64,
     are_more: bool,
 }
@@ -125,8 +125,8 @@ impl Candidates {
         self.bytes += range.len() as u64;
         if keep {
             let class = &mut self.classes
-                [((range.len() / PAGE_SIZE).max(1).ilog2() as usize).min(CLASSES - 1)];
-            if class.len() < MOST_AT_A_LOOK {
+                [((range.len() / PAGE_SIZE).max(1).ilog2() as usize).min(SIZE_CLASSES - 1)];
+            if class.len() < MAX_MAPPINGS_PER_LOOK {
                 class.push(range);
             } else {
                 self.are_more = true;
@@ -142,7 +142,7 @@ impl Candidates {
     /// Calls `f` with those to be adopted now, the larger ones first. True when others are left for
     /// the next look.
     pub fn take(&mut self, mut f: impl FnMut(VirtRange)) -> bool {
-        let mut left = MOST_AT_A_LOOK;
+        let mut left = MAX_MAPPINGS_PER_LOOK;
         for class in self.classes.iter_mut().rev() {
             let n = class.len().min(left);
             self.are_more |= n < class.len();
@@ -174,7 +174,7 @@ mod tests {
         small.found(1 << 20, &charge);
         assert_eq!(small.least(), MIN_BYTES, "small mappings are little of it");
         small.follow(&charge);
-        assert!(!small.reports(4096) && small.reports(LARGE));
+        assert!(!small.reports(4096) && small.reports(LARGE_MAPPING_BYTES));
         small.found(4 << 20, &charge);
         assert_eq!(small.least(), PAGE_SIZE);
         small.follow(&charge);
@@ -189,15 +189,15 @@ mod tests {
     #[test]
     fn the_largest_come_first_and_the_rest_is_told_of() {
         let mut candidates = Candidates::default();
-        for at in 0..2 * MOST_AT_A_LOOK {
+        for at in 0..2 * MAX_MAPPINGS_PER_LOOK {
             candidates.add(mapping(at * 32, 1), true);
         }
         candidates.add(mapping(1 << 20, 15), true);
         candidates.add(mapping(2 << 20, 5), false);
-        assert_eq!(candidates.bytes(), (2 * MOST_AT_A_LOOK + 20) as u64 * PAGE_SIZE as u64);
+        assert_eq!(candidates.bytes(), (2 * MAX_MAPPINGS_PER_LOOK + 20) as u64 * PAGE_SIZE as u64);
         let mut taken = Vec::new();
         assert!(candidates.take(|range| taken.push(range)));
-        assert_eq!((taken.len(), taken[0]), (MOST_AT_A_LOOK, mapping(1 << 20, 15)));
+        assert_eq!((taken.len(), taken[0]), (MAX_MAPPINGS_PER_LOOK, mapping(1 << 20, 15)));
         candidates.clear();
         candidates.add(mapping(7, 2), true);
         assert!(!candidates.take(|range| assert_eq!(range, mapping(7, 2))));

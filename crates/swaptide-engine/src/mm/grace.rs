@@ -5,15 +5,16 @@
 //! brought in is all that it finds: without this module it went out before the thread had run, and
 //! the thread faulted for ever.
 //!
-//! Owns: for each of the last [`THREADS`] threads that faulted, the last [`PAGES`] different pages
-//! it faulted on, and when. Reclaim passes these pages by for [`GRACE_PERIOD`], whatever the limit
-//! is.
+//! Owns: for each of the last [`MAX_THREADS`] threads that faulted, the last
+//! [`MAX_PAGES_PER_THREAD`] different pages it faulted on, and when. Reclaim passes these pages by
+//! for [`GRACE_PERIOD`], whatever the limit is.
 //!
 //! Invariants
 //! 1. A page is noted under the memory lock before it is filled, so no batch sees it unnoted.
-//! 2. A thread's pages are displaced by its own later faults, or when [`THREADS`] other threads
+//! 2. A thread's pages are displaced by its own later faults, or when [`MAX_THREADS`] other threads
 //!    have faulted since its last fault.
-//! 3. What is spared is bounded: [`PAGES`] pages (64 KiB) for each thread, 4 MiB in all.
+//! 3. What is spared is bounded: [`MAX_PAGES_PER_THREAD`] pages (64 KiB) for each thread, 4 MiB in
+//!    all.
 //!
 //! An x86-64 instruction accesses at most 8 pages of data and code in 4 operands that cross pages;
 //! a gather or scatter of 16 elements more, but it keeps what it has done when it faults.
@@ -30,9 +31,9 @@ use swaptide_sys::thread::Nanos;
 use crate::mm::types::{ChunkNo, PageNo};
 
 /// Threads whose pages are known.
-const THREADS: usize = 64;
+const MAX_THREADS: usize = 64;
 /// Pages of a thread.
-const PAGES: usize = 16;
+const MAX_PAGES_PER_THREAD: usize = 16;
 /// How long a page is spared after its fault.
 const GRACE_PERIOD: Duration = Duration::from_secs(1);
 /// Counters of noted pages, by a hash of the chunk.
@@ -45,13 +46,17 @@ struct Faults {
     next: u8,
     /// Places in use.
     used: u8,
-    pages: [PageNo; PAGES],
-    since: [Nanos; PAGES],
+    pages: [PageNo; MAX_PAGES_PER_THREAD],
+    since: [Nanos; MAX_PAGES_PER_THREAD],
 }
 
 impl Faults {
-    const NONE: Faults =
-        Faults { next: 0, used: 0, pages: [PageNo(0); PAGES], since: [Nanos(0); PAGES] };
+    const NONE: Faults = Faults {
+        next: 0,
+        used: 0,
+        pages: [PageNo(0); MAX_PAGES_PER_THREAD],
+        since: [Nanos(0); MAX_PAGES_PER_THREAD],
+    };
 
     fn pages(&self) -> &[PageNo] {
         &self.pages[..usize::from(self.used)]
@@ -64,10 +69,10 @@ impl Faults {
 
 /// See the module's description.
 pub struct Grace {
-    tids: [u32; THREADS],
+    tids: [u32; MAX_THREADS],
     /// When each thread faulted last.
-    last: [Nanos; THREADS],
-    faults: Box<[Faults; THREADS]>,
+    last: [Nanos; MAX_THREADS],
+    faults: Box<[Faults; MAX_THREADS]>,
     /// The thread that faulted last.
     current: usize,
     /// How many noted pages are in the chunks of a bucket. Most chunks need no further look.
@@ -77,9 +82,9 @@ pub struct Grace {
 impl Default for Grace {
     fn default() -> Grace {
         Grace {
-            tids: [0; THREADS],
-            last: [Nanos(0); THREADS],
-            faults: Box::new([Faults::NONE; THREADS]),
+            tids: [0; MAX_THREADS],
+            last: [Nanos(0); MAX_THREADS],
+            faults: Box::new([Faults::NONE; MAX_THREADS]),
             current: 0,
             buckets: [0; BUCKETS],
         }
@@ -110,7 +115,7 @@ impl Grace {
         }
         faults.pages[place] = page;
         faults.since[place] = at;
-        faults.next = ((place + 1) % PAGES) as u8;
+        faults.next = ((place + 1) % MAX_PAGES_PER_THREAD) as u8;
         self.buckets[bucket(page.chunk())] += 1;
     }
 
@@ -119,7 +124,7 @@ impl Grace {
         if let Some(place) = self.tids.iter().position(|known| *known == tid) {
             return place;
         }
-        let place = (0..THREADS).min_by_key(|place| self.last[*place].0).unwrap_or(0);
+        let place = (0..MAX_THREADS).min_by_key(|place| self.last[*place].0).unwrap_or(0);
         for page in self.faults[place].pages() {
             self.buckets[bucket(page.chunk())] -= 1;
         }
@@ -186,40 +191,40 @@ mod tests {
     fn the_last_pages_of_each_thread_are_spared_and_no_others() {
         let mut grace = Grace::default();
         for round in 0..40 {
-            for tid in 1..=THREADS as u32 {
+            for tid in 1..=MAX_THREADS as u32 {
                 grace.note(tid, PageNo(tid as usize * 1000 + round), BEGIN);
             }
         }
-        for tid in 1..=THREADS {
+        for tid in 1..=MAX_THREADS {
             for round in 0..40 {
                 let page = PageNo(tid * 1000 + round);
                 assert_eq!(
                     spares(&grace, page, BEGIN),
-                    round >= 40 - PAGES,
+                    round >= 40 - MAX_PAGES_PER_THREAD,
                     "thread {tid}, fault {round}"
                 );
             }
         }
         let noted: usize = grace.buckets.iter().map(|n| usize::from(*n)).sum();
-        assert_eq!(noted, THREADS * PAGES);
+        assert_eq!(noted, MAX_THREADS * MAX_PAGES_PER_THREAD);
     }
 
     #[test]
     fn a_page_that_faults_again_displaces_none() {
         let mut grace = Grace::default();
-        (0..PAGES).for_each(|page| grace.note(1, PageNo(page), BEGIN));
+        (0..MAX_PAGES_PER_THREAD).for_each(|page| grace.note(1, PageNo(page), BEGIN));
         (0..100).for_each(|_| grace.note(1, PageNo(3), BEGIN));
-        assert!((0..PAGES).all(|page| spares(&grace, PageNo(page), BEGIN)));
+        assert!((0..MAX_PAGES_PER_THREAD).all(|page| spares(&grace, PageNo(page), BEGIN)));
     }
 
     #[test]
     fn the_thread_that_faulted_longest_ago_is_forgotten_first() {
         let mut grace = Grace::default();
-        for tid in 1..=THREADS as u32 + 1 {
+        for tid in 1..=MAX_THREADS as u32 + 1 {
             grace.note(tid, PageNo(tid as usize * 100), Nanos(BEGIN.0 + u64::from(tid)));
         }
         assert!(!spares(&grace, PageNo(100), BEGIN));
-        assert!((2..=THREADS + 1).all(|tid| spares(&grace, PageNo(tid * 100), BEGIN)));
+        assert!((2..=MAX_THREADS + 1).all(|tid| spares(&grace, PageNo(tid * 100), BEGIN)));
         assert_eq!(grace.buckets[bucket(PageNo(100).chunk())], 0);
     }
 

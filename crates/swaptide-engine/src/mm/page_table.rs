@@ -25,8 +25,8 @@ use crate::mm::types::{
 };
 
 const LEAVES_PER_MID: usize = 8192;
-const MIDS: usize = 8192;
-const _: () = assert!(MIDS * LEAVES_PER_MID * PAGES_PER_LEAF * PAGE_SIZE == MANAGED_END.0);
+const MAX_MIDS: usize = 8192;
+const _: () = assert!(MAX_MIDS * LEAVES_PER_MID * PAGES_PER_LEAF * PAGE_SIZE == MANAGED_END.0);
 
 /// What a page is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -173,7 +173,7 @@ impl PageTable {
     /// `Empty` and cannot be set to anything else.
     pub fn new() -> PageTable {
         let mut top = Vec::new();
-        top.resize_with(MIDS, || None);
+        top.resize_with(MAX_MIDS, || None);
         PageTable { top, present: 0, swapped: 0, kept: 0, shared: 0, leaves: 0, cells: 0, epoch: 0 }
     }
 

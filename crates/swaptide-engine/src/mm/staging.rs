@@ -50,7 +50,7 @@ const MAX_FULL_RETRIES: u32 = 16;
 /// Milliseconds for which a frame may be pinned before it cannot be given back.
 const MAX_PINNED_MS: u32 = 1000;
 
-const SLABS: usize = 48;
+const MAX_SLABS: usize = 48;
 const SLAB_BYTES: usize = PAGES_PER_LEAF * PAGE_SIZE;
 
 /// A slab of staging frames.
@@ -124,16 +124,16 @@ impl Staging {
     /// # Errors
     /// When memory or a userfaultfd is refused.
     pub fn new(references: &'static References) -> Result<Staging, EngineError> {
-        let map = Mapping::reserve_aligned(SLABS * SLAB_BYTES, SLAB_BYTES)
+        let map = Mapping::reserve_aligned(MAX_SLABS * SLAB_BYTES, SLAB_BYTES)
             .map_err(|e| EngineError::Memory("staging frames", e))?;
         map.unlock();
         Ok(Staging {
             map,
             trash: Arc::new(Lock::new(DiscardArea::new()?)),
             pagemap: pagemap()?,
-            slabs: vec![Slab { full: [0; PAGES_PER_LEAF / 64], count: 0, lent: 0 }; SLABS],
-            empty: (0..SLABS as u16).rev().map(SlabNo).collect(),
-            ready: VecDeque::with_capacity(SLABS),
+            slabs: vec![Slab { full: [0; PAGES_PER_LEAF / 64], count: 0, lent: 0 }; MAX_SLABS],
+            empty: (0..MAX_SLABS as u16).rev().map(SlabNo).collect(),
+            ready: VecDeque::with_capacity(MAX_SLABS),
             cursor: 0,
             full_frames: 0,
             ready_frames: 0,
@@ -176,7 +176,7 @@ impl Staging {
 
     /// Frames of the area.
     pub(crate) fn frames(&self) -> usize {
-        SLABS * PAGES_PER_LEAF
+        MAX_SLABS * PAGES_PER_LEAF
     }
 
     /// Frames with a physical page.

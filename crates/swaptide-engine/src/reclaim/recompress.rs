@@ -37,7 +37,7 @@ use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PageNo};
 
 /// A batch is that many pages, and what more its last chunk has: few, because the thread has other
 /// things to do.
-const BATCH: usize = 8;
+const BATCH_PAGES: usize = 8;
 /// Bytes that are moved to make room where there is none.
 const HOLES_BYTES: usize = 256 << 10;
 /// Chunks looked at for one batch.
@@ -45,8 +45,8 @@ const MAX_CHUNKS_PER_BATCH: usize = 64;
 /// Saved bytes in 1/1024 of the tried ones, below which most chunks are left untried.
 const MIN_SAVED_1024: u32 = 100;
 /// Of those, one in so many is tried: at first, and at last.
-const SAMPLE: u32 = 16;
-const SAMPLE_LAST: u32 = 512;
+const SAMPLE_EVERY_CHUNKS: u32 = 16;
+const MAX_SAMPLE_EVERY_CHUNKS: u32 = 512;
 
 struct RepackItem {
     page: PageNo,
@@ -86,7 +86,7 @@ impl Recompress {
             plain: Box::new([0; PAGE_SIZE]),
             gain: 300,
             skipped: 0,
-            every: SAMPLE,
+            every: SAMPLE_EVERY_CHUNKS,
         }
     }
 
@@ -110,7 +110,7 @@ impl Recompress {
             // that has twice the memory.
             let old = (mm.table.present() / 2) as u64;
             mm.put_back_young(&engine.devices);
-            while looked < MAX_CHUNKS_PER_BATCH && self.items.len() < BATCH {
+            while looked < MAX_CHUNKS_PER_BATCH && self.items.len() < BATCH_PAGES {
                 if mm.oldest_unsettled(&engine.devices).is_some_and(|distance| distance < old) {
                     break;
                 }
@@ -131,9 +131,9 @@ impl Recompress {
         if !self.items.is_empty() {
             let tight = self.items.iter().filter(|item| item.tight.is_some()).count();
             self.every = if tight > self.items.len() / 4 {
-                SAMPLE
+                SAMPLE_EVERY_CHUNKS
             } else {
-                (self.every * 2).min(SAMPLE_LAST)
+                (self.every * 2).min(MAX_SAMPLE_EVERY_CHUNKS)
             };
         }
         self.exchange(engine);

@@ -52,22 +52,20 @@ const TICK_SINGLE_FAULTER: Duration = Duration::from_millis(4);
 const GROWTH_BYTES_PER_US: u64 = 6_000;
 /// A handler that neither waits nor reads for so long starves, or does something long, and then it
 /// is no harm if it does it in the normal class.
-const STARVED: Duration = Duration::from_millis(3);
+const STARVED_HANDLER_TIME: Duration = Duration::from_millis(3);
 /// How often the division between resident and compressed memory may change.
-const DIVIDE_EVERY: Duration = Duration::from_millis(10);
+const DIVISION_INTERVAL: Duration = Duration::from_millis(10);
 /// Compressed memory is made compact when it holds this much more than a quarter for nothing; so
 /// many bytes are moved at a time.
-const COMPACT_FROM: usize = 1 << 20;
+const COMPACT_STEP_BYTES: usize = 1 << 20;
 const COMPACT_BYTES: usize = 512 << 10;
 /// Compressed memory smaller than this part of the limit is not made smaller for its own sake.
 const MIN_POOL_DIVISOR: u64 = 16;
 /// Batches that may wait for a worker.
 const MAX_QUEUED_BATCHES: usize = 2;
 
-/// A process takes out first what it has for itself alone, down to this part of what it shares.
-const OWN_PART: usize = 1;
 /// Chunks the sharing of whose pages is broken at a time.
-const UNSHARED_CHUNKS: usize = 16;
+const UNSHARE_BATCH_CHUNKS: usize = 16;
 /// Chunks with shared pages that are looked at again at a time.
 const MAX_REVIEWED_CHUNKS: usize = 512;
 /// The same where there is nothing else to take, and under one hold of the lock.
@@ -249,7 +247,7 @@ impl Worker {
             return true;
         }
         // What it freed lies in holes.
-        pool.pool_bytes() > pool.stored_bytes() / 32 * 33 + COMPACT_FROM
+        pool.pool_bytes() > pool.stored_bytes() / 32 * 33 + COMPACT_STEP_BYTES
             && pool.compact(COMPACT_BYTES) > 0
     }
 
@@ -263,14 +261,14 @@ impl Worker {
             return false;
         }
         self.unshared_at = now();
-        let mut chunks = [(ChunkNo(0), 0u16); UNSHARED_CHUNKS];
+        let mut chunks = [(ChunkNo(0), 0u16); UNSHARE_BATCH_CHUNKS];
         let (mut n, mut copied, mut made_own) = (0, 0, 0);
         let forks = {
             let mut guard = engine.mm.lock();
             let mm = &mut *guard;
             mm.copied_for = mm.copied_for.max(mm.came.saturating_sub(MAX_COUNTED_PAGES));
             for _ in 0..REVIEWED_CHUNKS_PER_HOLD {
-                if n == UNSHARED_CHUNKS || !needs && mm.copied_for >= mm.came {
+                if n == UNSHARE_BATCH_CHUNKS || !needs && mm.copied_for >= mm.came {
                     break;
                 }
                 let Some(chunk) = mm.queues.next_shared(&mut mm.table) else { break };
@@ -296,7 +294,8 @@ impl Worker {
     fn is_short_of_own(engine: &Engine) -> bool {
         let mm = engine.mm.lock();
         let shared = mm.table.shared();
-        shared > 0 && (mm.table.present() - shared) < shared / OWN_PART
+        // What it has for itself alone goes out first, until that is less than what it shares.
+        shared > 0 && (mm.table.present() - shared) < shared
     }
 
     /// What a step came to, when the sharing was broken that kept it from taking more.
@@ -553,7 +552,7 @@ impl Housekeeping {
         let now = now();
         match self.still {
             Some((then, since)) if then == turns => {
-                if now.since(since) >= STARVED {
+                if now.since(since) >= STARVED_HANDLER_TIME {
                     handler_cpu::leave_sched_idle();
                 }
             }
@@ -595,7 +594,7 @@ impl Housekeeping {
         if engine.charge.pool_cap() != 0 {
             engine.charge.others_pool(engine.pool_of_others());
         }
-        if now().since(self.divided) >= DIVIDE_EVERY {
+        if now().since(self.divided) >= DIVISION_INTERVAL {
             self.divided = now();
             engine.charge.follow_cow_group();
             if engine.charge.room() < 2 * engine.charge.high() {
@@ -605,7 +604,7 @@ impl Housekeeping {
             engine.charge.decay_grace();
             // Pages that left it leave holes; a quarter of it for nothing is too much.
             let pool = &engine.devices.pool;
-            if pool.pool_bytes() > pool.stored_bytes() / 4 * 5 + COMPACT_FROM {
+            if pool.pool_bytes() > pool.stored_bytes() / 4 * 5 + COMPACT_STEP_BYTES {
                 pool.compact(COMPACT_BYTES);
             }
         }

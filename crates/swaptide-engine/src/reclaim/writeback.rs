@@ -25,7 +25,7 @@ use crate::mm::page_table::PageState;
 use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PageNo, runs};
 
 /// Pages of a batch.
-const BATCH: usize = 128;
+const BATCH_PAGES: usize = 128;
 /// The folio that stands in the file's swap cache while a page is written.
 const WRITING: FolioId = FolioId(u32::MAX >> 8);
 
@@ -57,7 +57,7 @@ fn drop_copies(engine: &Engine) -> bool {
     let mut guard = engine.mm.lock();
     let mm = &mut *guard;
     let mut dropped = 0;
-    while dropped < BATCH
+    while dropped < BATCH_PAGES
         && let Some(chunk) = mm.queues.next_clean(&mut mm.table)
     {
         for page in (0..PAGES_PER_CHUNK).map(|k| chunk.first().plus(k)) {
@@ -96,7 +96,7 @@ impl Writeback {
             if !mm.queues.any_settled() {
                 mm.put_back_young(&engine.devices);
             }
-            while self.moving.len() + PAGES_PER_CHUNK <= BATCH
+            while self.moving.len() + PAGES_PER_CHUNK <= BATCH_PAGES
                 && let Some(chunk) = mm.queues.next_to_file(&mut mm.table)
             {
                 self.choose(engine, mm, chunk);

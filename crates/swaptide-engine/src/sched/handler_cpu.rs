@@ -38,7 +38,7 @@ use swaptide_sys::thread::{Nanos, gettid, yield_now};
 const MIN_LOOK_FAULTS: u32 = 8;
 const MAX_LOOK_FAULTS: u32 = 128;
 /// More than a batch takes to be stored in memory.
-const LONG_APART: u32 = 256;
+const LONG_APART_FAULTS: u32 = 256;
 /// Where several threads fault, only every Nth change of threads is followed.
 const FOLLOW_EVERY: u32 = 4;
 /// Faults of one thread in a row, after which the handler goes to the idle class.
@@ -301,7 +301,7 @@ impl HandlerCpu {
     /// been for long (who is awake may wait for a disk), it is followed.
     pub fn later(&mut self) {
         self.apart += 1;
-        self.left = if self.apart < LONG_APART { self.left.max(2) } else { 0 };
+        self.left = if self.apart < LONG_APART_FAULTS { self.left.max(2) } else { 0 };
     }
 
     /// Sends workers away from a CPU. `workers`: their ids; 0: none. (They follow other changes
@@ -520,7 +520,7 @@ mod tests {
             place.later();
             place.left == 0
         };
-        assert_eq!((0..1000).position(|_| asks(&mut place)), Some(LONG_APART as usize - 1));
+        assert_eq!((0..1000).position(|_| asks(&mut place)), Some(LONG_APART_FAULTS as usize - 1));
         place.apart = 0;
         assert!(!asks(&mut place));
     }

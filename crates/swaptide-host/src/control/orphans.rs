@@ -27,7 +27,7 @@ use swaptide_sys::uffd::{Event, Message, Uffd};
 /// How often it is asked whether the memory is gone.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Messages read at a time.
-const MESSAGES: usize = 16;
+const MAX_MESSAGES_PER_READ: usize = 16;
 /// Faults that wait for a change of the address space to end. Threads beyond that wait for good;
 /// SIGKILL ends them.
 const MAX_FAULTS: usize = 1024;
@@ -179,7 +179,7 @@ impl Orphan {
     /// Reads what has happened. Changes of mappings need no answer; a forked child lacks the same
     /// pages.
     fn read(&mut self, children: &mut Vec<Orphan>) {
-        let mut messages = Message::buffer::<MESSAGES>();
+        let mut messages = Message::buffer::<MAX_MESSAGES_PER_READ>();
         let Ok(count) = self.uffd.read_nowait(&mut messages) else { return };
         for message in &mut messages[..count] {
             match message.decode() {

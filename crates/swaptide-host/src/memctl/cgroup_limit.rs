@@ -35,7 +35,7 @@ const USUAL_MAX_RESERVE_BYTES: u64 = 8 << 20;
 const MAX_RESERVE_BYTES: u64 = 24 << 20;
 const MAX_RESERVE_DIVISOR: u64 = 4;
 /// The steps in which it grows to that.
-const STEPS: u64 = 8;
+const RESERVE_STEPS: u64 = 8;
 /// So long it stays when the limit is met no more; then it goes back by a step each time.
 const RESERVE_HOLD: Duration = Duration::from_secs(5);
 /// Bounds are rounded down to this, so that they do not change with every page of the kernel's.
@@ -66,7 +66,7 @@ impl Reserve {
         let met = self.hits.replace(hits).is_some_and(|before| hits > before);
         let rests = |since: Instant| now.saturating_duration_since(since) >= RESERVE_HOLD;
         if met {
-            self.steps = (self.steps + 1).min(STEPS);
+            self.steps = (self.steps + 1).min(RESERVE_STEPS);
             self.changed = Some(now);
         } else if self.changed.is_some_and(rests) {
             self.steps = self.steps.saturating_sub(1);
@@ -76,7 +76,7 @@ impl Reserve {
             (limit / RESERVE_DIVISOR).clamp(MIN_RESERVE_BYTES, USUAL_MAX_RESERVE_BYTES),
             MAX_RESERVE_BYTES.min(limit / MAX_RESERVE_DIVISOR),
         );
-        least + most.saturating_sub(least) / STEPS * self.steps
+        least + most.saturating_sub(least) / RESERVE_STEPS * self.steps
     }
 }
 

@@ -25,7 +25,7 @@ pub struct IdleReclaim {
 }
 
 /// How often groups are looked at.
-const TICK: Duration = Duration::from_secs(1);
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// Of what an idle group uses, this part goes at each look.
 const STEP_DIVISOR: u64 = 32;
 /// No group is made smaller than this.
@@ -64,9 +64,9 @@ impl IdleGroups {
     pub fn look(&mut self, groups: &GroupTree) {
         let Some(rule) = self.rule else { return };
         let elapsed = match self.looked {
-            Some(looked) if looked.elapsed() < TICK => return,
+            Some(looked) if looked.elapsed() < LOOK_INTERVAL => return,
             Some(looked) => looked.elapsed(),
-            None => TICK,
+            None => LOOK_INTERVAL,
         };
         self.looked = Some(Instant::now());
         self.groups.retain(|index, _| groups.get(*index).is_some());
@@ -117,8 +117,8 @@ mod tests {
         let mut look = |ram: u64, refaults: u64, idlers: &mut IdleGroups| {
             let usage =
                 GroupUsage { ram, refaults, stalled: stalled.get(), ..GroupUsage::default() };
-            groups.account(&BTreeMap::from([(index, usage)]), TICK, |_| false);
-            idlers.looked = Instant::now().checked_sub(TICK);
+            groups.account(&BTreeMap::from([(index, usage)]), LOOK_INTERVAL, |_| false);
+            idlers.looked = Instant::now().checked_sub(LOOK_INTERVAL);
             idlers.look(&groups);
             idlers.bound(index)
         };

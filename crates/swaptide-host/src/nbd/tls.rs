@@ -26,7 +26,7 @@ use crate::nbd::{NbdError, Url};
 /// The most of a file of certificates or keys that is read.
 const MAX_PEM_BYTES: u64 = 4 << 20;
 /// Bytes on their way, in each direction.
-const BUFFER: usize = 64 << 10;
+const BUFFER_BYTES: usize = 64 << 10;
 
 /// Trusted authorities and own certificate, as the URL says.
 ///
@@ -130,7 +130,7 @@ pub(crate) fn pump(session: ClientConnection, wire: OwnedFd) -> io::Result<Owned
         from_wire: true,
         hung_up: false,
     };
-    pump.session.set_buffer_limit(Some(2 * BUFFER));
+    pump.session.set_buffer_limit(Some(2 * BUFFER_BYTES));
     std::thread::Builder::new()
         .name("swaptide-tls".to_owned())
         .stack_size(256 << 10)
@@ -194,7 +194,7 @@ impl Pump {
     }
 
     fn pump(&mut self) -> io::Result<()> {
-        let mut buffer = vec![0; BUFFER];
+        let mut buffer = vec![0; BUFFER_BYTES];
         loop {
             self.turn(&mut buffer)?;
             let writes = self.session.wants_write();

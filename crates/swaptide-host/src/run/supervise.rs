@@ -89,7 +89,7 @@ const POOL_PERCENT: u32 = 60;
 const POOL_PERCENT_ALONE: u32 = 75;
 /// Two signals from one sender within this time, one here and one at the front, are one sent to the
 /// group. The front may have to wait for its turn on a busy machine before it passes its own on.
-const SAME_SIGNAL: Duration = Duration::from_secs(2);
+const SAME_SIGNAL_TIME: Duration = Duration::from_secs(2);
 /// How often clients are looked at when there are more than can be waited for.
 const CROWDED_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// The budget where none is given: a margin stays for what is not the program's.
@@ -862,7 +862,7 @@ impl Supervisor {
         for message in messages {
             self.ending.begin(message.signal);
             let whole_group = self.seen.remove(&message.signal).is_some_and(|(sender, when)| {
-                sender == message.sender && when.elapsed() < SAME_SIGNAL
+                sender == message.sender && when.elapsed() < SAME_SIGNAL_TIME
             });
             if let Some(program) = self.program
                 && !(whole_group && signals::same_group(program, std::process::id()))

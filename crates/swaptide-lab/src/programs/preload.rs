@@ -21,9 +21,9 @@ use crate::programs::pairs::{ChildGuard, ScratchDir, deviation, mean};
 
 const GROUP: &str = "/app";
 /// Rows at the whole size.
-const ROWS: f64 = 600_000.0;
+const FULL_SIZE_ROWS: f64 = 600_000.0;
 /// Nothing here takes longer, even on a machine with much else to do.
-const PATIENCE: Duration = Duration::from_secs(600);
+const RUN_TIMEOUT: Duration = Duration::from_secs(600);
 /// What was published: seconds of a cold and a preloaded start of three applications.
 const SEED: [(f64, f64); 3] = [(13.17, 4.18), (5.60, 1.12), (10.25, 2.00)];
 const JAVA: &str = include_str!("services/Service.java");
@@ -164,10 +164,10 @@ fn write_rows(path: &Path, rows: u32) -> std::io::Result<()> {
 
 /// Asks for an answer until there is one.
 fn ask(socket: &Path, seed: u32, alive: &mut Child) -> Result<u32, String> {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + RUN_TIMEOUT;
     loop {
         if let Ok(mut client) = UnixStream::connect(socket) {
-            let _ = client.set_read_timeout(Some(PATIENCE));
+            let _ = client.set_read_timeout(Some(RUN_TIMEOUT));
             let mut text = String::new();
             let told = writeln!(client, "{seed}").and_then(|()| client.read_to_string(&mut text));
             return match (told, text.trim().parse()) {
@@ -275,7 +275,7 @@ pub(crate) fn measure(plan: &PreloadPlan) -> Result<LabReport, String> {
     let place = scratch.path();
     let (_server, url) = nbd_server(place)?;
     let rows_file = place.join("rows.csv");
-    let count = (ROWS * plan.scale) as u32;
+    let count = (FULL_SIZE_ROWS * plan.scale) as u32;
     write_rows(&rows_file, count).map_err(|error| format!("{}: {error}", rows_file.display()))?;
     let shows = std::io::stderr().is_terminal();
     let mut notes: Vec<String> = [

@@ -20,7 +20,7 @@ use swaptide_bench::{Lines, Next};
 const TIERS: &str = "+SSD:100 +HDD:50 +NET:-1";
 const GROUP: &str = "/lab";
 /// Nothing here takes longer, even on a machine with much else to do.
-const PATIENCE: Duration = Duration::from_secs(900);
+const RUN_TIMEOUT: Duration = Duration::from_secs(900);
 /// What was published: a kernel build's system time in s, usemem's in s, and usemem's
 /// throughput in MB/s.
 const SEED_BUILD: (f64, f64) = (1584.20, 1590.74);
@@ -93,7 +93,7 @@ impl LabJob {
     fn start(mut command: Command) -> Result<LabJob, String> {
         let mut running = ChildGuard(command.spawn().map_err(|error| error.to_string())?);
         let (stdin, stdout) = (running.0.stdin.take(), running.0.stdout.take());
-        let lines = Lines::new(stdout.ok_or("no pipes")?, Instant::now() + PATIENCE);
+        let lines = Lines::new(stdout.ok_or("no pipes")?, Instant::now() + RUN_TIMEOUT);
         Ok(LabJob { running, stdin, lines })
     }
 

@@ -22,9 +22,9 @@ use swaptide_bench::{Lines, Next};
 
 const MIB: f64 = (1 << 20) as f64;
 /// The least a run needs.
-const LEAST_RAM: u64 = 24 << 20;
+const MIN_RAM_BYTES: u64 = 24 << 20;
 /// Nothing here takes longer, even on a machine with much else to do.
-const PATIENCE: Duration = Duration::from_secs(600);
+const RUN_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// What was asked for.
 pub(crate) struct ZswapinPlan {
@@ -254,7 +254,7 @@ fn command(case: &Case, plan: &ZswapinPlan, order_0: bool, rounds: u32) -> Resul
     let exe =
         std::env::current_exe().map_err(|e| format!("cannot find this program's own file: {e}"))?;
     let bytes = |mib: f64| ((mib * scale * MIB) as u64) & !0x1f_ffff;
-    let ram = bytes(case.ram).max(LEAST_RAM);
+    let ram = bytes(case.ram).max(MIN_RAM_BYTES);
     let mut command = Command::new(&exe);
     command.args(["run", "--no-daemon", "--quiet", "--ram", &ram.to_string()]);
     match case.backing {
@@ -363,7 +363,7 @@ fn rounds(
         return Err(failed("no pipes"));
     };
     let run = running.0.id();
-    let mut lines = Lines::new(stdout, Instant::now() + PATIENCE);
+    let mut lines = Lines::new(stdout, Instant::now() + RUN_TIMEOUT);
     let mut line = || match lines.next_line() {
         Ok(Next::Line(line)) => Ok(line),
         Ok(Next::End) => Err(failed("the program ended before it was through")),

@@ -35,7 +35,7 @@ const MIN_RUN_BLOCKS: usize = 3;
 /// is thought of.
 const ROOMY_FREE_BLOCKS: usize = EXTENT_PAGES / 8;
 /// Free blocks that only cleaning may use.
-pub(super) const RESERVE: usize = 16;
+pub(super) const RESERVE_BLOCKS: usize = 16;
 /// Extents cleaned at a time.
 const MAX_VICTIMS: usize = 4;
 /// An extent is worth cleaning when the blocks this gains are at least one in so many of those it
@@ -298,7 +298,7 @@ impl Extents {
         source: &dyn ExtentSource,
         purpose: Purpose,
     ) -> Result<(), Full> {
-        let reserve = if purpose == Purpose::Clean { 0 } else { RESERVE };
+        let reserve = if purpose == Purpose::Clean { 0 } else { RESERVE_BLOCKS };
         if self.free <= reserve && !self.lease(source) {
             return Err(self.full(purpose));
         }
@@ -406,7 +406,7 @@ impl Extents {
         for (&extent, leased) in self.leased.iter().filter(|(_, l)| l.writable()) {
             let gain = leased.gain();
             if gain * MIN_GAIN_DIVISOR
-                >= usize::from(leased.live_blocks).max(RESERVE * MIN_GAIN_DIVISOR)
+                >= usize::from(leased.live_blocks).max(RESERVE_BLOCKS * MIN_GAIN_DIVISOR)
             {
                 let at = victims.partition_point(|&(more, _)| more >= gain);
                 victims.insert(at, (gain, extent));

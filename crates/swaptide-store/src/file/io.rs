@@ -21,9 +21,9 @@ use crate::block::BlockRun;
 use crate::nbd::{Certainty, Nbd};
 
 /// Scattered reads that make an io_uring worth entering.
-const RING_FROM: usize = 2;
+const MIN_RING_READS: usize = 2;
 /// Reads in flight at most.
-const RING_DEPTH: u32 = 64;
+const MAX_RING_READS: u32 = 64;
 
 /// A file, one system call at a time. A transfer may be short.
 pub(crate) trait BlockIo: Send + Sync {
@@ -222,7 +222,7 @@ struct OwnRing {
 impl OwnRing {
     fn new() -> std::io::Result<OwnRing> {
         let counted = Counted::new();
-        Ok(OwnRing { ring: Box::new(IoUring::new(RING_DEPTH)?), _counted: counted })
+        Ok(OwnRing { ring: Box::new(IoUring::new(MAX_RING_READS)?), _counted: counted })
     }
 }
 
@@ -256,8 +256,8 @@ impl SwapFile {
         runs: &mut [BlockRun<'_>],
     ) -> Result<(), (usize, Errno)> {
         let fd = &self.fd;
-        for batch in runs.chunks_mut(RING_DEPTH as usize) {
-            let mut got = [0usize; RING_DEPTH as usize];
+        for batch in runs.chunks_mut(MAX_RING_READS as usize) {
+            let mut got = [0usize; MAX_RING_READS as usize];
             for (i, run) in batch.iter_mut().enumerate() {
                 let read = opcode::Read::new(
                     types::Fd(fd.as_raw_fd()),
@@ -327,7 +327,7 @@ impl BlockIo for SwapFile {
     }
 
     fn read_runs(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {
-        if runs.len() >= RING_FROM
+        if runs.len() >= MIN_RING_READS
             && let Some(mut ring) = self.ring.try_lock()
         {
             if matches!(*ring, Ring::Untried) {

@@ -714,7 +714,7 @@ fn a_place_that_fails_is_not_the_whole_device_but_one_that_is_full_is() {
 }
 
 /// What two extents hold.
-const TWO_FULL: u32 = 1024 - extents::RESERVE as u32;
+const TWO_FULL: u32 = 1024 - extents::RESERVE_BLOCKS as u32;
 
 #[test]
 fn a_full_file_is_an_error_and_its_free_pages_are_used() {

@@ -43,10 +43,10 @@ const WARM_BLOCKS: usize = 16;
 /// for each class among them.
 const REPLACE_SLACK_BYTES: usize = 16 * BLOCK_BYTES;
 /// What is brought near of an object that will be read: the processor finds the rest by itself.
-const NEAR_LINES: usize = 8;
+const PREFETCH_LINES: usize = 8;
 const LINE_BYTES: usize = 64;
 /// Fullness groups of blocks that are not full, by quarters.
-const GROUPS: usize = 4;
+const FULLNESS_GROUPS: usize = 4;
 const NONE: u32 = u32::MAX;
 
 /// Size of objects in a class and the geometry of its blocks.
@@ -65,18 +65,19 @@ const CLASSES: usize = CLASS_TABLE.1;
 static CLASS: [Class; MAX_CLASSES] = CLASS_TABLE.0;
 
 /// Lengths up to a page are looked up in steps of this.
-const FINE: usize = 32;
+const FINE_STEP_BYTES: usize = 32;
 /// Longer ones (units) in steps of this.
-const COARSE: usize = 512;
-static FINE_CLASS: [u8; PAGE_SIZE / FINE + 1] = build_lookup::<{ PAGE_SIZE / FINE + 1 }>(FINE);
-static COARSE_CLASS: [u8; BLOCK_BYTES / COARSE + 1] =
-    build_lookup::<{ BLOCK_BYTES / COARSE + 1 }>(COARSE);
+const COARSE_STEP_BYTES: usize = 512;
+static FINE_CLASS: [u8; PAGE_SIZE / FINE_STEP_BYTES + 1] =
+    build_lookup::<{ PAGE_SIZE / FINE_STEP_BYTES + 1 }>(FINE_STEP_BYTES);
+static COARSE_CLASS: [u8; BLOCK_BYTES / COARSE_STEP_BYTES + 1] =
+    build_lookup::<{ BLOCK_BYTES / COARSE_STEP_BYTES + 1 }>(COARSE_STEP_BYTES);
 
 const fn build_classes() -> ([Class; MAX_CLASSES], usize) {
     let mut table = [Class { size: 0, pages: 0, objects: 0 }; MAX_CLASSES];
     let mut count = 0;
     let mut covered = 0;
-    let mut want = FINE;
+    let mut want = FINE_STEP_BYTES;
     while want <= BLOCK_BYTES {
         if want > covered {
             // The page count that leaves the smallest share of a block over; of equals, the
@@ -102,7 +103,7 @@ const fn build_classes() -> ([Class; MAX_CLASSES], usize) {
             count += 1;
         }
         want += match want {
-            0..1024 => FINE,
+            0..1024 => FINE_STEP_BYTES,
             1024..4096 => 64,
             4096..8192 => 512,
             8192..16384 => 1024,
@@ -128,13 +129,13 @@ const fn build_lookup<const N: usize>(step: usize) -> [u8; N] {
 }
 
 const _: () = assert!(CLASS_TABLE.0[CLASSES - 1].size as usize == BLOCK_BYTES);
-const _: () = assert!(BLOCK_BYTES / FINE <= 1 << INDEX_BITS);
+const _: () = assert!(BLOCK_BYTES / FINE_STEP_BYTES <= 1 << INDEX_BITS);
 
 fn class_of(len: usize) -> usize {
     if len <= PAGE_SIZE {
-        FINE_CLASS[len.div_ceil(FINE)].into()
+        FINE_CLASS[len.div_ceil(FINE_STEP_BYTES)].into()
     } else {
-        COARSE_CLASS[len.div_ceil(COARSE)].into()
+        COARSE_CLASS[len.div_ceil(COARSE_STEP_BYTES)].into()
     }
 }
 
@@ -211,14 +212,14 @@ impl Block {
     fn group(&self) -> Option<usize> {
         let objects = usize::from(CLASS[usize::from(self.class)].objects);
         let used = usize::from(self.used);
-        (used < objects).then(|| used * GROUPS / objects)
+        (used < objects).then(|| used * FULLNESS_GROUPS / objects)
     }
 }
 
 #[derive(Copy, Clone)]
 struct ClassState {
     /// Heads of the lists of blocks that are not full, by group.
-    lists: [u32; GROUPS],
+    lists: [u32; FULLNESS_GROUPS],
     blocks: u32,
     used: u32,
 }
@@ -267,7 +268,7 @@ impl ObjectPool {
             blocks: Vec::new(),
             cold: Vec::new(),
             warm: Vec::with_capacity(WARM_BLOCKS),
-            classes: [ClassState { lists: [NONE; GROUPS], blocks: 0, used: 0 }; CLASSES],
+            classes: [ClassState { lists: [NONE; FULLNESS_GROUPS], blocks: 0, used: 0 }; CLASSES],
             resident_pages: 0,
             populated: 0,
             stored: 0,
@@ -371,7 +372,7 @@ impl ObjectPool {
         prefetch(head);
         let size = CLASS[usize::from(block.class)].size as usize;
         let bytes = self.memory.as_ptr().wrapping_add(id.block() * BLOCK_BYTES + id.index() * size);
-        for line in 0..NEAR_LINES.min(size.div_ceil(LINE_BYTES)) {
+        for line in 0..PREFETCH_LINES.min(size.div_ceil(LINE_BYTES)) {
             prefetch(bytes.wrapping_add(line * LINE_BYTES));
         }
     }

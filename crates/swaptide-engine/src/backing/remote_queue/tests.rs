@@ -140,7 +140,7 @@ fn a_server_that_keeps_one_waiting_gets_no_other_reader() {
     queue.sent.extend([at(1, 3)]);
     assert_eq!(take(&mut queue, 2), [3], "several readers may wait for one");
     // The second one has not heard anything for long.
-    queue.calls[1] = Some((ServerId(2), Nanos(now().0 - 2 * SLOW_SERVER.as_nanos() as u64)));
+    queue.calls[1] = Some((ServerId(2), Nanos(now().0 - 2 * SLOW_SERVER_TIME.as_nanos() as u64)));
     queue.sent.extend([at(2, 4), at(1, 5)]);
     assert_eq!(take(&mut queue, 3), [5]);
     assert!(take(&mut queue, 4).is_empty());
