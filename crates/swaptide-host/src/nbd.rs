@@ -18,7 +18,6 @@
 //!
 //! Locks: none.
 
-use std::fmt;
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
@@ -36,6 +35,7 @@ pub mod tls;
 pub mod url;
 
 use handshake::{Agreed, Wire};
+use thiserror::Error;
 pub use url::{Endpoint, Url, UrlError};
 
 /// How long connecting and negotiating may take.
@@ -44,22 +44,35 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 const DEFAULT_CONNECTIONS: u32 = 4;
 
 /// Why an export cannot be used.
-#[derive(Debug)]
+#[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum NbdError {
     /// The host has no address.
+    #[error("{0}: no address: {1}; check the name, or write an address")]
     Resolve(String, io::Error),
     /// Nobody answers there.
+    #[error(
+        "{0}: cannot connect: {1}; check that the server runs and the port is \
+        open"
+    )]
     Connect(String, io::Error),
     /// The connection failed while the two sides negotiated.
+    #[error("{0}: {reason}", reason = talk_failure(.1))]
     Talk(String, io::Error),
     /// It is no NBD server.
+    #[error("{0}: not an NBD server; check host and port")]
     NotNbd(String),
     /// What it sent is not the protocol.
+    #[error("{0}: the server breaks the protocol: {1}")]
     Protocol(String, &'static str),
     /// A server of the old kind, that has no names and no options.
+    #[error(
+        "{0}: the server speaks only the oldstyle protocol; start it in \
+        newstyle mode"
+    )]
     Oldstyle(String),
     /// The server refuses the export.
+    #[error("{url}: {why}{said}", said = said_by_server(.text))]
     Refused {
         /// Which URL.
         url: String,
@@ -69,111 +82,46 @@ pub enum NbdError {
         text: String,
     },
     /// The export cannot be written.
+    #[error("{0}: the export is read-only; give a writable one")]
     ReadOnly(String),
     /// The export wants transfers that are not of whole pages.
+    #[error(
+        "{0}: the export takes transfers of {1} to {2} bytes; swap needs \
+        single pages of 4096"
+    )]
     BlockSize(String, u32, u32),
     /// It is smaller than a page.
+    #[error("{0}: the export is smaller than a page")]
     Empty(String),
     /// The URL asks for TLS, and the server has none.
+    #[error("{0}: the server has no TLS; set it up there, or write nbd: instead of nbds:")]
     NoTls(String),
     /// A file of certificates or keys is of no use.
+    #[error("{path}: {1}", path = .0.display())]
     Certificates(PathBuf, String),
     /// This machine trusts nobody.
+    #[error(
+        "no trusted certificates on this machine; install ca-certificates, or name the \
+        authority: ca=PATH"
+    )]
     NoRoots,
     /// The name cannot be one in a certificate.
+    #[error(
+        "{0:?} cannot be a name in a certificate; give the one that it has: \
+        tls-hostname=NAME"
+    )]
     ServerName(String),
     /// The session could not be made: the certificate is wrong, or the two sides have no method in
     /// common.
+    #[error("{0}: no TLS session: {1}")]
     Tls(String, rustls::Error),
     /// The thread that pumps could not be made.
+    #[error("TLS: cannot start a session's thread: {0}")]
     Pump(io::Error),
     /// It is not the export that it was.
+    #[error("{0}: the export shrank or lost a feature; it is no longer used")]
     Changed(String),
 }
-
-impl fmt::Display for NbdError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            NbdError::Resolve(host, error) => {
-                write!(f, "{host}: no address: {error}; check the name, or write an address")
-            }
-            NbdError::Connect(url, error) => {
-                write!(
-                    f,
-                    "{url}: cannot connect: {error}; check that the server runs and the port is \
-                    open"
-                )
-            }
-            NbdError::Talk(url, error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                write!(
-                    f,
-                    "{url}: the server closed the connection; it may have no free one (see its log)"
-                )
-            }
-            NbdError::Talk(url, error) if error.kind() == io::ErrorKind::TimedOut => {
-                write!(
-                    f,
-                    "{url}: the server did not answer in time; it may be busy with another client"
-                )
-            }
-            NbdError::Talk(url, error) => write!(f, "{url}: the connection failed: {error}"),
-            NbdError::NotNbd(url) => {
-                write!(f, "{url}: not an NBD server; check host and port")
-            }
-            NbdError::Protocol(url, what) => {
-                write!(f, "{url}: the server breaks the protocol: {what}")
-            }
-            NbdError::Oldstyle(url) => {
-                write!(
-                    f,
-                    "{url}: the server speaks only the oldstyle protocol; start it in \
-                    newstyle mode"
-                )
-            }
-            NbdError::Refused { url, why, text } if text.is_empty() => write!(f, "{url}: {why}"),
-            NbdError::Refused { url, why, text } => {
-                write!(f, "{url}: {why}; the server says: {text}")
-            }
-            NbdError::ReadOnly(url) => {
-                write!(f, "{url}: the export is read-only; give a writable one")
-            }
-            NbdError::BlockSize(url, least, most) => {
-                write!(
-                    f,
-                    "{url}: the export takes transfers of {least} to {most} bytes; swap needs \
-                    single pages of 4096"
-                )
-            }
-            NbdError::Empty(url) => write!(f, "{url}: the export is smaller than a page"),
-            NbdError::NoTls(url) => write!(
-                f,
-                "{url}: the server has no TLS; set it up there, or write nbd: instead of nbds:"
-            ),
-            NbdError::Certificates(path, why) => write!(f, "{}: {why}", path.display()),
-            NbdError::NoRoots => {
-                write!(
-                    f,
-                    "no trusted certificates on this machine; install ca-certificates, or name the \
-                    authority: ca=PATH"
-                )
-            }
-            NbdError::ServerName(name) => {
-                write!(
-                    f,
-                    "{name:?} cannot be a name in a certificate; give the one that it has: \
-                        tls-hostname=NAME"
-                )
-            }
-            NbdError::Tls(url, error) => write!(f, "{url}: no TLS session: {error}"),
-            NbdError::Pump(error) => write!(f, "TLS: cannot start a session's thread: {error}"),
-            NbdError::Changed(url) => {
-                write!(f, "{url}: the export shrank or lost a feature; it is no longer used")
-            }
-        }
-    }
-}
-
-impl std::error::Error for NbdError {}
 
 impl NbdError {
     /// The nearest error number, for callers that can be told no more.
@@ -364,6 +312,23 @@ impl Dialer for LocalDialer {
     fn dial(&self) -> Result<OwnedFd, Errno> {
         self.connector.connect_again(&self.export).map_err(|error| error.errno())
     }
+}
+
+/// What a failed transfer of the negotiation most likely means.
+fn talk_failure(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => {
+            "the server closed the connection; it may have no free one (see its log)".to_owned()
+        }
+        io::ErrorKind::TimedOut => {
+            "the server did not answer in time; it may be busy with another client".to_owned()
+        }
+        _ => format!("the connection failed: {error}"),
+    }
+}
+
+fn said_by_server(text: &str) -> String {
+    if text.is_empty() { String::new() } else { format!("; the server says: {text}") }
 }
 
 #[cfg(test)]

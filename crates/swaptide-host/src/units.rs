@@ -3,43 +3,29 @@
 //! Owns the grammar: a number, with decimals if you like, then one of `B K M G T P` (also `KB`,
 //! `KiB` and so on, in either case, always powers of 1024) or, where it is allowed, `%`.
 
-use std::fmt;
 use std::path::{Path, PathBuf};
+use thiserror::Error;
 
 /// Why a text is no size.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum SizeError {
     /// Not a number with a unit.
+    #[error("{0:?} is not a size; write it like 512M, 1.5G or 50%")]
     Syntax(String),
     /// Zero, or less than one byte.
+    #[error("{0:?} is not more than zero")]
     Zero(String),
     /// More than fits 63 bits.
+    #[error("{0:?} is too large")]
     TooLarge(String),
     /// A percentage where none makes sense.
+    #[error(
+        "{0:?} is a percentage, which is not allowed here; write a size like \
+        4G"
+    )]
     Percent(String),
 }
-
-impl fmt::Display for SizeError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            SizeError::Syntax(text) => {
-                write!(f, "{text:?} is not a size; write it like 512M, 1.5G or 50%")
-            }
-            SizeError::Zero(text) => write!(f, "{text:?} is not more than zero"),
-            SizeError::TooLarge(text) => write!(f, "{text:?} is too large"),
-            SizeError::Percent(text) => {
-                write!(
-                    f,
-                    "{text:?} is a percentage, which is not allowed here; write a size like \
-                    4G"
-                )
-            }
-        }
-    }
-}
-
-impl std::error::Error for SizeError {}
 
 /// Bytes of a size like `512M`, `1.5GiB`, `65536`.
 ///
@@ -198,6 +184,11 @@ pub(crate) fn limiting_cgroups() -> Vec<(PathBuf, Option<u64>)> {
         }
     }
     found
+}
+
+/// The items with commas between them.
+pub(crate) fn comma_list<T: ToString>(items: &[T]) -> String {
+    items.iter().map(T::to_string).collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]

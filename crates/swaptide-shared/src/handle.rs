@@ -28,6 +28,7 @@ use swaptide_sys::Errno;
 use swaptide_sys::mem::{Advice, SharedMap, advise, memfd_create};
 use swaptide_sys::page::VirtRange;
 use swaptide_sys::sock::{Conn, Listener, Name, poll_readable};
+use thiserror::Error;
 
 use crate::pager::{PagerSettings, PagerStats, SharedMemoryPager};
 use crate::store::OpenArea;
@@ -222,45 +223,24 @@ fn segment(name: Name) -> Result<&'static Segment, RegionError> {
 }
 
 /// Why a region cannot be had.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum RegionError {
     /// The pager does not answer, or refused; it is gone, or the length is none.
+    #[error("the pager of shared regions does not answer; is it running as this user?")]
     Pager,
     /// The mapping was refused.
+    #[error("a shared region could not be mapped: {}", swaptide_sys::ErrnoName(*.0))]
     Map(Errno),
     /// Every userfaultfd was refused: `swaptide doctor` shows what is missing.
+    #[error(
+        "a shared region could not be attached: userfaultfd is not available; see \
+        swaptide doctor"
+    )]
     Attach,
     /// Nobody can stand guard.
+    #[error("no thread could stand guard for a shared region")]
     Guard,
 }
-
-impl std::fmt::Display for RegionError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            RegionError::Pager => write!(
-                f,
-                "the pager of shared regions does not answer; is it running as this user?"
-            ),
-            RegionError::Map(errno) => {
-                write!(
-                    f,
-                    "a shared region could not be mapped: {}",
-                    swaptide_sys::ErrnoName(*errno)
-                )
-            }
-            RegionError::Attach => {
-                write!(
-                    f,
-                    "a shared region could not be attached: userfaultfd is not available; see \
-                        swaptide doctor"
-                )
-            }
-            RegionError::Guard => write!(f, "no thread could stand guard for a shared region"),
-        }
-    }
-}
-
-impl std::error::Error for RegionError {}
 
 /// A mapping of a region. Dropping it unmaps it; the region ends with its last mapping.
 pub struct SharedRegion {

@@ -15,12 +15,12 @@
 //! Locks: none.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use swaptide_core::{Priority, TierError, TierMask, Tiers};
 use swaptide_ipc::{EXTENT_BYTES, GroupIndex, MAX_GROUPS, Segment};
+use thiserror::Error;
 
 use crate::cgroup::psi::{Pressure, TimeShare};
 
@@ -114,41 +114,28 @@ pub struct Group {
 }
 
 /// Why something cannot be done with a group.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum GroupError {
     /// No path.
+    #[error("{0}")]
     Path(PathError),
     /// There is none of this path.
+    #[error("there is no group {0}; setting one of its keys creates it")]
     NotFound(GroupPath),
     /// There are [`MAX_GROUPS`].
+    #[error("{0}: there are {MAX_GROUPS} groups already; remove one first")]
     Full(GroupPath),
     /// One that cannot go now, and why.
+    #[error("{0}: cannot be removed: {1}")]
     Busy(GroupPath, &'static str),
     /// A key or its value.
+    #[error("{0}: {1}")]
     Setting(GroupPath, SettingError),
     /// The tiers cannot be changed so.
+    #[error("{0}")]
     Tiers(TierError),
 }
-
-impl fmt::Display for GroupError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            GroupError::Path(error) => write!(f, "{error}"),
-            GroupError::NotFound(path) => {
-                write!(f, "there is no group {path}; setting one of its keys creates it")
-            }
-            GroupError::Full(path) => {
-                write!(f, "{path}: there are {MAX_GROUPS} groups already; remove one first")
-            }
-            GroupError::Busy(path, why) => write!(f, "{path}: cannot be removed: {why}"),
-            GroupError::Setting(path, error) => write!(f, "{path}: {error}"),
-            GroupError::Tiers(error) => write!(f, "{error}"),
-        }
-    }
-}
-
-impl std::error::Error for GroupError {}
 
 /// All groups of a run or a host, and the tiers.
 pub struct GroupTree {

@@ -9,7 +9,6 @@
 //!
 //! Locks: none; the threads ask the keeper through its channel.
 
-use std::fmt;
 use std::fs::Permissions;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -25,6 +24,7 @@ use serde::{Deserialize, Serialize};
 use swaptide_core::Tiers;
 use swaptide_ipc::Header;
 use swaptide_sys::sock::peer_of;
+use thiserror::Error;
 
 use crate::cgroup::tree::{GroupPath, GroupView};
 use crate::control::agent_api::Users;
@@ -34,6 +34,7 @@ use crate::swap::areas::{AreaError, AreaView, Areas};
 use crate::swap::circular;
 use crate::swap::mirror;
 use crate::swap::spec;
+use crate::units::comma_list;
 
 /// A client sends its line at once, and the server answers at once; neither is waited for
 /// longer.
@@ -204,53 +205,34 @@ impl TiersView {
 }
 
 /// Why nothing could be learned.
-#[derive(Debug)]
+#[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ControlError {
     /// No run of this user is there.
+    #[error("no swaptide run of this user; start one with swaptide run -- PROGRAM")]
     NoRun,
     /// None with this process.
+    #[error(
+        "--pid {0}: neither a run of this user nor a process in one; see swaptide \
+        ctl list"
+    )]
     NotFound(u32),
     /// More than one, and none was named.
+    #[error("there are several runs ({}); choose one with --pid", comma_list(.0))]
     Several(Vec<u32>),
     /// The directory of the sockets cannot be used.
+    #[error("{path}: {1}", path = .0.display())]
     Directory(PathBuf, io::Error),
     /// The run will not do it, and says why.
+    #[error("{0}")]
     Refused(String),
     /// The run does not answer as it should.
+    #[error("the run {0} does not answer: {1}")]
     Run(u32, String),
     /// The daemon does not.
+    #[error("no daemon answers at {path}: {0}", path = daemon_path().display())]
     Daemon(String),
 }
-
-impl fmt::Display for ControlError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            ControlError::NoRun => {
-                write!(f, "no swaptide run of this user; start one with swaptide run -- PROGRAM")
-            }
-            ControlError::NotFound(pid) => {
-                write!(
-                    f,
-                    "--pid {pid}: neither a run of this user nor a process in one; see swaptide \
-                        ctl list"
-                )
-            }
-            ControlError::Several(pids) => {
-                let pids: Vec<String> = pids.iter().map(u32::to_string).collect();
-                write!(f, "there are several runs ({}); choose one with --pid", pids.join(", "))
-            }
-            ControlError::Directory(path, error) => write!(f, "{}: {error}", path.display()),
-            ControlError::Refused(why) => write!(f, "{why}"),
-            ControlError::Run(pid, why) => write!(f, "the run {pid} does not answer: {why}"),
-            ControlError::Daemon(why) => {
-                write!(f, "no daemon answers at {}: {why}", daemon_path().display())
-            }
-        }
-    }
-}
-
-impl std::error::Error for ControlError {}
 
 /// Where the daemon of this user listens, or would.
 pub(crate) fn daemon_path() -> PathBuf {

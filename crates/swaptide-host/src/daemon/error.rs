@@ -1,7 +1,8 @@
 //! Why a daemon does not start, and what it says while it runs.
 
+use std::io;
 use std::path::PathBuf;
-use std::{fmt, io};
+use thiserror::Error;
 
 use crate::cgroup::tree::GroupError;
 use crate::config::ConfigError;
@@ -11,55 +12,37 @@ use crate::swap::spec::DeviceError;
 use crate::units::human;
 
 /// Why a daemon does not start, or does not take a file.
-#[derive(Debug)]
+#[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DaemonError {
     /// The file.
+    #[error("{0}")]
     Config(ConfigError),
     /// The budget is less than the engine needs.
+    #[error("ram: {} is too small; the minimum is {}", human(*.0), human(MIN_BUDGET_BYTES))]
     SmallBudget(u64),
     /// A swap device.
+    #[error("swap: {0}")]
     Device(DeviceError),
     /// There are too many.
+    #[error("swap: {0}")]
     Area(AreaError),
     /// A process of a run that it keeps serves one.
+    #[error("swap: {0}")]
     Circular(String),
     /// Groups or tiers.
+    #[error("{0}")]
     Groups(GroupError),
     /// Another one is there.
+    #[error("{}: a daemon is already running; see swaptide ctl list", .0.display())]
     Running(PathBuf),
     /// A file or a directory of its own.
+    #[error("{path}: {1}", path = .0.display())]
     State(PathBuf, io::Error),
     /// A system call.
+    #[error("{0}: {1}")]
     System(&'static str, io::Error),
 }
-
-impl fmt::Display for DaemonError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            DaemonError::Config(error) => write!(f, "{error}"),
-            DaemonError::SmallBudget(bytes) => {
-                write!(
-                    f,
-                    "ram: {} is too small; the minimum is {}",
-                    human(*bytes),
-                    human(MIN_BUDGET_BYTES)
-                )
-            }
-            DaemonError::Device(error) => write!(f, "swap: {error}"),
-            DaemonError::Area(error) => write!(f, "swap: {error}"),
-            DaemonError::Circular(why) => write!(f, "swap: {why}"),
-            DaemonError::Groups(error) => write!(f, "{error}"),
-            DaemonError::Running(path) => {
-                write!(f, "{}: a daemon is already running; see swaptide ctl list", path.display())
-            }
-            DaemonError::State(path, error) => write!(f, "{}: {error}", path.display()),
-            DaemonError::System(what, error) => write!(f, "{what}: {error}"),
-        }
-    }
-}
-
-impl std::error::Error for DaemonError {}
 
 /// One line on standard error; if nobody reads there, so be it.
 pub(super) fn log_line(line: &str) {

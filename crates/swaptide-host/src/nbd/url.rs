@@ -18,6 +18,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use swaptide_store::nbd::MAX_CONNECTIONS;
+use thiserror::Error;
 
 /// The port of NBD servers.
 const PORT: u16 = 10809;
@@ -58,79 +59,52 @@ pub struct Url {
 }
 
 /// Why a text names no export.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum UrlError {
     /// None of the schemes.
+    #[error(
+        "{0:?} is not an NBD URL; write nbd://HOST[:PORT]/EXPORT or \
+        nbd+unix:///EXPORT?socket=PATH (nbds for TLS)"
+    )]
     Scheme(String),
     /// No host.
+    #[error("{0:?}: no host; write nbd://HOST[:PORT]/EXPORT")]
     Host(String),
     /// No port number.
+    #[error(
+        "{0:?}: {1:?} is not a port; write a number from 1 to 65535, or none for \
+        {PORT}"
+    )]
     Port(String, String),
     /// What is not of use here: a user, a fragment.
+    #[error("{0:?}: {1}; leave it out, or write the character as %XX")]
     Part(String, &'static str),
     /// Not two hexadecimal digits after a `%`, or not text.
+    #[error(
+        "{0:?}: % needs two hexadecimal digits after it, and the result must \
+        be UTF-8"
+    )]
     Escape(String),
     /// An option that there is not.
+    #[error(
+        "{0:?}: there is no option {1:?}; use socket, ca, cert, key, \
+        tls-hostname, connections"
+    )]
     Option(String, String),
     /// An option with a value that it cannot have.
+    #[error("{0:?}: {1} wants {2}")]
     Value(String, String, &'static str),
     /// The same twice.
+    #[error("{0:?}: {1} is given twice")]
     Twice(String, String),
     /// A URL of a Unix socket needs one.
+    #[error("{0:?}: socket=PATH is valid only with nbd+unix:///EXPORT")]
     Socket(String),
     /// The name is too long; how the URL begins.
+    #[error("{0:?}...: the export's name has more than {MAX_NAME_BYTES} bytes")]
     Name(String),
 }
-
-impl fmt::Display for UrlError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            UrlError::Scheme(url) => {
-                write!(
-                    f,
-                    "{url:?} is not an NBD URL; write nbd://HOST[:PORT]/EXPORT or \
-                    nbd+unix:///EXPORT?socket=PATH (nbds for TLS)"
-                )
-            }
-            UrlError::Host(url) => write!(f, "{url:?}: no host; write nbd://HOST[:PORT]/EXPORT"),
-            UrlError::Port(url, port) => {
-                write!(
-                    f,
-                    "{url:?}: {port:?} is not a port; write a number from 1 to 65535, or none for \
-                    {PORT}"
-                )
-            }
-            UrlError::Part(url, what) => {
-                write!(f, "{url:?}: {what}; leave it out, or write the character as %XX")
-            }
-            UrlError::Escape(url) => {
-                write!(
-                    f,
-                    "{url:?}: % needs two hexadecimal digits after it, and the result must \
-                    be UTF-8"
-                )
-            }
-            UrlError::Option(url, name) => {
-                write!(
-                    f,
-                    "{url:?}: there is no option {name:?}; use socket, ca, cert, key, \
-                    tls-hostname, connections"
-                )
-            }
-            UrlError::Value(url, name, wants) => write!(f, "{url:?}: {name} wants {wants}"),
-            UrlError::Twice(url, name) => write!(f, "{url:?}: {name} is given twice"),
-            UrlError::Socket(url) => {
-                write!(f, "{url:?}: socket=PATH is valid only with nbd+unix:///EXPORT")
-            }
-            UrlError::Name(start) => {
-                write!(f, "{start:?}...: the export's name has more than {MAX_NAME_BYTES} bytes")
-            }
-        }
-    }
-}
-
-impl std::error::Error for UrlError {}
 
 impl Url {
     /// Whether a text is meant to be such a URL.

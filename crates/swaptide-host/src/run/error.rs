@@ -1,9 +1,10 @@
 //! Why a run does not start, in one line each, with what helps.
 
+use std::io;
 use std::path::PathBuf;
-use std::{fmt, io};
 
 use swaptide_sys::uffd::OpenError;
+use thiserror::Error;
 
 use crate::cgroup::tree::GroupError;
 use crate::config::ConfigError;
@@ -11,7 +12,7 @@ use crate::memctl::policy::MIN_BUDGET_BYTES;
 use crate::run::target::TargetError;
 use crate::swap::areas::AreaError;
 use crate::swap::spec::DeviceError;
-use crate::units::{SizeError, human};
+use crate::units::{SizeError, comma_list, human};
 
 /// Names the agent's library, for an installation that is spread out.
 pub(crate) const ENV_AGENT: &str = "SWAPTIDE_AGENT";
@@ -19,103 +20,75 @@ pub(crate) const ENV_AGENT: &str = "SWAPTIDE_AGENT";
 pub(crate) const AGENT_NAME: &str = "libswaptide_agent.so";
 
 /// Why a run did not start.
-#[derive(Debug)]
+#[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum RunError {
     /// `--ram` is no size.
+    #[error("--ram: {0}")]
     Ram(SizeError),
     /// `--ram` is less than the engine needs.
+    #[error("--ram: {} is too small; the minimum is {}", human(*.0), human(MIN_BUDGET_BYTES))]
     SmallBudget(u64),
     /// A device.
+    #[error("--swap: {0}")]
     Swap(DeviceError),
     /// There are too many of them.
+    #[error("--swap: {0}")]
     Area(AreaError),
     /// `--config`.
+    #[error("--config: {0}")]
     Config(ConfigError),
     /// `--tiers`, or what `--config` says of groups.
+    #[error("{0}: {1}")]
     Groups(&'static str, GroupError),
     /// The daemon does not keep it.
+    #[error(
+        "the daemon: {0}; use --no-daemon to run without \
+        it"
+    )]
     Daemon(String),
     /// What is asked for is the daemon's to have.
+    #[error("{0}: set by the daemon; drop it, or use --no-daemon")]
     WithDaemon(&'static str),
     /// The report cannot be written there.
+    #[error("--report: {path}: cannot be written: {1}", path = .0.display())]
     Report(PathBuf, io::Error),
     /// No program was named.
+    #[error("no program to run; name it after --")]
     NoCommand,
     /// The program.
+    #[error("{0}")]
     Target(TargetError),
     /// The preloaded library is not where it should be.
+    #[error(
+        "{AGENT_NAME} not found ({list}); build it with cargo build, or set {ENV_AGENT}",
+        list = path_list(.0)
+    )]
     NoAgent(Vec<PathBuf>),
     /// The library's path cannot stand in `LD_PRELOAD`.
+    #[error(
+        "{}: a path with a space or a colon cannot be preloaded; move it or set \
+        {ENV_AGENT}",
+        .0.display()
+    )]
     AgentPath(PathBuf),
     /// `--shared` where the kernel does not tell of forks.
+    #[error(
+        "--shared: forks of programs with shared memory need CAP_SYS_PTRACE; leave it out \
+        (shared memory then stays in memory), or run as root"
+    )]
     SharedNeedsEvents,
     /// The kernel or its settings do not allow it.
+    #[error("{0}; swaptide doctor shows how to fix it")]
     Userfaultfd(OpenError),
     /// A system call.
+    #[error("{0}: {1}")]
     System(&'static str, io::Error),
     /// The program could not be started after all.
+    #[error("{0}")]
     Start(String),
 }
 
-impl fmt::Display for RunError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            RunError::Ram(error) => write!(f, "--ram: {error}"),
-            RunError::SmallBudget(bytes) => {
-                write!(
-                    f,
-                    "--ram: {} is too small; the minimum is {}",
-                    human(*bytes),
-                    human(MIN_BUDGET_BYTES)
-                )
-            }
-            RunError::Swap(error) => write!(f, "--swap: {error}"),
-            RunError::Area(error) => write!(f, "--swap: {error}"),
-            RunError::Config(error) => write!(f, "--config: {error}"),
-            RunError::Groups(flag, error) => write!(f, "{flag}: {error}"),
-            RunError::Daemon(why) => write!(
-                f,
-                "the daemon: {why}; use --no-daemon to run without \
-                it"
-            ),
-            RunError::WithDaemon(flag) => {
-                write!(f, "{flag}: set by the daemon; drop it, or use --no-daemon")
-            }
-            RunError::Report(path, error) => {
-                write!(f, "--report: {}: cannot be written: {error}", path.display())
-            }
-            RunError::NoCommand => write!(f, "no program to run; name it after --"),
-            RunError::Target(error) => write!(f, "{error}"),
-            RunError::NoAgent(places) => {
-                let places: Vec<String> =
-                    places.iter().map(|place| place.display().to_string()).collect();
-                write!(
-                    f,
-                    "{AGENT_NAME} not found ({}); build it with cargo build, or set {ENV_AGENT}",
-                    places.join(", ")
-                )
-            }
-            RunError::AgentPath(path) => {
-                write!(
-                    f,
-                    "{}: a path with a space or a colon cannot be preloaded; move it or set \
-                    {ENV_AGENT}",
-                    path.display()
-                )
-            }
-            RunError::SharedNeedsEvents => write!(
-                f,
-                "--shared: forks of programs with shared memory need CAP_SYS_PTRACE; leave it out \
-                (shared memory then stays in memory), or run as root"
-            ),
-            RunError::Userfaultfd(error) => {
-                write!(f, "{error}; swaptide doctor shows how to fix it")
-            }
-            RunError::System(what, error) => write!(f, "{what}: {error}"),
-            RunError::Start(message) => write!(f, "{message}"),
-        }
-    }
+fn path_list(paths: &[PathBuf]) -> String {
+    comma_list(&paths.iter().map(|path| path.display()).collect::<Vec<_>>())
 }
-
-impl std::error::Error for RunError {}

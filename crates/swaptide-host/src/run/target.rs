@@ -8,12 +8,12 @@
 //! Locks: none.
 
 use std::ffi::{OsStr, OsString};
-use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use thiserror::Error;
 
 /// A program that can be run.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,94 +25,56 @@ pub struct Target {
 }
 
 /// Why a program cannot be run under a budget.
-#[derive(Debug)]
+#[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TargetError {
     /// No such file, or nowhere in `PATH`.
+    #[error("{}: {}", .0.display(), missing(.0))]
     Missing(PathBuf),
     /// A directory or something else that is no file.
+    #[error("{}: not a program but a directory or a device", .0.display())]
     NotAFile(PathBuf),
     /// Without the right to execute it.
+    #[error("{}: not executable; chmod +x it, or name its interpreter", .0.display())]
     NotExecutable(PathBuf),
     /// It cannot be read.
+    #[error("{path}: cannot be read: {1}", path = .0.display())]
     Read(PathBuf, io::Error),
     /// An ELF file without a program interpreter.
+    #[error(
+        "{}: statically linked, so no library can be loaded into it; use a dynamically \
+        linked build",
+        .0.display()
+    )]
     Static(PathBuf),
     /// A set-user-id or set-group-id file, or one with capabilities.
+    #[error(
+        "{path}: {1}, so the loader ignores preloaded libraries; run it without that \
+        privilege",
+        path = .0.display()
+    )]
     Secure(PathBuf, &'static str),
     /// An ELF file for something else.
+    #[error(
+        "{path}: built for {1}, and this swaptide is for 64-bit {arch}",
+        path = .0.display(),
+        arch = std::env::consts::ARCH
+    )]
     Machine(PathBuf, String),
     /// An ELF file that ends too early or contradicts itself.
+    #[error("{}: damaged: its ELF headers end too early", .0.display())]
     Damaged(PathBuf),
     /// A dynamic program whose loader is not the agent's.
+    #[error(
+        "{path}: uses the loader {1} of another C library than swaptide's glibc; use \
+        a glibc build",
+        path = .0.display()
+    )]
     Loader(PathBuf, String),
     /// A script whose interpreter is the trouble.
+    #[error("{path}: a script whose interpreter cannot work: {1}", path = .0.display())]
     Interpreter(PathBuf, Box<TargetError>),
 }
-
-impl fmt::Display for TargetError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            TargetError::Missing(path) if path.components().count() > 1 => {
-                write!(f, "{}: no such file", path.display())
-            }
-            TargetError::Missing(path) => write!(f, "{}: not found in PATH", path.display()),
-            TargetError::NotAFile(path) => {
-                write!(f, "{}: not a program but a directory or a device", path.display())
-            }
-            TargetError::NotExecutable(path) => {
-                write!(
-                    f,
-                    "{}: not executable; chmod +x it, or name its interpreter",
-                    path.display()
-                )
-            }
-            TargetError::Read(path, error) => {
-                write!(f, "{}: cannot be read: {error}", path.display())
-            }
-            TargetError::Static(path) => {
-                write!(
-                    f,
-                    "{}: statically linked, so no library can be loaded into it; use a dynamically \
-                    linked build",
-                    path.display()
-                )
-            }
-            TargetError::Secure(path, what) => {
-                write!(
-                    f,
-                    "{}: {what}, so the loader ignores preloaded libraries; run it without that \
-                    privilege",
-                    path.display()
-                )
-            }
-            TargetError::Machine(path, what) => {
-                write!(
-                    f,
-                    "{}: built for {what}, and this swaptide is for 64-bit {}",
-                    path.display(),
-                    std::env::consts::ARCH
-                )
-            }
-            TargetError::Damaged(path) => {
-                write!(f, "{}: damaged: its ELF headers end too early", path.display())
-            }
-            TargetError::Loader(path, loader) => {
-                write!(
-                    f,
-                    "{}: uses the loader {loader} of another C library than swaptide's glibc; use \
-                    a glibc build",
-                    path.display()
-                )
-            }
-            TargetError::Interpreter(path, error) => {
-                write!(f, "{}: a script whose interpreter cannot work: {error}", path.display())
-            }
-        }
-    }
-}
-
-impl std::error::Error for TargetError {}
 
 /// Finds `name` as a shell would (`search` is the value of `PATH`) and checks it.
 ///
@@ -303,6 +265,10 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
 
 fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
     Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?))
+}
+
+fn missing(path: &Path) -> &'static str {
+    if path.components().count() > 1 { "no such file" } else { "not found in PATH" }
 }
 
 #[cfg(test)]

@@ -19,7 +19,6 @@ mod doubts;
 mod trim;
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,11 +30,12 @@ use swaptide_ipc::{
     AreaId, AreaState, EXTENT_BYTES, ExportFacts, ExtentId, NewArea, Segment, Transport,
 };
 use swaptide_store::nbd::Export;
+use thiserror::Error;
 
 use self::doubts::Doubts;
 use crate::swap::spec::CIPHER;
 use crate::swap::spec::{BackingDevice, BackingKind, DeviceError, Medium};
-use crate::units::human;
+use crate::units::{comma_list, human};
 
 /// An area takes no more pages after so many transfers that failed.
 const MAX_FAILED_TRANSFERS: u32 = 8;
@@ -91,20 +91,33 @@ pub struct MirrorView {
 }
 
 /// Why an area was not added or not taken away. Nothing has changed then.
-#[derive(Debug)]
+#[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum AreaError {
     /// The device cannot be had.
+    #[error("{0}")]
     Device(DeviceError),
     /// The table is full.
+    #[error("no more swap areas: at most 16, 128G together; remove one with swapoff")]
     TooMany,
     /// Nothing is called that.
+    #[error("{0:?}{missing}", missing = no_such_area(.1))]
     Unknown(String, Vec<String>),
     /// Several are called that.
+    #[error(
+        "several swap areas are called {0:?}; name one by its number, as swaptide \
+        ctl devices shows it"
+    )]
     Ambiguous(String),
     /// It is already being removed.
+    #[error("{0:?} is already being removed")]
     Leaving(String),
     /// What lies there finds no room on others.
+    #[error(
+        "{name:?} stays: {size} of it do not fit on the other swap areas; add one with \
+        swapon, or end programs",
+        size = human(*.left)
+    )]
     NoRoom {
         /// What was to be taken away.
         name: String,
@@ -112,6 +125,12 @@ pub enum AreaError {
         left: u64,
     },
     /// Processes do not move what is theirs.
+    #[error(
+        "{name:?} stays: {size} of it are held by processes that do not move them ({list}): \
+        stopped ones, or pages that cannot be read",
+        size = human(*.left),
+        list = comma_list(.holders)
+    )]
     Stuck {
         /// What was to be taken away.
         name: String,
@@ -121,49 +140,6 @@ pub enum AreaError {
         holders: Vec<u32>,
     },
 }
-
-impl fmt::Display for AreaError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            AreaError::Device(error) => write!(f, "{error}"),
-            AreaError::TooMany => {
-                write!(f, "no more swap areas: at most 16, 128G together; remove one with swapoff")
-            }
-            AreaError::Unknown(name, names) if names.is_empty() => {
-                write!(f, "{name:?}: the run has no swap area")
-            }
-            AreaError::Unknown(name, names) => {
-                write!(f, "{name:?} is not a swap area of this run; it has {}", names.join(", "))
-            }
-            AreaError::Ambiguous(name) => {
-                write!(
-                    f,
-                    "several swap areas are called {name:?}; name one by its number, as swaptide \
-                    ctl devices shows it"
-                )
-            }
-            AreaError::Leaving(name) => write!(f, "{name:?} is already being removed"),
-            AreaError::NoRoom { name, left } => write!(
-                f,
-                "{name:?} stays: {} of it do not fit on the other swap areas; add one with \
-                    swapon, or end programs",
-                human(*left)
-            ),
-            AreaError::Stuck { name, left, holders } => {
-                let holders: Vec<String> = holders.iter().map(u32::to_string).collect();
-                write!(
-                    f,
-                    "{name:?} stays: {} of it are held by processes that do not move them ({}): \
-                    stopped ones, or pages that cannot be read",
-                    human(*left),
-                    holders.join(", ")
-                )
-            }
-        }
-    }
-}
-
-impl std::error::Error for AreaError {}
 
 impl From<DeviceError> for AreaError {
     fn from(error: DeviceError) -> Self {
@@ -546,6 +522,14 @@ fn punch(file: &File, offset: u64) {
         let _ = unsafe {
             libc::ioctl(std::os::fd::AsRawFd::as_raw_fd(file), BLKDISCARD, range.as_ptr())
         };
+    }
+}
+
+fn no_such_area(names: &[String]) -> String {
+    if names.is_empty() {
+        ": the run has no swap area".to_owned()
+    } else {
+        format!(" is not a swap area of this run; it has {}", names.join(", "))
     }
 }
 

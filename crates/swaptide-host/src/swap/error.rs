@@ -1,6 +1,5 @@
 //! Why a device is none, or cannot be had, in one line each.
 
-use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
@@ -8,6 +7,7 @@ use swaptide_ipc::MAX_AREAS;
 use swaptide_store::codec::{Choice, Level};
 
 use swaptide_ipc::{EXTENT_BYTES, MAX_EXTENTS};
+use thiserror::Error;
 
 use crate::nbd::NbdError;
 use crate::nbd::url::UrlError;
@@ -21,62 +21,119 @@ pub const MAX_FILE_BYTES: u64 = MAX_EXTENTS as u64 * EXTENT_BYTES;
 pub const CIPHER: &str = "aes-256-gcm";
 
 /// Why devices cannot be had.
-#[derive(Debug)]
+#[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DeviceError {
     /// Not the grammar.
+    #[error(
+        "{0:?} is not a device; write zram:SIZE, file:PATH[:SIZE], /dev/BLOCK or \
+        nbd://HOST/EXPORT"
+    )]
     Syntax(String),
     /// The size in it is none.
+    #[error("{0:?}: {1}")]
     Size(String, SizeError),
     /// The priority in it is none.
+    #[error("{0:?}: expected prio=N after the comma, N from -1 to 32767")]
     Priority(String),
     /// The codec in it is none.
+    #[error(
+        "{0:?}: there is no codec {1:?}; use {list}",
+        list = Choice::ALL.map(Choice::name).join(", ")
+    )]
     Codec(String, String),
     /// The level of zstd in it is none.
+    #[error("{0:?}: there is no level {1:?} of zstd; use 1 to {most}", most = Level::MAX.get())]
     Level(String, String),
     /// A level, and no zstd.
+    #[error("{0:?}: level= needs a codec with zstd")]
     LevelOfNone(String),
     /// No option of compressed memory, or no value of it.
+    #[error(
+        "{0:?}: {1:?} is no option of zram; those are codec=NAME, level=N, \
+        max_pool_percent=N, accept_threshold_percent=N (N from 1 \
+        to 100) and, last, prio=N"
+    )]
     Option(String, String),
     /// The cipher in it is none.
+    #[error("{0:?}: there is no cipher {1:?}; use {CIPHER} or none")]
     Cipher(String, String),
     /// Compressed memory has no cipher.
+    #[error("{0:?}: cipher= is for swap areas; compressed memory is not encrypted")]
     CipherOfZram(String),
     /// A disk turns or does not; servers and compressed memory have no say.
+    #[error(
+        "{0:?}: expected rotational=yes or rotational=no, for a file or a \
+        block device"
+    )]
     Rotational(String),
     /// Only compressed memory has a codec.
+    #[error("{0:?}: codec= is for zram; pages go to a file as zram packs them")]
     CodecOfFile(String),
     /// The mirror that is asked for.
+    #[error("{0:?}: no mirror: {1}")]
     Mirror(String, String),
     /// The URL of an export is none.
+    #[error("{0}")]
     Url(UrlError),
     /// The export cannot be used.
+    #[error("{0}")]
     Nbd(NbdError),
     /// An export that is not empty.
+    #[error(
+        "{0}: the export does not begin with zeros, so it may hold data; give an \
+        empty one"
+    )]
     NotEmpty(String),
     /// Smaller than is of use.
+    #[error("{0:?} is too small; the minimum is {size}", size = human(*.1))]
     TooSmall(String, u64),
     /// Larger than can be addressed.
+    #[error("{0:?} is too large; the maximum is {size}", size = human(MAX_FILE_BYTES))]
     TooLarge(String),
     /// A device whose settings are others than those it has.
+    #[error(
+        "{0} is in use, so its settings cannot change; remove it from the list, \
+        reload, and add it again (zram: only at the start)"
+    )]
     Unchangeable(String),
     /// Two of a kind.
+    #[error("more than one {0} device; give one")]
     Twice(&'static str),
     /// More than can be had.
+    #[error("more than {MAX_AREAS} files and block devices; give fewer")]
     TooMany,
     /// Something is asked to come before compressed memory.
+    #[error("{0:?} has a higher priority than zram; compressed memory always comes first")]
     Order(String),
     /// A block device that cannot be used.
+    #[error("{}: {}", .0.display(), unusable_block(.1))]
     Block(PathBuf, io::Error),
     /// A block device without the mark of swap space.
+    #[error(
+        "{path}: is not marked as swap space; if nothing on it is needed: mkswap {path}",
+        path = .0.display()
+    )]
     NoMark(PathBuf),
     /// What was named is no block device.
+    #[error("{}: is not a block device; write file:PATH[:SIZE] for a swap file", .0.display())]
     NotBlock(PathBuf),
     /// The file exists already.
+    #[error(
+        "file:{}: exists already; name a directory, or a file that does not exist",
+        .0.display()
+    )]
     Exists(PathBuf),
     /// The file cannot be made.
+    #[error("file:{path}: cannot create a swap file there: {1}", path = .0.display())]
     Create(PathBuf, io::Error),
     /// The file system has less room than that.
+    #[error(
+        "file:{}: too small: {} free, {} needed",
+        .place.display(),
+        human(*.free),
+        human(*.asked)
+    )]
     NoRoom {
         /// Where.
         place: PathBuf,
@@ -87,138 +144,10 @@ pub enum DeviceError {
     },
 }
 
-impl fmt::Display for DeviceError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            DeviceError::Syntax(text) => {
-                write!(
-                    f,
-                    "{text:?} is not a device; write zram:SIZE, file:PATH[:SIZE], /dev/BLOCK or \
-                    nbd://HOST/EXPORT"
-                )
-            }
-            DeviceError::Size(text, error) => write!(f, "{text:?}: {error}"),
-            DeviceError::Priority(text) => {
-                write!(f, "{text:?}: expected prio=N after the comma, N from -1 to 32767")
-            }
-            DeviceError::Codec(text, name) => {
-                write!(
-                    f,
-                    "{text:?}: there is no codec {name:?}; use {}",
-                    Choice::ALL.map(Choice::name).join(", ")
-                )
-            }
-            DeviceError::Level(text, level) => {
-                write!(
-                    f,
-                    "{text:?}: there is no level {level:?} of zstd; use 1 to {}",
-                    Level::MAX.get()
-                )
-            }
-            DeviceError::LevelOfNone(text) => {
-                write!(f, "{text:?}: level= needs a codec with zstd")
-            }
-            DeviceError::Cipher(text, name) => {
-                write!(f, "{text:?}: there is no cipher {name:?}; use {CIPHER} or none")
-            }
-            DeviceError::CipherOfZram(text) => {
-                write!(f, "{text:?}: cipher= is for swap areas; compressed memory is not encrypted")
-            }
-            DeviceError::Rotational(text) => {
-                write!(
-                    f,
-                    "{text:?}: expected rotational=yes or rotational=no, for a file or a \
-                    block device"
-                )
-            }
-            DeviceError::Option(text, option) => {
-                write!(
-                    f,
-                    "{text:?}: {option:?} is no option of zram; those are codec=NAME, level=N, \
-                    max_pool_percent=N, accept_threshold_percent=N (N from 1 \
-                     to 100) and, last, prio=N"
-                )
-            }
-            DeviceError::CodecOfFile(text) => {
-                write!(f, "{text:?}: codec= is for zram; pages go to a file as zram packs them")
-            }
-            DeviceError::Mirror(text, why) => write!(f, "{text:?}: no mirror: {why}"),
-            DeviceError::Url(error) => write!(f, "{error}"),
-            DeviceError::Nbd(error) => write!(f, "{error}"),
-            DeviceError::NotEmpty(url) => {
-                write!(
-                    f,
-                    "{url}: the export does not begin with zeros, so it may hold data; give an \
-                        empty one"
-                )
-            }
-            DeviceError::TooSmall(text, least) => {
-                write!(f, "{text:?} is too small; the minimum is {}", human(*least))
-            }
-            DeviceError::TooLarge(text) => {
-                write!(f, "{text:?} is too large; the maximum is {}", human(MAX_FILE_BYTES))
-            }
-            DeviceError::Unchangeable(name) => write!(
-                f,
-                "{name} is in use, so its settings cannot change; remove it from the list, \
-                    reload, and add it again (zram: only at the start)"
-            ),
-            DeviceError::Twice(kind) => write!(f, "more than one {kind} device; give one"),
-            DeviceError::TooMany => {
-                write!(f, "more than {MAX_AREAS} files and block devices; give fewer")
-            }
-            DeviceError::Order(name) => {
-                write!(
-                    f,
-                    "{name:?} has a higher priority than zram; compressed memory always comes first"
-                )
-            }
-            DeviceError::Block(path, error) if error.raw_os_error() == Some(libc::EBUSY) => {
-                write!(
-                    f,
-                    "{}: in use: mounted, or swap space of the kernel's or of another run",
-                    path.display()
-                )
-            }
-            DeviceError::Block(path, error) => {
-                write!(f, "{}: cannot be used: {error}", path.display())
-            }
-            DeviceError::NoMark(path) => {
-                write!(
-                    f,
-                    "{0}: is not marked as swap space; if nothing on it is needed: mkswap \
-                    {0}",
-                    path.display()
-                )
-            }
-            DeviceError::NotBlock(path) => {
-                write!(
-                    f,
-                    "{}: is not a block device; write file:PATH[:SIZE] for a swap file",
-                    path.display()
-                )
-            }
-            DeviceError::Exists(path) => {
-                write!(
-                    f,
-                    "file:{}: exists already; name a directory, or a file that does not exist",
-                    path.display()
-                )
-            }
-            DeviceError::Create(path, error) => {
-                write!(f, "file:{}: cannot create a swap file there: {error}", path.display())
-            }
-            DeviceError::NoRoom { place, free, asked } => {
-                write!(
-                    f,
-                    "file:{}: too small: {} free, {} needed",
-                    place.display(),
-                    human(*free),
-                    human(*asked)
-                )
-            }
-        }
+fn unusable_block(error: &io::Error) -> String {
+    if error.raw_os_error() == Some(libc::EBUSY) {
+        "in use: mounted, or swap space of the kernel's or of another run".to_owned()
+    } else {
+        format!("cannot be used: {error}")
     }
 }
-
-impl std::error::Error for DeviceError {}
