@@ -133,6 +133,26 @@ pub struct Mm {
     pub grace: Grace,
 }
 
+/// What the process knows of memory that its children are not to have. Neither is taken back: each
+/// process looks for what was advised before once, and acts on what it found for the rest of its
+/// life.
+#[derive(Default)]
+pub(crate) struct KnownApart {
+    /// The address space was searched.
+    pub(crate) is_sought: AtomicBool,
+    /// There was some.
+    pub(crate) is_found: AtomicBool,
+}
+
+/// Swap space that took nothing.
+#[derive(Default)]
+struct SwapFull {
+    /// Pages could not be stored anywhere: told once.
+    is_told: AtomicBool,
+    /// Until then nothing is written to the swap file: it took nothing a moment ago.
+    file_rests_until: AtomicU64,
+}
+
 /// See the module's description.
 pub struct Engine {
     /// The memory lock: first in the lock order.
@@ -173,11 +193,8 @@ pub struct Engine {
     pub retired: AtomicBool,
     /// The program has had guard pages (see [`crate::fault::install`]).
     pub guarded: AtomicBool,
-    /// Memory that children are not to have was looked for, and was found
-    /// (see [`crate::vma::apart`]).
-    pub apart_sought: AtomicBool,
-    /// See `apart_sought`.
-    pub apart_found: AtomicBool,
+    /// What is known of memory that children are not to have (see [`crate::vma::apart`]).
+    pub(crate) apart: KnownApart,
     /// The CPU that workers keep away from (see [`crate::sched::handler_cpu`]).
     pub handler_cpu: AtomicU32,
     /// Raised when the handler begins to wait for messages and when it continues: odd while it
@@ -187,10 +204,7 @@ pub struct Engine {
     /// given up. Changed under the memory lock; who stores a batch may look without it, to spare
     /// work.
     pub cancelled: Box<[AtomicU64]>,
-    /// Pages could not be stored anywhere: told once.
-    pub swap_full: AtomicBool,
-    /// Until then nothing is written to the swap file: it took nothing a moment ago.
-    file_rests_until: AtomicU64,
+    swap_full: SwapFull,
     /// How pages are compressed.
     pub scheme: Scheme,
     /// Where this process's children write which way they went ([`crate::readahead::history`]).
@@ -284,13 +298,11 @@ impl Engine {
             handler_tid: AtomicU32::new(0),
             retired: AtomicBool::new(false),
             guarded: AtomicBool::new(false),
-            apart_sought: AtomicBool::new(false),
-            apart_found: AtomicBool::new(false),
+            apart: KnownApart::default(),
             handler_cpu: AtomicU32::new(crate::sched::handler_cpu::NO_CPU),
             turns: AtomicU32::new(0),
             cancelled: (0..frames.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
-            swap_full: AtomicBool::new(false),
-            file_rests_until: AtomicU64::new(0),
+            swap_full: SwapFull::default(),
             childrens_book: Lock::new(None),
             pool_populated: AtomicU64::new(0),
             scheme: Scheme::from_number(header.pool_codec.load(Relaxed)),
@@ -432,7 +444,7 @@ impl Engine {
 
     /// Something had no place on a device; the first time it is logged.
     pub(crate) fn report_swap_full(&self, what: &str) {
-        if !self.swap_full.swap(true, Relaxed) {
+        if !self.swap_full.is_told.swap(true, Relaxed) {
             (self.start.log)(what);
         }
         self.count(Counter::SwapFull, 1);
@@ -497,7 +509,8 @@ impl Engine {
     /// Notes that the swap file takes nothing. Asking it again and again would cost more than what
     /// is to be had.
     pub(crate) fn rest_file(&self) {
-        self.file_rests_until
+        self.swap_full
+            .file_rests_until
             .store(now().0.saturating_add(FILE_FULL_BACKOFF.as_nanos() as u64), Relaxed);
     }
 
@@ -507,7 +520,7 @@ impl Engine {
         if self.slot().no_writeback.load(Relaxed) != 0 {
             return true;
         }
-        let until = self.file_rests_until.load(Relaxed);
+        let until = self.swap_full.file_rests_until.load(Relaxed);
         until != 0 && now().0 < until
     }
 

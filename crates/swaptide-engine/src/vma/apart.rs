@@ -58,14 +58,14 @@ impl Apart {
         if !self.is_early {
             self.took = Duration::ZERO;
         }
-        if !engine.apart_sought.swap(true, Relaxed) {
+        if !engine.apart.is_sought.swap(true, Relaxed) {
             self.look_everywhere(engine, buf);
         }
     }
 
     /// Whether there may be such memory.
     pub(crate) fn matters(engine: &Engine) -> bool {
-        engine.apart_found.load(Relaxed) || (engine.start.keeps_apart)()
+        engine.apart.is_found.load(Relaxed) || (engine.start.keeps_apart)()
     }
 
     /// Whether something of a range is apart, or is to be taken for it now, before it is armed.
@@ -141,7 +141,7 @@ impl Apart {
                 self.known.insert(range);
                 // What may be dropped is no memory that a userfaultfd can have.
                 if advised.wiped && !advised.droppable {
-                    engine.apart_found.store(true, Relaxed);
+                    engine.apart.is_found.store(true, Relaxed);
                 }
             }
             true
