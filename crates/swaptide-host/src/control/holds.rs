@@ -65,18 +65,18 @@ struct Hold {
 /// See the module's description.
 #[derive(Default)]
 pub struct Holds {
-    list: Arc<List>,
+    list: Arc<HoldList>,
     /// Wakes the thread; `None` where there can be none.
     wake: OnceLock<Option<Conn>>,
 }
 
 #[derive(Default)]
-struct List {
+struct HoldList {
     holds: Mutex<Vec<Hold>>,
     orphans: Orphans,
 }
 
-impl List {
+impl HoldList {
     fn holds(&self) -> MutexGuard<'_, Vec<Hold>> {
         self.holds.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -120,7 +120,7 @@ fn most() -> usize {
 }
 
 /// The thread.
-fn look_after(list: &List, woken: &Conn) {
+fn look_after(list: &HoldList, woken: &Conn) {
     loop {
         let holds = list.holds();
         let mut polls: Vec<libc::pollfd> = std::iter::once(woken.as_fd())

@@ -64,7 +64,7 @@ impl Peer {
     }
 
     /// Whether it has not ended.
-    pub fn lives(&self) -> bool {
+    pub(crate) fn lives(&self) -> bool {
         poll_readable(&[self.pidfd.as_fd()], Some(Duration::ZERO)) == Ok(0)
     }
 
