@@ -16,25 +16,28 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use swaptide_core::Tiers;
-use swaptide_ipc::Header;
 use swaptide_sys::sock::peer_of;
 use thiserror::Error;
 
-use crate::cgroup::tree::{GroupPath, GroupView};
+use crate::cgroup::tree::GroupView;
 use crate::control::agent_api::Users;
-use crate::memctl::controller::{self, MemoryController, ReclaimOutcome};
+use crate::memctl::controller::{self, MemoryController};
 use crate::report::totals::{Totals, View};
 use crate::swap::areas::{AreaError, AreaView, Areas};
 use crate::swap::circular;
 use crate::swap::mirror;
 use crate::swap::spec;
 use crate::units::comma_list;
+
+mod requests;
+
+pub(crate) use self::requests::ending;
+use self::requests::{answer_reclaim, change_readahead, detach, group, owned, preload, tiers};
 
 /// A client sends its line at once, and the server answers at once; neither is waited for
 /// longer.
@@ -452,255 +455,6 @@ impl RequestHandler<'_> {
     }
 }
 
-/// What [`Question::Readahead`] knows: `page-cluster` as `swaptide run --page-cluster` takes it,
-/// and the largest order of a swap-in, each a power of two of pages from 0 to 9, or `default`.
-const READAHEAD: [&str; 2] = ["page-cluster", "largest-order"];
-
-fn change_readahead(
-    header: &Header,
-    set: &[(String, String)],
-) -> Result<Vec<(String, String)>, String> {
-    let words = [&header.page_cluster_plus, &header.largest_order_plus];
-    let mut changes = Vec::new();
-    for (key, value) in set {
-        let at = READAHEAD.iter().position(|known| known == key);
-        let word = words
-            [at.ok_or_else(|| format!("there is no {key:?}; there are {}", READAHEAD.join(", ")))?];
-        let plus = match (value.as_str(), value.parse::<u32>()) {
-            ("default", _) => 0,
-            (_, Ok(order @ 0..=9)) => order + 1,
-            _ => {
-                return Err(format!(
-                    "{key}: {value:?} is neither a number from 0 to 9 nor \"default\""
-                ));
-            }
-        };
-        changes.push((word, plus));
-    }
-    changes.into_iter().for_each(|(word, plus)| word.store(plus, Relaxed));
-    let shown = |word: &AtomicU32| {
-        word.load(Relaxed)
-            .checked_sub(1)
-            .map_or_else(|| "default".to_owned(), |order| order.to_string())
-    };
-    Ok(READAHEAD.iter().zip(words).map(|(key, word)| ((*key).to_owned(), shown(word))).collect())
-}
-
-/// A group, for a client that may see and change it.
-fn owned(
-    keeper: &mut MemoryController,
-    path: &str,
-    uid: u32,
-    all: bool,
-) -> Result<GroupPath, String> {
-    let path = GroupPath::parse(path).map_err(|error| error.to_string())?;
-    if all || keeper.groups().is_owned(&path, uid) {
-        return Ok(path);
-    }
-    Err(format!("{path}: not a group of this user"))
-}
-
-pub(crate) fn ending() -> Answer {
-    Answer::Error("the supervisor is shutting down".into())
-}
-
-fn tiers(keeper: &mut MemoryController, text: Option<&str>) -> Answer {
-    match text.map_or(Ok(()), |text| keeper.groups().set_tiers(text)) {
-        Ok(()) => Answer::Tiers(TiersView::of(keeper.groups().tiers())),
-        Err(error) => Answer::Error(error.to_string()),
-    }
-}
-
-fn group(
-    keeper: &mut MemoryController,
-    path: &str,
-    set: &[(String, String)],
-    uid: u32,
-    all: bool,
-) -> Answer {
-    // Without rights over all, the root is where one's own groups are.
-    if !all && path == "/" && set.is_empty() {
-        let views = keeper.group_views(&GroupPath::root()).unwrap_or_default();
-        let own = |view: &GroupView| {
-            GroupPath::parse(&view.path).is_ok_and(|path| keeper.groups().is_owned(&path, uid))
-        };
-        return Answer::Groups(views.into_iter().filter(own).collect());
-    }
-    let set = owned(keeper, path, uid, all).and_then(|path| set_group(keeper, path, set, uid, all));
-    match set.and_then(|path| keeper.group_views(&path).map_err(|error| error.to_string())) {
-        Ok(views) => Answer::Groups(views),
-        Err(error) => Answer::Error(error),
-    }
-}
-
-/// Carries out settings, all or none; a group that was made for one that is refused goes again.
-fn set_group(
-    keeper: &mut MemoryController,
-    path: GroupPath,
-    set: &[(String, String)],
-    uid: u32,
-    all: bool,
-) -> Result<GroupPath, String> {
-    if set.is_empty() {
-        return Ok(path);
-    }
-    let (moves, settings): (Vec<_>, Vec<_>) = set.iter().partition(|(key, _)| key == "processes");
-    let number = |text: &str| {
-        text.parse::<u32>().map_err(|_| format!("{path}: processes: {text:?} is not a process id"))
-    };
-    let pids =
-        moves.iter().map(|(_, value)| number(value)).collect::<Result<Vec<u32>, String>>()?;
-    if let Some(stranger) =
-        pids.iter().find(|pid| !keeper.keeps(**pid) || !all && keeper.owner_of(**pid) != Some(uid))
-    {
-        return Err(format!(
-            "{path}: processes: {stranger} is not a process of this run; see swaptide ctl stats"
-        ));
-    }
-    let before: Vec<GroupPath> =
-        keeper.groups().iter().map(|(_, group)| group.path.clone()).collect();
-    let index = keeper.groups().ensure(&path, uid).map_err(|error| error.to_string())?;
-    let pairs = settings.iter().map(|(key, value)| (key.as_str(), value.as_str()));
-    if let Err(error) = keeper.groups().set(index, pairs) {
-        let mut made: Vec<GroupPath> =
-            keeper.groups().iter().map(|(_, group)| group.path.clone()).collect();
-        made.retain(|path| !before.contains(path));
-        // The deepest first; nobody is in them yet.
-        made.sort_by_key(|path| std::cmp::Reverse(path.depth()));
-        made.iter().for_each(|path| drop(keeper.groups().remove(path)));
-        return Err(error.to_string());
-    }
-    pids.into_iter().for_each(|pid| keeper.move_process(pid, index));
-    Ok(path)
-}
-
-/// Takes memory from a group, for now or for good. Waits until it is done: the keeper tells when
-/// nothing more goes out.
-fn answer_reclaim(
-    keeper: &mpsc::Sender<controller::ControllerRequest>,
-    path: String,
-    bytes: u64,
-    freeze: bool,
-    uid: u32,
-    all: bool,
-) -> Answer {
-    let (done, result) = mpsc::channel();
-    let begun = controller::ask(keeper, move |keeper| {
-        let path = owned(keeper, &path, uid, all)?;
-        let index = keeper.groups().find(&path).map_err(|error| error.to_string())?;
-        if freeze {
-            keeper.freeze(index, true);
-        }
-        keeper.reclaim(index, bytes, done);
-        Ok::<(), String>(())
-    });
-    match begun {
-        None => ending(),
-        Some(Err(error)) => Answer::Error(error),
-        Some(Ok(())) => match result.recv() {
-            Ok(ReclaimOutcome { bytes, enough }) => {
-                Answer::Reclaimed { bytes, enough: enough || freeze }
-            }
-            Err(_) => ending(),
-        },
-    }
-}
-
-/// Brings a group back. Waits until its processes have all that there is room for, or bring in
-/// nothing more.
-fn preload(
-    keeper: &mpsc::Sender<controller::ControllerRequest>,
-    path: String,
-    uid: u32,
-    all: bool,
-) -> Answer {
-    let thaw = move |keeper: &mut MemoryController| {
-        let path = owned(keeper, &path, uid, all)?;
-        let index = keeper.groups().find(&path).map_err(|error| error.to_string())?;
-        keeper.freeze(index, false);
-        keeper.preload(index);
-        Ok::<_, String>((index, keeper.groups().usage(index)))
-    };
-    let (index, before) = match controller::ask(keeper, thaw) {
-        None => return ending(),
-        Some(Err(error)) => return Answer::Error(error),
-        Some(Ok(begun)) => begun,
-    };
-    let (mut least, mut since) = (u64::MAX, Instant::now());
-    loop {
-        let give_up = since.elapsed() > REQUEST_TIMEOUT;
-        let look = controller::ask(keeper, move |keeper| {
-            (keeper.preloading(index, give_up), keeper.groups().usage(index))
-        });
-        let Some((busy, usage)) = look else { return ending() };
-        if busy == 0 || give_up {
-            let bytes = before.swapped.saturating_sub(usage.swapped);
-            return Answer::Reclaimed { bytes, enough: busy == 0 };
-        }
-        if usage.swapped < least {
-            (least, since) = (usage.swapped, Instant::now());
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
-
-/// Lets processes go. Waits until it is done, tells how much is still out, and gives it up where
-/// nothing comes back any more.
-fn detach(
-    keeper: &mpsc::Sender<controller::ControllerRequest>,
-    pid: u32,
-    uid: u32,
-    all: bool,
-    client: &UnixStream,
-) -> Answer {
-    let begin = move |keeper: &mut MemoryController| {
-        if !keeper.keeps(pid) && keeper.run_of(pid).is_none()
-            || !all && keeper.owner_of(pid) != Some(uid)
-        {
-            return Err(format!(
-                "detach: {pid} is not a process of this run; see swaptide ctl stats"
-            ));
-        }
-        let pids = keeper.detachable(pid);
-        keeper.detach(&pids).map(|()| pids)
-    };
-    let pids = match controller::ask(keeper, begin) {
-        None => return ending(),
-        Some(Err(why)) => return Answer::Error(why),
-        Some(Ok(pids)) => Arc::new(pids),
-    };
-    let (mut least, mut since) = ((usize::MAX, u64::MAX), Instant::now());
-    loop {
-        let asked = Arc::clone(&pids);
-        let Some(now) = controller::ask(keeper, move |keeper| keeper.detaching(&asked)) else {
-            return ending();
-        };
-        if now.processes == 0 {
-            return Answer::Done;
-        }
-        if (now.processes, now.out) < least {
-            (least, since) = ((now.processes, now.out), Instant::now());
-        }
-        if now.short || since.elapsed() > 5 * REQUEST_TIMEOUT {
-            let asked = Arc::clone(&pids);
-            let _ = controller::ask(keeper, move |keeper| keeper.keep_after_all(&asked));
-            let why = if now.short { "memory ran short" } else { "no more pages came in" };
-            return Answer::Error(format!(
-                "detach: {why} with {} still out: {} go on as before",
-                crate::units::human(now.out),
-                if now.processes == 1 {
-                    "the process".into()
-                } else {
-                    format!("{} processes", now.processes)
-                }
-            ));
-        }
-        // The client may have gone; the work continues all the same.
-        let _ = send_answer(client, &Answer::Left(now.out));
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
-
 /// A stream of which a read waits no longer than told.
 pub(crate) trait ReadWithin: Read {
     /// Bounds the reads from here on.
@@ -761,61 +515,4 @@ fn done(result: Result<(), AreaError>) -> Answer {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn questions_are_a_line_of_json() {
-        assert_eq!(serde_json::to_string(&Question::Stats).expect("JSON"), "\"stats\"");
-        assert_eq!(
-            serde_json::to_string(&Question::Swapoff("file:/tmp".into())).expect("JSON"),
-            "{\"swapoff\":\"file:/tmp\"}"
-        );
-        assert!(serde_json::from_str::<Question>("\"swapoff everything\"").is_err());
-    }
-
-    #[test]
-    fn a_client_that_sends_a_byte_now_and_then_is_not_waited_for() {
-        let (slow, client) = UnixStream::pair().expect("a pair");
-        let sender = std::thread::spawn(move || {
-            while (&slow).write_all(b"x").is_ok() {
-                std::thread::sleep(REQUEST_TIMEOUT / 8);
-            }
-        });
-        let began = Instant::now();
-        let error = read_line(&client).expect_err("no end");
-        assert!(matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock));
-        assert!(began.elapsed() < 3 * REQUEST_TIMEOUT, "{:?}", began.elapsed());
-        drop(client);
-        sender.join().expect("it sends no more");
-        let (client, other) = UnixStream::pair().expect("a pair");
-        (&client).write_all(b"a line\nand more").expect("write");
-        assert_eq!(read_line(&other).expect("whole"), b"a line");
-    }
-
-    #[test]
-    fn readahead_is_changed_whole_or_not_at_all() {
-        let segment = crate::testing::segment();
-        let pairs = |set: &[(&str, &str)]| -> Vec<(String, String)> {
-            set.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect()
-        };
-        let change = |set: &[(&str, &str)]| change_readahead(&segment.header, &pairs(set));
-        assert_eq!(
-            change(&[]),
-            Ok(pairs(&[("page-cluster", "default"), ("largest-order", "default")]))
-        );
-        assert_eq!(
-            change(&[("largest-order", "0"), ("page-cluster", "9")]),
-            Ok(pairs(&[("page-cluster", "9"), ("largest-order", "0")]))
-        );
-        for wrong in
-            [("page-cluster", "10"), ("page-cluster", ""), ("window", "3"), ("largest-order", "-1")]
-        {
-            assert!(change(&[("largest-order", "4"), wrong]).is_err(), "{wrong:?}");
-        }
-        assert_eq!(
-            change(&[("page-cluster", "default")]),
-            Ok(pairs(&[("page-cluster", "default"), ("largest-order", "0")]))
-        );
-    }
-}
+mod tests;

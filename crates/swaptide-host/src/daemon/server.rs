@@ -141,7 +141,7 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
         state.restore_runs(&mut keeper, segment, segment_id);
     }
     segment.header.supervisor.store(std::process::id(), Relaxed);
-    crate::run::supervise::raise_descriptor_limit();
+    crate::run::descriptors::raise_descriptor_limit();
     let (sender, requests) = mpsc::channel();
     let thread =
         std::thread::Builder::new().name("keeper".into()).spawn(move || keeper.run(requests));
@@ -203,7 +203,7 @@ fn set_up(
     crate::swap::mirror::resolve_all(&mut devices, &tiers).map_err(DaemonError::Device)?;
     let space = spec::open(&devices, budget).map_err(DaemonError::Device)?;
     let (pool_cap, codec) = (space.pool_cap, space.codec.number());
-    crate::run::supervise::set_up_header(segment, budget, &space)
+    crate::run::segment::set_up_header(segment, budget, &space)
         .map_err(|error| DaemonError::System("shared segment", error))?;
     for backing in space.beyond {
         areas.add(backing).map_err(DaemonError::Area)?;

@@ -1,8 +1,13 @@
 //! A run from its first check to its exit status.
 
 pub mod agent;
+mod channel;
+pub(crate) mod descriptors;
 pub mod doctor;
 pub(crate) mod ending;
 pub(crate) mod error;
+mod launcher;
+pub(crate) mod segment;
 pub mod supervise;
+mod supervisor;
 pub mod target;

@@ -11,9 +11,12 @@ use crate::codec::{Choice, Compressor, PackedKind};
 
 mod ahead;
 mod far;
+mod forks;
+mod full;
 mod late;
 mod leaving;
 mod mirror;
+mod placing;
 mod plain;
 mod real;
 
@@ -574,34 +577,6 @@ fn an_empty_extent_is_punched_and_released() {
 }
 
 #[test]
-fn packed_pages_lie_close_together() {
-    let (disk, source) = (Disk::default(), Source::new(8));
-    let device = device(&disk, &source);
-    let pages: Vec<_> = (0..2000).map(|slot| (slot, slot)).collect();
-    for batch in pages.chunks(250) {
-        write(&device, batch).unwrap();
-    }
-    let stats = device.stats();
-    assert_eq!(disk.0.lock().unwrap().pages.len() as u64 * 4096, stats.block_bytes);
-    // At most a block is left over per batch, and one per extent.
-    assert!(
-        stats.block_bytes - stats.stored_bytes <= (8 + stats.extents as u64) * 4096,
-        "{stats:?}"
-    );
-    assert!(stats.stored_bytes < 2000 * 4096 / 2, "{stats:?}");
-    assert!(stats.metadata_bytes < 2000 * 32 + 20_000, "{stats:?}");
-    // Alone, in any order, and all at once.
-    for slot in [0, 1999, 250, 249, 1000] {
-        assert!(*read(&device, &[slot]).unwrap()[0] == *page_of(slot));
-    }
-    let all: Vec<u32> = (0..2000).rev().chain([5, 5, 1777, 0]).collect();
-    for (page, slot) in read(&device, &all).unwrap().iter().zip(&all) {
-        assert!(**page == *page_of(*slot), "slot {slot}");
-    }
-    check(&device);
-}
-
-#[test]
 fn a_page_that_was_read_is_known_again() {
     let (disk, source) = (Disk::default(), Source::new(8));
     let device = device(&disk, &source);
@@ -627,22 +602,6 @@ fn a_page_that_was_read_is_known_again() {
 }
 
 #[test]
-fn many_short_pages_share_a_block() {
-    // More than a block's counter can count.
-    let (disk, source) = (Disk::default(), Source::new(2));
-    let device = device(&disk, &source);
-    let pages: Vec<_> = (0..2000).map(|slot| (slot, slot * 8 + 1)).collect();
-    write(&device, &pages).unwrap();
-    assert_eq!(disk.0.lock().unwrap().pages.len(), 2000usize.div_ceil(255));
-    for (page, (_, seed)) in
-        read(&device, &(0..2000).collect::<Vec<_>>()).unwrap().iter().zip(&pages)
-    {
-        assert!(**page == *page_of(*seed));
-    }
-    check(&device);
-}
-
-#[test]
 fn bytes_that_are_no_page_are_an_error() {
     let (disk, source) = (Disk::default(), Source::new(2));
     let device = device(&disk, &source);
@@ -651,22 +610,6 @@ fn bytes_that_are_no_page_are_an_error() {
         read(&device, &[4]),
         Err(ReadError { slot: Slot(4), kind: ReadErrorKind::Unpacking })
     );
-}
-
-#[test]
-fn sparse_extents_are_filled_again() {
-    let (disk, source) = (Disk::default(), Source::new(100));
-    let device = device(&disk, &source);
-    write_raw(&device, &(0..2000).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
-    assert_eq!(source.held(), 4);
-    // One page in eight stays, in every extent.
-    (0..2000).filter(|slot| slot % 8 != 0).for_each(|slot| assert!(device.free(Slot(slot))));
-    write_raw(&device, &(3000..4500).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
-    assert_eq!(source.held(), 4, "no further extent was needed");
-    for slot in (0..2000).step_by(8).chain(3000..4500) {
-        assert!(*read(&device, &[slot]).unwrap()[0] == *raw_page(slot));
-    }
-    check(&device);
 }
 
 #[test]
@@ -713,30 +656,6 @@ fn a_place_that_fails_is_not_the_whole_device_but_one_that_is_full_is() {
     }
 }
 
-/// What two extents hold.
-const TWO_FULL: u32 = 1024 - extents::RESERVE_BLOCKS as u32;
-
-#[test]
-fn a_full_file_is_an_error_and_its_free_pages_are_used() {
-    let (disk, source) = (Disk::default(), Source::new(2));
-    let device = device(&disk, &source);
-    let all: Vec<_> = (0..TWO_FULL).map(|slot| (slot, slot)).collect();
-    write_raw(&device, &all).unwrap();
-    assert_eq!(
-        write_raw(&device, &[(2000, 1)]),
-        Err(WriteError { slot: Slot(2000), errno: Errno::NOSPC })
-    );
-    // Half an extent is not sparse, but the only room there is.
-    (0..256).for_each(|slot| assert!(device.free(Slot(slot))));
-    let more: Vec<_> = (2000..2256).map(|slot| (slot, slot)).collect();
-    write_raw(&device, &more).unwrap();
-    assert!(write_raw(&device, &[(3000, 1)]).is_err());
-    for slot in (256..TWO_FULL).chain(2000..2256) {
-        assert!(*read(&device, &[slot]).unwrap()[0] == *raw_page(slot));
-    }
-    check(&device);
-}
-
 /// A device whose file cannot grow and whose every block is in use, though of three pages only one
 /// is left; and the slots left.
 fn full_of_garbage(disk: &Disk, source: &Source) -> (FileDevice, Vec<(u32, u32)>) {
@@ -761,74 +680,6 @@ struct Stops<'a>(&'a std::sync::atomic::AtomicBool);
 impl Drop for Stops<'_> {
     fn drop(&mut self) {
         self.0.store(true, std::sync::atomic::Ordering::Relaxed);
-    }
-}
-
-#[test]
-fn a_file_full_of_garbage_is_cleaned() {
-    let (disk, source) = (Disk::default(), Source::new(1));
-    let (device, mut left) = full_of_garbage(&disk, &source);
-    // A reader meanwhile: what it wants moves under its hands.
-    let stop = std::sync::atomic::AtomicBool::new(false);
-    let fixed = left.clone();
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
-                for (slot, seed) in &fixed {
-                    assert!(*read(&device, &[*slot]).unwrap()[0] == *page_of(*seed));
-                }
-            }
-        });
-        // Also when an assertion below fails.
-        let _stops = Stops(&stop);
-        let mut slot = 10_000;
-        for _ in 0..40 {
-            let new: Vec<_> = (slot..slot + 60).map(|slot| (slot, slot * 8 + 3)).collect();
-            slot += 60;
-            write(&device, &new).unwrap();
-            check(&device);
-            left.extend(&new);
-            // Of what is new, two in three go again, the oldest first.
-            let old: Vec<_> = left
-                .extract_if(.., |(slot, _)| *slot >= 10_000 && *slot % 3 != 0)
-                .take(45)
-                .collect();
-            old.iter().for_each(|(slot, _)| assert!(device.free(Slot(*slot))));
-            if device.stats().stored_bytes > 300 * 4096 {
-                let old: Vec<_> =
-                    left.extract_if(.., |(slot, _)| *slot >= 10_000).take(200).collect();
-                old.iter().for_each(|(slot, _)| assert!(device.free(Slot(*slot))));
-            }
-        }
-    });
-    assert_eq!(source.held(), 1);
-    for (slot, seed) in left {
-        assert!(*read(&device, &[slot]).unwrap()[0] == *page_of(seed));
-    }
-}
-
-#[test]
-fn cleaning_on_a_failing_disk_loses_nothing() {
-    for n in (0..40).step_by(3) {
-        for fault in [
-            Fault::Fails(n, Errno::IO),
-            Fault::Fails(n, Errno::NOSPC),
-            Fault::Flipped(n),
-            Fault::Short(1000),
-        ] {
-            let (disk, source) = (Disk::default(), Source::new(1));
-            let (device, left) = full_of_garbage(&disk, &source);
-            disk.set_fault(Some(fault));
-            let new: Vec<_> = (5000..5200).map(|slot| (slot, slot)).collect();
-            let written = write(&device, &new);
-            disk.set_fault(None);
-            check(&device);
-            let new = if written.is_ok() { &new[..] } else { &[] };
-            assert_eq!(device.stats().pages, left.len() + new.len());
-            for (slot, seed) in left.iter().chain(new) {
-                assert!(*read(&device, &[*slot]).unwrap()[0] == *page_of(*seed), "{fault:?}");
-            }
-        }
     }
 }
 
@@ -879,51 +730,6 @@ fn a_failed_write_keeps_the_old_pages_and_avoids_the_place() {
 }
 
 #[test]
-fn after_a_fork_neither_side_disturbs_the_other() {
-    let (disk, source) = (Disk::default(), Source::new(8));
-    let parent = device(&disk, &source);
-    write_raw(&parent, &(0..700).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
-    parent.freeze_all();
-    source.share(&parent);
-    disk.0.lock().unwrap().frozen.extend([0, 1]);
-    let child = forked(&parent, &disk, &source);
-    child.rekey_salt(2);
-    // Both replace the same slots, at the same counters: keys differ, so ciphertexts do (the disk
-    // checks).
-    write_raw(&parent, &(0..512).map(|slot| (slot, 5000)).collect::<Vec<_>>()).unwrap();
-    write_raw(&child, &(0..512).map(|slot| (slot, 5000)).collect::<Vec<_>>()).unwrap();
-    assert_eq!(source.state.lock().unwrap().released, [(Extent(0), false), (Extent(0), false)]);
-    (512..700).for_each(|slot| assert!(parent.free(Slot(slot))));
-    assert!(*read(&child, &[600]).unwrap()[0] == *raw_page(600));
-    assert!(*read(&child, &[3]).unwrap()[0] == *raw_page(5000));
-    assert_eq!(child.stats().shared_extents, 1);
-    check(&parent);
-    check(&child);
-}
-
-#[test]
-fn a_shared_extent_is_punched_by_the_last_that_had_it() {
-    let disk = Disk::default();
-    let source = Source { retakes: true, ..Source::new(8) };
-    let parent = device(&disk, &source);
-    write_raw(&parent, &(0..400).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
-    parent.freeze_all();
-    source.share(&parent);
-    let child = forked(&parent, &disk, &source);
-    child.rekey_salt(2);
-    (0..400).for_each(|slot| assert!(child.free(Slot(slot))));
-    assert_eq!(source.state.lock().unwrap().released, [(Extent(0), false)], "the parent has it");
-    assert_eq!(disk.0.lock().unwrap().pages.len(), 400);
-    (0..400).for_each(|slot| assert!(parent.free(Slot(slot))));
-    assert_eq!(source.state.lock().unwrap().released[1..], [(Extent(0), false), (Extent(0), true)]);
-    assert_eq!(
-        (disk.0.lock().unwrap().pages.len(), source.held()),
-        (0, 0),
-        "what lay there is gone"
-    );
-}
-
-#[test]
 fn a_limit_on_the_size_of_files_is_no_fault_of_the_device_and_ends_this_processs_writes() {
     let (disk, source) = (Disk::default(), Source::new(8));
     let device = device(&disk, &source);
@@ -938,27 +744,6 @@ fn a_limit_on_the_size_of_files_is_no_fault_of_the_device_and_ends_this_processs
     source.barred.store(false, Relaxed);
     write_raw(&device, &[(2, 2)]).unwrap();
     check(&device);
-}
-
-#[test]
-fn shared_extents_are_not_cleaned() {
-    let (disk, source) = (Disk::default(), Source::new(1));
-    let (parent, left) = full_of_garbage(&disk, &source);
-    parent.freeze_all();
-    source.share(&parent);
-    disk.0.lock().unwrap().frozen.insert(0);
-    let child = forked(&parent, &disk, &source);
-    child.rekey_salt(2);
-    for device in [&parent, &child] {
-        assert_eq!(
-            write(device, &[(9000, 3)]),
-            Err(WriteError { slot: Slot(9000), errno: Errno::NOSPC })
-        );
-        for (slot, seed) in &left {
-            assert!(*read(device, &[*slot]).unwrap()[0] == *page_of(*seed));
-        }
-        check(device);
-    }
 }
 
 #[test]

@@ -8,6 +8,9 @@
 //!     cargo test -p swaptide-shared --test processes [BEGINNING OF A NAME]
 //!     SWAPTIDE_STRESS_SECONDS=60 cargo test -p swaptide-shared --test processes
 
+mod endings;
+mod unprivileged;
+
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -22,11 +25,17 @@ use swaptide_shared::handle::{HostView, Reach, Say, forked};
 use swaptide_shared::{Host, SharedRegion};
 use swaptide_sys::sock::Name;
 
+use self::endings::{
+    a_killed_pager, a_raw_clone, a_raw_clone_gives_up, a_raw_clone_reads_no_zeros,
+    a_stopped_process, more_is_wanted_than_the_limit, raw_clone,
+};
+use self::unprivileged::{ordinary, without_any_right, without_capabilities};
+
 const PAGE: usize = 4096;
 const WORDS: usize = PAGE / 8;
 const WORKERS: usize = 8;
 const MIB: u64 = 1 << 20;
-const PATIENCE: Duration = Duration::from_secs(300);
+const CASE_TIMEOUT: Duration = Duration::from_secs(300);
 
 const CASES: &[(&str, fn())] = &[
     ("one_process", one_process),
@@ -81,7 +90,7 @@ fn main() -> ExitCode {
     }) {
         let begin = Instant::now();
         let mut case = again(&["case", name]).process_group(0).spawn().expect("a process");
-        let ended = wait(&mut case, PATIENCE);
+        let ended = wait(&mut case, CASE_TIMEOUT);
         // Whatever it started is in its group.
         // SAFETY: signals to a group that this process made.
         unsafe { libc::kill(-(case.id() as i32), libc::SIGKILL) };
@@ -246,14 +255,14 @@ impl Mine {
     }
 }
 
-fn start(limit: u64, bytes: u64) -> (SharedMemoryPager, SharedRegion) {
-    let host = SharedMemoryPager::start(limit, None);
+fn start(limit: u64, bytes: u64) -> (Pager, SharedRegion) {
+    let host = Pager::start(limit, None);
     let region = SharedRegion::create(host.name, bytes as usize).expect("a region");
     (host, region)
 }
 
 /// Starts a worker that does `what` as worker `number`.
-fn spawn(host: &SharedMemoryPager, region: &SharedRegion, what: &str, number: usize) -> Child {
+fn spawn(host: &Pager, region: &SharedRegion, what: &str, number: usize) -> Child {
     let name = String::from_utf8(host.name.as_bytes().to_vec()).expect("a name in hexadecimal");
     let length = region.len().to_string();
     let memory = region.memory().as_raw_fd();
@@ -270,7 +279,7 @@ fn spawn(host: &SharedMemoryPager, region: &SharedRegion, what: &str, number: us
 
 fn join(mut children: Vec<Child>) {
     for child in &mut children {
-        let status = wait(child, PATIENCE).expect("a worker that ends");
+        let status = wait(child, CASE_TIMEOUT).expect("a worker that ends");
         assert!(status.success(), "a worker failed: {status}");
     }
 }
@@ -557,7 +566,7 @@ fn mappings_change() {
 
 fn to_the_file() {
     let path = std::env::temp_dir().join(format!("swaptide-shared-{}", std::process::id()));
-    let host = SharedMemoryPager::start(24 * MIB, Some(&path));
+    let host = Pager::start(24 * MIB, Some(&path));
     let region = SharedRegion::create(host.name, 96 << 20).expect("a region");
     let words = Words::of(&region);
     words.fill();
@@ -622,7 +631,7 @@ fn the_last_one_frees() {
 }
 
 fn regions_end_while_their_pages_leave() {
-    let host = SharedMemoryPager::start(8 * MIB, None);
+    let host = Pager::start(8 * MIB, None);
     for turn in 0..40 {
         let region = SharedRegion::create(host.name, 24 << 20).expect("a region");
         Words::of(&region).fill();
@@ -677,14 +686,14 @@ fn host(limit: u64, file: Option<&String>) -> ! {
 }
 
 /// A pager in a process of its own.
-struct SharedMemoryPager {
+struct Pager {
     process: Child,
     name: Name,
     view: HostView,
 }
 
-impl SharedMemoryPager {
-    fn start(limit: u64, file: Option<&std::path::Path>) -> SharedMemoryPager {
+impl Pager {
+    fn start(limit: u64, file: Option<&std::path::Path>) -> Pager {
         let limit = limit.to_string();
         let mut arguments = vec!["host", &limit];
         arguments.extend(file.map(|path| path.to_str().expect("a path of letters")));
@@ -696,7 +705,7 @@ impl SharedMemoryPager {
         )
         .expect("its name");
         let name = name_of(name.trim());
-        SharedMemoryPager { process, name, view: HostView::of(name).expect("a look at it") }
+        Pager { process, name, view: HostView::of(name).expect("a look at it") }
     }
 
     fn counter(&self, counter: Counter) -> u64 {
@@ -710,268 +719,10 @@ impl SharedMemoryPager {
     }
 }
 
-impl Drop for SharedMemoryPager {
+impl Drop for Pager {
     fn drop(&mut self) {
         // A process that still maps part of it is stopped by that.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
-}
-
-fn a_killed_pager() {
-    for (limit, swapped) in [(512 * MIB, false), (16 * MIB, true)] {
-        let pager = SharedMemoryPager::start(limit, None);
-        let name = pager.name;
-        // SAFETY: this process has one thread.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            let region = SharedRegion::create(name, 32 << 20).expect("a region");
-            let words = Words::of(&region);
-            words.fill();
-            // SAFETY: its grandchild shares the region.
-            let grandchild = unsafe { libc::fork() };
-            if grandchild == 0 {
-                forked(name).expect("a guard");
-                words.word(0, 7).store(1, SeqCst);
-            }
-            until("the grandchild is guarded", || words.word(0, 7).load(SeqCst) == 1);
-            // SAFETY: the pager is a process that this test started.
-            unsafe { libc::kill(pager.process.id() as i32, libc::SIGKILL) };
-            std::thread::sleep(Duration::from_millis(100));
-            words.check_all();
-            if grandchild != 0 && !swapped {
-                assert_eq!(wait_for(grandchild), 0, "nothing was lost for the child either");
-            }
-            // SAFETY: ends the child.
-            unsafe { libc::_exit(0) }
-        }
-        let status = std::process::ExitStatus::from_raw(wait_for(child));
-        if swapped {
-            assert_eq!(
-                status.signal(),
-                Some(libc::SIGABRT),
-                "stopped rather than given zeros: {status}"
-            );
-        } else {
-            assert!(
-                status.success(),
-                "nothing was out: the memory is the kernel's again; {status}"
-            );
-        }
-    }
-}
-
-fn a_raw_clone() {
-    let (host, region) = start(16 * MIB, 24 * MIB);
-    let words = Words::of(&region);
-    words.fill();
-    join(vec![spawn(&host, &region, "raw", 0), spawn(&host, &region, "hammer", 1)]);
-    words.check_all();
-}
-
-/// A child that nobody stands guard for is not known by its number, and gives up what is out.
-fn a_raw_clone_gives_up() {
-    let (host, region) = start(512 * MIB, 24 * MIB);
-    let words = Words::of(&region);
-    words.fill();
-    let pages = words.pages as u64;
-    assert!(region.say(0, region.len(), Say::PageOut));
-    until("all goes out", || host.out() == pages);
-    // SAFETY: the child uses no lock that the guard's thread could hold.
-    let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) } as i32;
-    if child == 0 {
-        let at = region.as_ptr().as_ptr() as usize;
-        let done = advise(host.name.as_bytes(), at, 8 * PAGE, ADVICE_REMOVE);
-        let zeros = (0..8 * WORDS).all(|at| words.word(at / WORDS, at % WORDS).load(SeqCst) == 0);
-        // SAFETY: ends the child.
-        unsafe { libc::_exit(i32::from(done != Some(AdviceOutcome::Taken) || !zeros)) }
-    }
-    assert_eq!(wait_for(child), 0);
-    assert_eq!(words.word(7, 100).load(SeqCst), 0, "for its parent as well");
-    (8..words.pages).for_each(|page| words.check(page));
-}
-
-/// A child that nobody stands guard for, and whose mappings have changed, touches what is lost.
-fn a_raw_clone_reads_no_zeros() {
-    let path = std::env::temp_dir().join(format!("swaptide-lost-{}", std::process::id()));
-    let host = SharedMemoryPager::start(16 * MIB, Some(&path));
-    let region = SharedRegion::create(host.name, 96 << 20).expect("a region");
-    let words = Words::of(&region);
-    words.fill();
-    until("much is in the file", || host.view.bytes().2 > 32 * MIB);
-    // SAFETY: the child uses no lock that the guard's thread could hold.
-    let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) } as i32;
-    if child == 0 {
-        // All that can be brought back is, by then.
-        std::thread::sleep(Duration::from_millis(2500));
-        let end = region.as_ptr().as_ptr() as usize + region.len() - PAGE;
-        // SAFETY: the last page, which nobody uses here.
-        unsafe { libc::munmap(end as *mut libc::c_void, PAGE) };
-        let zeros = (0..words.pages - 1).any(|page| words.word(page, WORKERS).load(SeqCst) == 0);
-        // SAFETY: ends the child.
-        unsafe { libc::_exit(i32::from(zeros)) }
-    }
-    damage(host.process.id(), &path);
-    let status = wait_for(child);
-    assert!(host.counter(Counter::PagesPoisoned) > 0, "pages are lost");
-    assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGBUS, "{status:#x}");
-}
-
-/// Overwrites the swap file that a pager has open and that has no name any more.
-fn damage(pager: u32, path: &std::path::Path) {
-    let is_it = |fd: &std::path::PathBuf| {
-        std::fs::read_link(fd)
-            .is_ok_and(|to| to.to_string_lossy().starts_with(&*path.to_string_lossy()))
-    };
-    let fds = std::fs::read_dir(format!("/proc/{pager}/fd")).expect("its descriptors");
-    let found = fds.map(|fd| fd.expect("a name").path()).find(is_it).expect("the swap file");
-    let mut file = File::options().write(true).open(found).expect("the file");
-    for _ in 0..256 {
-        file.write_all(&[0x5a; 1 << 20]).expect("written");
-    }
-}
-
-fn a_stopped_process() {
-    let (host, region) = start(16 * MIB, 24 * MIB);
-    let words = Words::of(&region);
-    words.fill();
-    let mut holder = spawn(&host, &region, "hold", 7);
-    let mut status = 0;
-    // SAFETY: waits for a child of this process to stop.
-    unsafe { libc::waitpid(holder.id() as i32, &mut status, libc::WUNTRACED) };
-    assert!(libc::WIFSTOPPED(status), "{status:#x}");
-    let mut mine = Mine::new(0, words.pages, 3);
-    let end = Instant::now() + Duration::from_secs(20);
-    for _ in 0..3 {
-        words.check_all();
-        (0..words.pages).for_each(|_| mine.step(&words));
-        assert!(Instant::now() < end, "it goes on, and slowly");
-        assert!(host.view.bytes().0 < 18 * MIB, "{:?}", host.view.bytes());
-    }
-    mine.check_all(&words);
-    holder.kill().and_then(|()| holder.wait()).expect("killed");
-}
-
-fn more_is_wanted_than_the_limit() {
-    let path = std::env::temp_dir().join(format!("swaptide-wanted-{}", std::process::id()));
-    let host = SharedMemoryPager::start(32 * MIB, Some(&path));
-    let region = SharedRegion::create(host.name, 96 << 20).expect("a region");
-    let words = Words::of(&region);
-    words.fill();
-    until("it keeps to the limit", || host.view.bytes().0 < 32 * MIB);
-    let came = || host.counter(Counter::Zswpin) + host.counter(Counter::Pswpin);
-    let before = came();
-    assert!(region.say(0, region.len(), Say::WillNeed));
-    let end = Instant::now() + Duration::from_secs(2);
-    while Instant::now() < end {
-        assert!(host.view.bytes().0 < 33 * MIB, "{:?}", host.view.bytes());
-        std::thread::sleep(Duration::from_micros(200));
-    }
-    let came = came() - before;
-    assert!((64..=16 * MIB / PAGE as u64).contains(&came), "{came} pages of its beginning");
-    words.check_all();
-}
-
-/// Forks past every hook: the child has no guard, and gets everything.
-fn raw_clone(words: &Words, mine: &mut Mine) {
-    (0..5000).for_each(|_| mine.step(words));
-    // SAFETY: the child uses no lock that the guard's thread could hold.
-    let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) } as i32;
-    if child == 0 {
-        std::thread::sleep(Duration::from_millis(1500));
-        (0..20_000).for_each(|_| mine.step(words));
-        mine.check_all(words);
-        // SAFETY: ends the child.
-        unsafe { libc::_exit(0) }
-    }
-    assert_eq!(wait_for(child), 0);
-}
-
-/// Runs [`ordinary`] in a process that has given up every capability, and its user where that is
-/// told. Its words about what it found.
-fn ordinary_process(user: Option<u32>) -> String {
-    // By this name the file may be executed wherever it lies.
-    let mut command = Command::new("/proc/self/exe");
-    command.arg("ordinary").stdout(Stdio::piped());
-    let give_up = move || {
-        for capability in 0..64 {
-            // SAFETY: prctl takes numbers.
-            unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
-        }
-        let Some(user) = user else { return Ok(()) };
-        // SAFETY: as above.
-        match unsafe { libc::setresgid(user, user, user) | libc::setresuid(user, user, user) } {
-            0 => Ok(()),
-            _ => Err(std::io::Error::last_os_error()),
-        }
-    };
-    // SAFETY: the closure makes system calls only.
-    unsafe { command.pre_exec(give_up) };
-    let done = command.output().expect("a process");
-    assert!(done.status.success(), "{:?}: {}", done.status, String::from_utf8_lossy(&done.stderr));
-    String::from_utf8(done.stdout).expect("text")
-}
-
-fn is_root() -> bool {
-    // SAFETY: the call takes nothing.
-    unsafe { libc::geteuid() == 0 }
-}
-
-/// Root without capabilities may open its own `/dev/userfaultfd`.
-fn without_capabilities() {
-    if !is_root() {
-        return ordinary();
-    }
-    let said = ordinary_process(None);
-    assert!(["NoForks", "UserMode"].contains(&said.trim()), "{said}");
-}
-
-/// An ordinary user on a machine that is set up for nothing.
-fn without_any_right() {
-    if !is_root() {
-        return ordinary();
-    }
-    let said = ordinary_process(Some(65534));
-    let open_to_all = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd")
-        .is_ok_and(|text| text.trim() == "1");
-    assert_eq!(said.trim(), if open_to_all { "NoForks" } else { "UserMode" });
-}
-
-/// A region that goes out and is read back; what a system call finds where it is out, and what a
-/// child of this process has of it.
-fn ordinary() {
-    let (host, region) = start(512 * MIB, 24 * MIB);
-    let words = Words::of(&region);
-    words.fill();
-    let reach = region.reach();
-    println!("{reach:?}");
-    let first = region.as_ptr().as_ptr();
-    assert!(region.say(0, region.len(), Say::PageOut));
-    until("all goes out", || host.out() == words.pages as u64);
-    let mut ends = [0; 2];
-    // SAFETY: the kernel writes two numbers, and reads a page of the region.
-    let written = unsafe {
-        assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
-        libc::write(ends[1], first.cast(), PAGE)
-    };
-    match reach {
-        Reach::UserMode => assert_eq!(
-            (written, std::io::Error::last_os_error().raw_os_error()),
-            (-1, Some(libc::EFAULT))
-        ),
-        _ => assert_eq!(written, PAGE as isize),
-    }
-    // SAFETY: the child makes two system calls.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
-        // SAFETY: asks whether the first page is mapped, and ends.
-        unsafe { libc::_exit(i32::from(libc::msync(first.cast(), PAGE, libc::MS_ASYNC) == 0)) }
-    }
-    assert_eq!(
-        wait_for(child),
-        i32::from(reach == Reach::Whole) << 8,
-        "whether a child has it mapped"
-    );
-    words.check_all();
-    assert_eq!(host.counter(Counter::PagesPoisoned), 0);
 }

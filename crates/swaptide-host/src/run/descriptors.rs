@@ -1,0 +1,44 @@
+//! Descriptors: what the program inherits and the supervisor lets go of, and how many there may be.
+//!
+//! Locks: none.
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, RawFd};
+
+/// Descriptors beyond the standard streams that were given to this process and pass through exec.
+pub(super) fn inherited_descriptors() -> Vec<RawFd> {
+    let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return Vec::new() };
+    let numbers =
+        entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<RawFd>().ok());
+    let passes_exec = |fd: &RawFd| {
+        // SAFETY: F_GETFD changes nothing; a number that is no descriptor answers with an error.
+        let flags = unsafe { libc::fcntl(*fd, libc::F_GETFD) };
+        flags >= 0 && flags & libc::FD_CLOEXEC == 0
+    };
+    numbers.filter(|fd| *fd > 2).filter(passes_exec).collect()
+}
+
+/// Lets go of what was inherited: a reader at the other end of a pipe must see its end when the
+/// program closes it.
+pub(super) fn release_streams(inherited: &[RawFd], standard: &[RawFd]) {
+    for fd in inherited {
+        // SAFETY: the number was open before this program opened anything, and nothing in it ever
+        // owned or used it.
+        unsafe { libc::close(*fd) };
+    }
+    if let Ok(null) = File::options().read(true).write(true).open("/dev/null") {
+        for fd in standard {
+            // SAFETY: the standard streams are addressed by their numbers only; these refer to
+            // /dev/null from here on.
+            unsafe { libc::dup2(null.as_raw_fd(), *fd) };
+        }
+    }
+}
+
+/// The keeper has two descriptors open for every process of the tree.
+pub(crate) fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    // Where it stays as it is, processes beyond it are not charged and get no limit.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
+}

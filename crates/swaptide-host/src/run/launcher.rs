@@ -1,0 +1,107 @@
+//! The front: the process that the user started. See [`supervise`](crate::run::supervise).
+//!
+//! Owns its end of the connection to the back, and its signals. Locks: none.
+
+use std::io::{self, Write};
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use swaptide_sys::sock::poll_readable;
+
+use crate::run::channel::{Channel, LauncherMessage, PassOn};
+use crate::run::error::RunError;
+use crate::signals::{self, ChildStatus, Signals};
+
+/// The process that the user started.
+pub(super) struct Launcher {
+    pub(super) back: u32,
+    pub(super) channel: Channel,
+    pub(super) signals: Signals,
+    pub(super) program: Option<u32>,
+}
+
+impl Launcher {
+    pub(super) fn run(mut self) -> Result<u8, RunError> {
+        loop {
+            let ready = poll_readable(&[self.signals.as_fd(), self.channel.stream.as_fd()], None)
+                .unwrap_or(0);
+            if ready & 1 != 0 {
+                self.pass_on();
+            }
+            if ready & 2 == 0 {
+                continue;
+            }
+            let Some(messages) = self.channel.receive() else { return self.wait_alone() };
+            for message in messages {
+                match message {
+                    LauncherMessage::Started(pid) => self.program = Some(pid),
+                    LauncherMessage::Failed(message) => return Err(RunError::Start(message)),
+                    LauncherMessage::Said(line) => report_line(&line),
+                    // As the program stands still, so does this process: the shell takes the
+                    // terminal back.
+                    LauncherMessage::Stopped => signals::send(std::process::id(), libc::SIGSTOP),
+                    LauncherMessage::Ended { status, lines, stays } => {
+                        lines.iter().for_each(|line| report_line(line));
+                        if !stays {
+                            self.wait_for_back();
+                        }
+                        return Ok(status);
+                    }
+                }
+            }
+        }
+    }
+
+    fn pass_on(&mut self) {
+        while let Some(arrived) = self.signals.next() {
+            match arrived.sender {
+                Some(sender) if arrived.signal != libc::SIGCHLD && sender != self.back => {
+                    self.channel.send(&PassOn { signal: arrived.signal, sender });
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Nothing is left in the background: a process that waited for this run sees none of it any
+    /// more.
+    fn wait_for_back(&self) {
+        while !matches!(signals::child_change(), ChildStatus::NoChild | ChildStatus::Ended { .. }) {
+            let _ = poll_readable(&[self.signals.as_fd()], Some(Duration::from_millis(5)));
+            while self.signals.next().is_some() {}
+        }
+    }
+
+    /// The back was killed. The program is this process's child now and keeps the limits it has.
+    fn wait_alone(mut self) -> Result<u8, RunError> {
+        let Some(program) = self.program else {
+            return Err(RunError::Start("the supervisor was killed".into()));
+        };
+        report_line("the supervisor was killed: limits stay as they are, there is no report");
+        loop {
+            match signals::child_change() {
+                ChildStatus::Ended { pid, status } if pid == program => return Ok(status),
+                ChildStatus::NoChild => {
+                    return Err(RunError::Start(
+                        "the supervisor was killed, and the program with it".into(),
+                    ));
+                }
+                ChildStatus::Nothing => {
+                    let _ = poll_readable(&[self.signals.as_fd()], None);
+                    while let Some(arrived) = self.signals.next() {
+                        if arrived.sender.is_some() && arrived.signal != libc::SIGCHLD {
+                            signals::send(program, arrived.signal);
+                        }
+                    }
+                }
+                _ => {}
+            }
+            self.program = Some(program);
+        }
+    }
+}
+
+/// One line on standard error; if nobody reads there, so be it.
+fn report_line(line: &str) {
+    let _ = writeln!(io::stderr(), "swaptide: {line}");
+}

@@ -1,0 +1,63 @@
+//! The header of a fresh segment, of a run or of the daemon.
+//!
+//! Owns what stands in it from the start, the settings of tests among it. Locks: none.
+
+use std::io;
+use std::sync::atomic::Ordering::{Relaxed, Release};
+
+use swaptide_ipc::{MAGIC, Segment, VERSION};
+
+use crate::run::doctor::{self, Forks};
+use crate::swap::spec::RunSwapSpace;
+
+/// How many processes are managed at a time: for tests of what the others do.
+const ENV_SLOTS: &str = "SWAPTIDE_TEST_SLOTS";
+/// Test hook: treats every Nth large swap-in as stale.
+const ENV_STALE: &str = "SWAPTIDE_TEST_STALE";
+/// Test hook: ends every Nth large fill half way.
+const ENV_PART: &str = "SWAPTIDE_TEST_PART";
+/// Test hook: every Nth transfer of the first swap area fails.
+const ENV_MISHAPS: &str = "SWAPTIDE_TEST_MISHAPS";
+/// How engines end, for tests.
+const ENV_FAIL: &str = "SWAPTIDE_TEST_FAIL";
+/// The share of a process's limit that compressed memory may take where a file stands behind it, in
+/// percent.
+const POOL_PERCENT: u32 = 60;
+/// The same where there is nothing behind it.
+const POOL_PERCENT_ALONE: u32 = 75;
+
+/// Writes what stands fixed into a fresh segment, which is one from then on.
+pub(crate) fn set_up_header(
+    segment: &Segment,
+    budget: u64,
+    space: &RunSwapSpace,
+) -> io::Result<()> {
+    let header = &segment.header;
+    header.version.store(VERSION, Relaxed);
+    header.budget_bytes.store(budget, Relaxed);
+    header.pool_cap_bytes.store(space.pool_cap, Relaxed);
+    header.pool_codec.store(space.codec.number(), Relaxed);
+    space.acceptance.store(segment);
+    let namespace = rustix::fs::stat(c"/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
+    header.pid_namespace.store(namespace, Relaxed);
+    let test_setting = |name| std::env::var(name).ok().and_then(|text| text.parse().ok());
+    header.slots_max.store(test_setting(ENV_SLOTS).unwrap_or(0), Relaxed);
+    header.stale_every.store(test_setting(ENV_STALE).unwrap_or(0), Relaxed);
+    header.part_every.store(test_setting(ENV_PART).unwrap_or(0), Relaxed);
+    header.io_fault_every.store(test_setting(ENV_MISHAPS).unwrap_or(0), Relaxed);
+    header.fail.store(test_setting(ENV_FAIL).unwrap_or(0), Relaxed);
+    let followed = doctor::forks().map_err(io::Error::other)? == Forks::Followed;
+    header.followed_forks.store(followed.into(), Relaxed);
+    header
+        .pool_percent
+        .store(if !space.beyond.is_empty() { POOL_PERCENT } else { POOL_PERCENT_ALONE }, Relaxed);
+    let mut key = [0u8; 32];
+    rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())?;
+    for (word, bytes) in header.key.iter().zip(key.chunks_exact(8)) {
+        word.store(bytes.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte)), Relaxed);
+    }
+    // Pairs with the acquire of Segment::open: a reader of the magic word sees all that is before
+    // it.
+    header.magic.store(MAGIC, Release);
+    Ok(())
+}

@@ -1,0 +1,446 @@
+//! The back: the parent of the program and the subreaper of its tree. See
+//! [`supervise`](crate::run::supervise).
+//!
+//! Owns what was prepared before the fork, the thread that keeps a run that is alone, the sockets,
+//! and what is known of signals. Locks: none.
+
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use swaptide_ipc::{ENV_SOCKET, GroupIndex, Segment};
+use swaptide_sys::process::set_child_subreaper;
+use swaptide_sys::ptrace;
+use swaptide_sys::sock::{MAX_POLL, poll_readable};
+
+use crate::cgroup::tree::GroupTree;
+use crate::control::agent_api::{AgentServer, Users};
+use crate::control::daemon_client::{self as client, RemoteAreas};
+use crate::control::fork_tracer::{self, TracedForks};
+use crate::control::server::{self, ControlSocket, Join, ServedRun};
+use crate::memctl::controller::{self, MemoryController};
+use crate::memctl::shared_pager::SharedPager;
+use crate::report::totals::{Report, ReportFile, Sink, summary};
+use crate::run::channel::{Channel, LauncherMessage, PassOn};
+use crate::run::descriptors::{raise_descriptor_limit, release_streams};
+use crate::run::ending::Ending;
+use crate::run::target::Target;
+use crate::signals::{self, ChildStatus, Inherited, Signals};
+use crate::swap::areas::{AreaOpener, Areas};
+use crate::units::human;
+
+/// Two signals from one sender within this time, one here and one at the front, are one sent to the
+/// group. The front may have to wait for its turn on a busy machine before it passes its own on.
+const SAME_SIGNAL_TIME: Duration = Duration::from_secs(2);
+/// How often clients are looked at when there are more than can be waited for.
+const CROWDED_POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// The keeper of a run.
+pub(super) enum RunMode {
+    /// Its own supervisor.
+    Alone { areas: Arc<Areas>, groups: Box<GroupTree>, group: Option<GroupIndex> },
+    /// The daemon.
+    Daemon { join: Join, areas: Arc<RemoteAreas> },
+}
+
+impl RunMode {
+    pub(super) fn areas(&self) -> Arc<dyn AreaOpener> {
+        match self {
+            RunMode::Alone { areas, .. } => areas.clone(),
+            RunMode::Daemon { areas, .. } => areas.clone(),
+        }
+    }
+}
+
+/// Everything that is checked and opened before the fork.
+pub(super) struct Prepared {
+    pub(super) target: Target,
+    pub(super) arguments: Vec<OsString>,
+    pub(super) preload: OsString,
+    pub(super) frame: ReportFile,
+    pub(super) segment: &'static Segment,
+    pub(super) segment_fd: OwnedFd,
+    pub(super) place: RunMode,
+    pub(super) report: Option<(PathBuf, Sink)>,
+    pub(super) quiet: bool,
+    pub(super) strict: bool,
+    pub(super) users: Users,
+    pub(super) shared: bool,
+    /// This run follows forks, for the kernel does not report them. Decided before the program
+    /// begins; what the segment says later does not count.
+    pub(super) follows_forks: bool,
+    pub(super) started: Instant,
+    pub(super) inherited_fds: Vec<RawFd>,
+}
+
+/// The supervisor's other threads.
+#[derive(Default)]
+struct Beside {
+    keeper: Option<mpsc::Sender<controller::ControllerRequest>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+    door: Option<ControlSocket>,
+    shared: Option<&'static SharedPager>,
+}
+
+impl Prepared {
+    /// Has the daemon keep the descendants of this process.
+    fn join(&self) -> io::Result<()> {
+        let RunMode::Daemon { join, .. } = &self.place else { return Ok(()) };
+        match client::join(join) {
+            Ok(Some(_)) => Ok(()),
+            Ok(None) => Err(io::Error::other("the daemon is gone")),
+            Err(why) => Err(io::Error::other(why)),
+        }
+    }
+
+    /// Starts the keeper of a run that is alone, and opens its door; and what a pager of shared
+    /// memory needs.
+    fn keep(&mut self, front: u32) -> Beside {
+        raise_descriptor_limit();
+        let shared = SharedPager::new(self.segment, self.place.areas(), self.shared);
+        let RunMode::Alone { areas, groups, group } = &mut self.place else {
+            return Beside { shared: Some(shared), ..Beside::default() };
+        };
+        let (root, program) = (std::process::id(), self.frame.program.clone());
+        self.segment.header.supervisor.store(root, Relaxed);
+        let (keeper, requests) = mpsc::channel();
+        let groups = std::mem::replace(&mut **groups, GroupTree::new(self.segment, 0));
+        let mut thread =
+            MemoryController::new(self.segment, areas.clone(), groups, self.frame.budget)
+                .with_shared(shared)
+                .within_cgroups();
+        let uid = rustix::process::geteuid().as_raw();
+        let run = controller::ManagedRun {
+            root,
+            front,
+            uid,
+            program: program.clone(),
+            started: 0.0,
+            group: *group,
+            max: None,
+            strict: self.strict,
+        };
+        thread.add_run(run);
+        let thread = std::thread::Builder::new()
+            .name("keeper".into())
+            .spawn(move || thread.run(requests))
+            .ok();
+        let run = ServedRun {
+            pid: front,
+            root,
+            program,
+            started: self.started,
+            budget: self.frame.budget,
+        };
+        // Without a door nobody can ask, and that is all.
+        let door = server::open(run, areas.clone(), keeper.clone()).ok();
+        Beside { keeper: Some(keeper), thread, door, shared: Some(shared) }
+    }
+}
+
+/// The process in the background.
+pub(super) struct Supervisor {
+    prepared: Prepared,
+    front: u32,
+    /// Its name goes with the last process of the tree.
+    _door: Option<ControlSocket>,
+    /// The front, while it is there.
+    channel: Option<Channel>,
+    signals: Signals,
+    counter: AgentServer,
+    /// Threads that fork, where the kernel does not report it.
+    followed: TracedForks,
+    /// Shared memory's pager.
+    shared: Option<&'static SharedPager>,
+    /// Where there is no daemon that does it.
+    keeper: Option<mpsc::Sender<controller::ControllerRequest>>,
+    /// The program; `None` once it has ended.
+    program: Option<u32>,
+    /// The sender of each signal to this process, and when: what is sent to the group arrives
+    /// here as well.
+    seen: HashMap<i32, (u32, Instant)>,
+    /// What became of the signals that were to end the run.
+    ending: Ending,
+}
+
+impl Supervisor {
+    pub(super) fn run(
+        mut prepared: Prepared,
+        mut channel: Channel,
+        signals: Signals,
+        inherited: Inherited,
+        front: u32,
+    ) -> ! {
+        let subreaper = set_child_subreaper(true).map_err(io::Error::from);
+        let started = subreaper
+            .and_then(|()| prepared.join())
+            .and_then(|()| start(&prepared, inherited, &channel));
+        let (counter, program) = match started {
+            Ok(started) => started,
+            Err(error) => {
+                channel.send(&LauncherMessage::Failed(format!(
+                    "{}: cannot be started: {error}",
+                    prepared.target.path.display()
+                )));
+                std::process::exit(0);
+            }
+        };
+        release_streams(&prepared.inherited_fds, &[0, 1, 2]);
+        let kept = prepared.keep(front);
+        let followed = TracedForks::new(prepared.follows_forks);
+        let back = Supervisor {
+            prepared,
+            front,
+            _door: kept.door,
+            channel: Some(channel),
+            signals,
+            counter,
+            followed,
+            shared: kept.shared,
+            keeper: kept.keeper,
+            program: Some(program),
+            seen: HashMap::new(),
+            ending: Ending::default(),
+        };
+        back.serve();
+        if let Some(thread) = kept.thread {
+            let _ = thread.join();
+        }
+        std::process::exit(0)
+    }
+
+    /// Until the last process of the tree is gone.
+    fn serve(mut self) {
+        // An engine that starts asks for its swap areas, while its program grows.
+        swaptide_sys::affinity::go_first();
+        loop {
+            let mut fds = vec![self.signals.as_fd(), self.counter.as_fd()];
+            fds.push(
+                self.channel
+                    .as_ref()
+                    .map_or(self.signals.as_fd(), |channel| channel.stream.as_fd()),
+            );
+            fds.extend(self.counter.awaited());
+            fds.extend(self.followed.awaited());
+            let patience =
+                [self.counter.patience(), self.followed.patience(), self.ending.patience()]
+                    .into_iter()
+                    .flatten()
+                    .min();
+            // Those for which there is no place are looked at all the same, a little later.
+            let patience = if fds.len() > MAX_POLL {
+                Some(patience.unwrap_or(CROWDED_POLL_INTERVAL).min(CROWDED_POLL_INTERVAL))
+            } else {
+                patience
+            };
+            fds.truncate(MAX_POLL);
+            let ready = poll_readable(&fds, patience).unwrap_or(0);
+            // Signals first: they tell whether one that the front passes on was meant for it alone.
+            self.note_signals();
+            if ready & 2 != 0 || self.counter.patience().is_some() {
+                let areas = self.prepared.place.areas();
+                let joined = self.counter.serve(
+                    &self.prepared.segment_fd,
+                    &areas,
+                    self.shared,
+                    &mut self.followed,
+                );
+                for (pid, keeper) in joined.into_iter().zip(std::iter::repeat(&self.keeper)) {
+                    // A daemon finds them in the segment.
+                    let _ = keeper
+                        .as_ref()
+                        .map(|keeper| keeper.send(controller::ControllerRequest::Joined(pid)));
+                }
+            }
+            if ready & 4 != 0 && self.channel.is_some() {
+                self.listen_to_front();
+            }
+            self.attend_forks();
+            self.follow_signals();
+            for note in self.counter.take_notes() {
+                self.say(note);
+            }
+            if !self.look_at_children() {
+                // The keeper ends with its channel.
+                let _ = self
+                    .keeper
+                    .as_ref()
+                    .map(|keeper| keeper.send(controller::ControllerRequest::Stop));
+                return;
+            }
+        }
+    }
+
+    fn attend_forks(&mut self) {
+        // A test that has something fail wants to see what comes of it.
+        let is_test = self.prepared.segment.header.fail.load(Relaxed) != 0;
+        for pid in self.followed.attend(if is_test {
+            fork_tracer::REGISTER_TIMEOUT / 15
+        } else {
+            fork_tracer::REGISTER_TIMEOUT
+        }) {
+            self.say(format!("forked child {pid} does not register its memory: killed"));
+        }
+    }
+
+    fn say(&mut self, what: String) {
+        let line = format!("{}: {what}", self.prepared.frame.program);
+        if let Some(channel) = &mut self.channel {
+            channel.send(&LauncherMessage::Said(line));
+        }
+    }
+
+    /// Ends processes that cannot take the signal that was to end the run.
+    fn follow_signals(&mut self) {
+        for pid in self.ending.look() {
+            self.say(format!(
+                "process {pid} was told to end and cannot: its threads wait inside swaptide; killed"
+            ));
+        }
+    }
+
+    fn note_signals(&mut self) {
+        while let Some(arrived) = self.signals.next() {
+            self.ending.begin(arrived.signal);
+            if let Some(sender) = arrived.sender {
+                self.seen.insert(arrived.signal, (sender, Instant::now()));
+            }
+        }
+    }
+
+    fn listen_to_front(&mut self) {
+        let Some(messages) = self.channel.as_mut().and_then(|channel| channel.receive::<PassOn>())
+        else {
+            // The front was killed. The tree continues.
+            self.channel = None;
+            return;
+        };
+        for message in messages {
+            self.ending.begin(message.signal);
+            let whole_group = self.seen.remove(&message.signal).is_some_and(|(sender, when)| {
+                sender == message.sender && when.elapsed() < SAME_SIGNAL_TIME
+            });
+            if let Some(program) = self.program
+                && !(whole_group && signals::same_group(program, std::process::id()))
+            {
+                signals::send(program, message.signal);
+            }
+        }
+    }
+
+    /// False when no process of the tree is left.
+    fn look_at_children(&mut self) -> bool {
+        let mut ended = None;
+        let left = loop {
+            let change = signals::child_change();
+            if let ChildStatus::Ended { pid, .. } = change {
+                self.followed.changed(pid, ptrace::TraceeStop::Gone);
+            }
+            match change {
+                ChildStatus::Ended { pid, status } if Some(pid) == self.program => {
+                    self.program = None;
+                    ended = Some(status);
+                }
+                ChildStatus::Followed(pid, status) => {
+                    self.followed.changed(pid, ptrace::TraceeStop::of(status))
+                }
+                ChildStatus::Stopped(pid, signal) if self.followed.has(pid) => {
+                    self.followed.changed(pid, ptrace::TraceeStop::Signal(signal));
+                }
+                ChildStatus::Stopped(pid, _) if Some(pid) == self.program => {
+                    if let Some(channel) = &mut self.channel {
+                        channel.send(&LauncherMessage::Stopped);
+                    }
+                }
+                ChildStatus::Continued(pid)
+                    if Some(pid) == self.program && self.channel.is_some() =>
+                {
+                    signals::send(self.front, libc::SIGCONT);
+                }
+                ChildStatus::Nothing => break true,
+                ChildStatus::NoChild => break false,
+                _ => {}
+            }
+        };
+        if let Some(status) = ended {
+            self.finish(status, left);
+        }
+        left
+    }
+
+    /// The program has ended: the report, and the front's release.
+    fn finish(&mut self, status: u8, stays: bool) {
+        let root = std::process::id();
+        let totals = match &self.keeper {
+            Some(keeper) => controller::ask(keeper, move |keeper| keeper.totals(root)),
+            None => client::totals(),
+        };
+        let told = totals.is_some();
+        let totals = totals.unwrap_or_default();
+        let wall_s = self.prepared.started.elapsed().as_secs_f64();
+        let status = if totals.strict_kill { 137 } else { status };
+        let frame = &self.prepared.frame;
+        let mut lines = Vec::new();
+        if totals.strict_kill {
+            let (program, budget) = (&frame.program, human(frame.budget));
+            lines.push(match totals.strict_used {
+                None => format!(
+                    "{program}: killed by --strict: swap space ran out and its memory went past \
+                    the {budget} budget; give it more with --swap"
+                ),
+                Some(used) => format!(
+                    "{program}: killed by --strict: its memory stayed above the {budget} budget \
+                    for 5 s ({} at the end), in parts that \
+                     cannot be swapped; give it more with --ram",
+                    human(used)
+                ),
+            });
+        }
+        if !told {
+            lines.push(format!("{}: no daemon to ask what was swapped", frame.program));
+        } else if !self.prepared.quiet {
+            lines.push(summary(frame, &totals, wall_s));
+        }
+        if let Some((path, sink)) = &mut self.prepared.report
+            && let Err(error) = sink.write(&Report::new(frame, &totals, status, wall_s))
+        {
+            lines.push(format!("--report: {}: not written: {error}", path.display()));
+        }
+        if let Some(mut channel) = self.channel.take() {
+            channel.send(&LauncherMessage::Ended { status, lines, stays });
+        }
+        // The process that stays behind keeps no directory busy.
+        let _ = std::env::set_current_dir("/");
+    }
+}
+
+/// Starts the program, which tells the front its own number before it begins: however early this
+/// process is killed, the front knows what to wait for.
+fn start(
+    prepared: &Prepared,
+    inherited: Inherited,
+    channel: &Channel,
+) -> io::Result<(AgentServer, u32)> {
+    let counter = AgentServer::open(prepared.users)?;
+    let mut command = Command::new(&prepared.target.path);
+    command.arg0(&prepared.target.name).args(&prepared.arguments);
+    command.env("LD_PRELOAD", &prepared.preload).env(ENV_SOCKET, counter.name());
+    let mut to_front = Channel::new(channel.stream.try_clone()?);
+    let before_exec = move || {
+        to_front.send(&LauncherMessage::Started(std::process::id()));
+        inherited.restore()
+    };
+    // SAFETY: this process has one thread, so the child's copy of the heap, from which the message
+    // comes, is consistent; the rest makes system calls only.
+    unsafe { command.pre_exec(before_exec) };
+    let child = command.spawn()?;
+    Ok((counter, child.id()))
+}
