@@ -40,7 +40,6 @@ BASELINE = {
     "swaptide-engine::Mm": (20, 1),
     "swaptide-engine::PoolSizer": (16, 1),
     "swaptide-host::MemoryController": (20, 3),
-    "swaptide-ipc::Area": (17, 1),
     "swaptide-ipc::Header": (26, 0),
     "swaptide-ipc::ProcSlot": (30, 2),
     "swaptide-ipc::Segment": (4, 3),

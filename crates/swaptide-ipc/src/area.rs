@@ -48,9 +48,7 @@ pub struct Area {
     pub(crate) generation: AtomicU32,
     pub(crate) transport: AtomicU32,
     pub(crate) priority: AtomicI32,
-    /// Number of its first extent, and how many it has.
-    pub(crate) first: AtomicU32,
-    pub(crate) extents: AtomicU32,
+    pub(crate) span: AreaSpan,
     /// Extents leased.
     pub(crate) used: AtomicU32,
     /// Where the next search for a free one starts, counted in the area.
@@ -59,11 +57,9 @@ pub struct Area {
     pub(crate) errors: AtomicU32,
     /// Where its first extent begins on the device, in bytes.
     pub(crate) base_bytes: AtomicU64,
-    /// Of a network export: see [`ExportFacts`].
+    /// Of a network export, as `export`: see [`ExportFacts`].
     pub(crate) export_bytes: AtomicU64,
-    pub(crate) export_flags: AtomicU32,
-    pub(crate) export_longest: AtomicU32,
-    pub(crate) export_connections: AtomicU32,
+    pub(crate) export: ExportWords,
     /// Number of its mirror and one more; 0 for none.
     pub(crate) mirror: AtomicU32,
     /// Not 0: what lies there is not encrypted.
@@ -73,6 +69,24 @@ pub struct Area {
     /// Extents that nobody holds and nobody can lease (see [`crate::areas`]), at the supervisor's
     /// last look.
     pub(crate) in_doubt: AtomicU32,
+}
+
+/// The extents of an area among all. Written while the area is none, and read with the bounds of
+/// the table.
+#[repr(C)]
+pub(crate) struct AreaSpan {
+    /// The number of the first.
+    pub(crate) first: AtomicU32,
+    pub(crate) count: AtomicU32,
+}
+
+/// [`ExportFacts`] but for the bytes, as they stand in the segment.
+#[repr(C)]
+pub(crate) struct ExportWords {
+    /// The transmission flags, and bit 16 for structured replies.
+    pub(crate) flags: AtomicU32,
+    pub(crate) longest: AtomicU32,
+    pub(crate) connections: AtomicU32,
 }
 
 #[cfg(test)]
@@ -203,7 +217,7 @@ impl Area {
 
     /// How many extents it has; not more than there are numbers, whatever a damaged table says.
     pub fn extents(&self) -> u32 {
-        self.extents.load(Relaxed).min(MAX_EXTENTS as u32)
+        self.span.count.load(Relaxed).min(MAX_EXTENTS as u32)
     }
 
     /// How many of them are leased; one more than there are numbers where a damaged table says
@@ -254,13 +268,13 @@ impl Area {
 
     /// What was negotiated, of a network export.
     pub fn export(&self) -> ExportFacts {
-        let flags = self.export_flags.load(Relaxed);
+        let flags = self.export.flags.load(Relaxed);
         ExportFacts {
             bytes: self.export_bytes.load(Relaxed),
             flags: flags as u16,
             structured: flags >> 16 != 0,
-            longest: self.export_longest.load(Relaxed),
-            connections: self.export_connections.load(Relaxed),
+            longest: self.export.longest.load(Relaxed),
+            connections: self.export.connections.load(Relaxed),
         }
     }
 
@@ -283,7 +297,8 @@ impl Area {
 
     pub(crate) fn range(&self) -> std::ops::Range<u32> {
         // Whatever a damaged table says, there are no others.
-        let end = self.first.load(Relaxed).saturating_add(self.extents()).min(MAX_EXTENTS as u32);
-        self.first.load(Relaxed).min(end)..end
+        let end =
+            self.span.first.load(Relaxed).saturating_add(self.extents()).min(MAX_EXTENTS as u32);
+        self.span.first.load(Relaxed).min(end)..end
     }
 }

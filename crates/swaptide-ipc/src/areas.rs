@@ -91,7 +91,8 @@ impl Segment {
     pub fn place_of(&self, extent: ExtentId) -> Option<ExtentPlace> {
         let (id, area) = self.area_of(extent)?;
         // Between the search and here a damaged table may say something else again.
-        let within = u64::from(extent.0.saturating_sub(area.first.load(Relaxed))) * EXTENT_BYTES;
+        let within =
+            u64::from(extent.0.saturating_sub(area.span.first.load(Relaxed))) * EXTENT_BYTES;
         let spot =
             |area: &Area| (area.generation(), area.base_bytes.load(Relaxed).saturating_add(within));
         let (generation, offset) = spot(area);
@@ -158,17 +159,18 @@ impl Segment {
         fence(Release);
         area.transport.store(new.transport as u32, Relaxed);
         area.priority.store(new.priority, Relaxed);
-        area.first.store(first, Relaxed);
-        area.extents.store(new.extents, Relaxed);
+        area.span.first.store(first, Relaxed);
+        area.span.count.store(new.extents, Relaxed);
         area.base_bytes.store(new.base_bytes, Relaxed);
         area.mirror.store(new.mirror.map_or(0, |mirror| u32::from(mirror.0) + 1), Relaxed);
         area.plain.store(u32::from(new.plain), Relaxed);
         area.rotational.store(u32::from(new.rotational), Relaxed);
         area.export_bytes.store(new.export.bytes, Relaxed);
-        area.export_flags
+        area.export
+            .flags
             .store(u32::from(new.export.flags) | u32::from(new.export.structured) << 16, Relaxed);
-        area.export_longest.store(new.export.longest, Relaxed);
-        area.export_connections.store(new.export.connections, Relaxed);
+        area.export.longest.store(new.export.longest, Relaxed);
+        area.export.connections.store(new.export.connections, Relaxed);
         // Not `used`: nothing is held, and a late `lease_in` counts itself in and out
         // again.
         for word in [&area.hint, &area.errors, &area.in_doubt] {
@@ -277,7 +279,7 @@ impl Segment {
         if !area.has_room() {
             return None;
         }
-        let first = area.first.load(Relaxed);
+        let first = area.span.first.load(Relaxed);
         let start = area.hint.load(Relaxed);
         for step in 0..total {
             let number = start.wrapping_add(step) % total;
