@@ -2,7 +2,7 @@
 """An NBD server on a Unix socket that misbehaves:
 
     nbd_server.py SOCKET IMAGE SEED [MISHAP=N]... [away=SECONDS] [hangs=SECONDS] [latest=SECONDS]
-                  [slow=SECONDS] [structured=1]
+                  [slow=SECONDS] [private=N] [structured=1]
 
 `MISHAP=N` has that mishap happen to every Nth request it can happen to, at random by SEED:
 
@@ -25,8 +25,10 @@ With `away` it is gone every other second or so, socket and all connections, for
 seconds; with `hangs` it answers no request for as long. Late answers are at most `latest` seconds
 late (0.4). What is "done later" is done at the worst moment: right after something else was written
 there (`haunted`). With `slow` every write and trim takes so long; if its client has hung up by
-then, it is done later, too (`orphan`). What a trimmed range held is overwritten with noise. With
-`structured=1` it answers in chunks, in any order. Nothing goes wrong before the first write. On
+then, it is done later, too (`orphan`). With `private`, the server does
+not say that several connections see the same, and what connections write that are made after so
+many writes, no other sees. What a trimmed range held is overwritten with noise. With
+`structured=1` it answers in chunks, in any order. Nothing goes wrong before the second write. On
 SIGTERM it prints how often each mishap happened, as JSON, and ends.
 """
 
@@ -112,6 +114,9 @@ class Server:
                 self.connections.add(connection)
             threading.Thread(target=connection.serve, daemon=True).start()
 
+    def is_private(self):
+        return self.counts.get("writes", 0) >= int(self.settings.get("private", 1 << 60))
+
     def trim(self, offset, size):
         self.data[offset : offset + size] = b"\xa5" * size
 
@@ -143,7 +148,7 @@ class Server:
         kinds = [kind for kind in ("away", "hangs") if kind in self.settings]
         while kinds:
             time.sleep(chance.uniform(0.4, 1.6))
-            if not self.counts.get("writes"):
+            if self.counts.get("writes", 0) < 2:
                 continue
             kind = chance.choice(kinds)
             seconds = chance.uniform(0.05, float(self.settings[kind]))
@@ -165,6 +170,8 @@ class Connection:
         self.server, self.peer = server, peer
         self.chance = random.Random(f"{server.seed} connection {number}")
         self.structured = False
+        # What this connection alone has written, by page.
+        self.own = {} if server.is_private() else None
         self.may_structure = "structured" in server.settings
         # Late answers come from other threads.
         self.sending = threading.Lock()
@@ -202,6 +209,7 @@ class Connection:
 
     def negotiate(self):
         self.send(b"NBDMAGICIHAVEOPT", struct.pack(">H", 3))
+        flags = FLAGS & ~256 if "private" in self.server.settings else FLAGS
         zeroes = b"" if struct.unpack(">I", self.receive(4))[0] & 2 else bytes(124)
         while True:
             magic, option, size = struct.unpack(">8sII", self.receive(16))
@@ -215,23 +223,23 @@ class Connection:
                 )
 
             if option == EXPORT_NAME:
-                self.send(struct.pack(">QH", self.server.size, FLAGS), zeroes)
+                self.send(struct.pack(">QH", self.server.size, flags), zeroes)
                 return
             if option == STRUCTURED and self.may_structure:
                 self.structured = True
                 answer(1)
             elif option == GO:
-                answer(3, struct.pack(">HQH", 0, self.server.size, FLAGS))
+                answer(3, struct.pack(">HQH", 0, self.server.size, flags))
                 answer(1)
                 return
             else:
                 answer(1 << 31 | 1)
 
     def mishap(self, kinds):
-        """What goes wrong with a request, if anything does. Nothing before the first write: who
-        looks whether the export is empty is told so.
+        """What goes wrong with a request, if anything does. Nothing before the second write: who
+        looks whether the export is empty is told so, and reads what the first wrote.
         """
-        if not self.server.counts.get("writes"):
+        if self.server.counts.get("writes", 0) < 2:
             return None
         for kind in kinds:
             every = int(self.server.settings.get(kind, 0))
@@ -270,10 +278,19 @@ class Connection:
                 payload = payload[: size // 2]
             if mishap == "damaged":
                 payload = self.flip(payload)
-            self.server.write(offset, payload)
+            if self.own is None:
+                self.server.write(offset, payload)
+            else:
+                for at in range(0, size, 4096):
+                    self.own[offset + at] = payload[at : at + 4096]
         if done and command == TRIM:
             self.server.trim(offset, size)
         data = self.server.data[offset : offset + size] if command == READ else None
+        if data and self.own:
+            pages = range(offset, offset + size, 4096)
+            data = b"".join(
+                self.own.get(at, data[at - offset : at - offset + 4096]) for at in pages
+            )
         self.server.answers.wait()
         if mishap == "flipped":
             data = self.flip(data)
@@ -352,7 +369,7 @@ class Connection:
 def main():
     path, image, seed, *rest = sys.argv[1:]
     settings = dict(word.split("=") for word in rest)
-    others = {"away", "hangs", "latest", "slow", "structured"}
+    others = {"away", "hangs", "latest", "private", "slow", "structured"}
     unknown = set(settings) - {*OF_READS, *OF_WRITES, *others}
     if unknown:
         sys.exit(f"nbd_server.py: there is no mishap called {', '.join(sorted(unknown))}")

@@ -1,8 +1,11 @@
 """Servers of network block devices that a case starts and ends."""
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 from harness import HERE
@@ -82,3 +85,27 @@ class Misbehaving:
             self.process.terminate()
             self.counts = json.loads(self.process.communicate()[0] or "{}")
         return self.counts
+
+
+def forward(listener, place):
+    """Passes on what comes over TCP to a Unix socket: who looks sees only this process."""
+
+    def pump(one, other):
+        try:
+            while data := one.recv(1 << 16):
+                other.sendall(data)
+        except OSError:
+            pass
+        for end in (one, other):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    while True:
+        try:
+            client, _ = listener.accept()
+        except OSError:
+            return
+        there = socket.socket(socket.AF_UNIX)
+        there.connect(str(place))
+        for ends in ((client, there), (there, client)):
+            threading.Thread(target=pump, args=ends, daemon=True).start()

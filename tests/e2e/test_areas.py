@@ -98,6 +98,14 @@ def test_block_device(case):
             assert seen["type"] == "block" and seen["peak_used_bytes"] > 16 << 20, (
                 f"hardly used: {seen}"
             )
+        link = case.directory / "link"
+        link.symlink_to(device)
+        twice = subprocess.run(
+            case.command("true", options=["--swap", device, "--swap", link]),
+            capture_output=True,
+            text=True,
+        )
+        assert twice.returncode == 2 and "in use" in twice.stderr, f"twice in one run: {twice}"
     finally:
         subprocess.run(["losetup", "-d", device], check=True)
 

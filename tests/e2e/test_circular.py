@@ -1,7 +1,6 @@
 """Swap areas that a process of the same run serves: refused where that is seen, and no run that
 cannot be ended where it is not."""
 
-import contextlib
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ import pytest
 
 from ctl import Daemon, listed
 from harness import HERE, MIB
+from servers import forward
 
 # The first process is the server; its child fills the memory when it is told to, and ends with it.
 FORWARDED = r"""
@@ -163,30 +163,6 @@ def test_circular_fuse(case):
     finally:
         out, errors = run.communicate()
     assert run.returncode == 0, f"{run.returncode}: {out!r} {errors!r}"
-
-
-def forward(listener, place):
-    """Passes on what comes over TCP to a Unix socket: the check sees only this process."""
-
-    def pump(one, other):
-        try:
-            while data := one.recv(1 << 16):
-                other.sendall(data)
-        except OSError:
-            pass
-        for end in (one, other):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    while True:
-        try:
-            client, _ = listener.accept()
-        except OSError:
-            return
-        there = socket.socket(socket.AF_UNIX)
-        there.connect(str(place))
-        for ends in ((client, there), (there, client)):
-            threading.Thread(target=pump, args=ends, daemon=True).start()
 
 
 # It ends by SIGTERM without the check, too: what it shows is that a circular wait is no hang for

@@ -1,17 +1,21 @@
 """Swap areas on servers: network block devices."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
+import threading
 import time
 
 import pytest
 
-from ctl import ask, wait_for_line
-from harness import MIB
+from ctl import ask, until, wait_for_line
+from harness import MIB, status_of_signal
 from mishaps import EXTENT
-from servers import Misbehaving, Server
+from processes import descendants
+from servers import Misbehaving, Server, forward
 
 pytestmark = [pytest.mark.network]
 
@@ -320,3 +324,116 @@ def test_network_late_killed(case):
     orphans = counts.get("orphan", 0)
     assert orphans >= 3, f"hardly any was killed while it wrote: {counts}, {done.text()!r}"
     assert in_doubt(done, counts) > 0, f"nothing in doubt: {counts}, {done.text()!r}"
+
+
+@pytest.mark.swaptide(budget=32, limit=120, needs=("nbdkit",), swaps=False, native=False)
+def test_network_twice(case):
+    """An export that a run of this machine swaps to is refused, however it is spelled, until that
+    run has ended, also by SIGKILL.
+    """
+    server = Server(case)
+    link = case.directory / "link.socket"
+    link.symlink_to(server.socket)
+    other = f"nbd+unix:///?socket={link}"
+
+    def run(*urls):
+        areas = [word for url in urls for word in ("--swap", url)]
+        words = case.command("true", options=areas)
+        return subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+    try:
+        both = run(server.url(), other)
+        assert both.returncode == 2 and "this run swaps to it already" in both.stderr, f"{both}"
+        assert len(both.stderr.splitlines()) == 1, f"{both}"
+        assert run(server.url()).returncode == 0, "it is free again"
+        words = case.command("sleep", "60", options=["--swap", server.url()])
+        for end in (signal.SIGTERM, signal.SIGKILL):
+            first = subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            until(
+                case, "a run", lambda pid=first.pid: ask(case, "stats", "--pid", str(pid))[0] == 0
+            )
+            second = run(other)
+            assert second.returncode == 2 and "swaps to it already" in second.stderr, f"{second}"
+            status, _, errors = ask(case, "swapon", "--pid", str(first.pid), other)
+            assert status == 2 and "swaps to it already" in errors, f"{status}: {errors!r}"
+            server.kill()
+            server.start()
+            assert run(other).returncode == 2, "the server was started again"
+            tree = [first.pid, *descendants(first.pid)]
+            first.send_signal(end)
+            first.wait()
+            if end == signal.SIGKILL:
+                for pid in tree[1:]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            until(case, "it is free again", lambda: run(other).returncode == 0)
+    finally:
+        server.kill()
+
+
+@pytest.mark.swaptide(budget=32, limit=150, needs=("nbdkit",), allowance=128, native=False)
+def test_network_twice_unseen(case):
+    """What two runs do to each other that share an export by two ways, which is not seen: their
+    readers get SIGBUS, and nobody reads a wrong page.
+    """
+    server = Server(case)
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=forward, args=(listener, server.socket), daemon=True).start()
+    try:
+        urls = [server.url(), f"nbd://127.0.0.1:{listener.getsockname()[1]}"]
+        runs = []
+        for number, url in enumerate(urls):
+            started = case.start(
+                [case.binary("torture"), 80, 10 - 2 * number, case.seed + number, "single"],
+                options=["--swap", "zram:4M", "--swap", url],
+            )
+            until(
+                case,
+                "a run",
+                lambda pid=started.pid: ask(case, "stats", "--pid", str(pid))[0] == 0,
+            )
+            runs.append(started)
+        ends = [run.finish(status=None) for run in runs]
+    finally:
+        listener.close()
+        server.kill()
+    lost = 0
+    for done in ends:
+        poisoned = done.report["errors"]["pages_poisoned"]
+        said = f"status {done.status}, {poisoned} lost, {done.text()[-300:]!r}"
+        assert "FAILED" not in done.text(), f"wrong data: {said}"
+        if poisoned:
+            lost += 1
+            assert done.status == status_of_signal(signal.SIGBUS), said
+        else:
+            assert done.status == 0 and done.text().endswith("OK torture single\n"), said
+    assert lost, "nothing was lost: they did not share the export"
+
+
+@pytest.mark.swaptide(budget=32, limit=120, allowance=128, swaps=False, native=False)
+def test_network_private(case):
+    """A server of which each connection shows another content is refused. If it begins with that
+    later, the readers of what it loses get SIGBUS, and nobody reads a wrong page.
+    """
+    server = Misbehaving(case, "private", case.seed, {"private": 0})
+    try:
+        words = case.command("true", options=["--swap", server.url()])
+        done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        said = done.stderr.splitlines()
+        assert done.returncode == 2 and len(said) == 1 and "another does not read" in said[0], (
+            f"{done}"
+        )
+    finally:
+        server.end()
+    server = Misbehaving(case, "later", case.seed, {"private": 100})
+    try:
+        done = case.start(
+            [case.binary("forks"), 96, 8, case.seed, "nested"],
+            options=["--swap", "zram:4M", "--swap", server.url()],
+        ).finish(status=None)
+    finally:
+        server.end()
+    lost = done.report["errors"]["pages_poisoned"]
+    said = f"status {done.status}, {lost} lost, {done.text()[-300:]!r}, {done.errors()[-300:]!r}"
+    assert lost > 0, f"nothing was lost: {said}"
+    assert done.status != 0 and ", found " not in done.text(), f"a wrong page: {said}"

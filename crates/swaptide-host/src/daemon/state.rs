@@ -306,7 +306,7 @@ impl SavedArea {
         let mut backing = match self.kind {
             SavedKind::Nbd => {
                 let url = self.path.to_str().unwrap_or_default();
-                let found = spec::parse(url).and_then(|device| spec::open_beyond(&device, 0));
+                let found = spec::parse(url).and_then(|device| spec::open_in_use(&device));
                 let found = found.map_err(|error| io::Error::other(error.to_string()))?;
                 if found.extents < self.extents {
                     return Err(io::Error::other("is smaller than it was"));
@@ -332,6 +332,7 @@ impl SavedArea {
                     plain: self.plain,
                     // The segment says it.
                     rotational: false,
+                    claim: None,
                 }
             }
         };
@@ -363,6 +364,7 @@ impl SavedArea {
             mirror: None,
             plain: self.plain,
             rotational: false,
+            claim: None,
         })
     }
 }

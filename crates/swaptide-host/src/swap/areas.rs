@@ -554,6 +554,7 @@ mod tests {
             priority,
             plain: false,
             rotational: false,
+            claim: None,
             direct_io: false,
             mirror: None,
         }

@@ -79,6 +79,20 @@ pub enum DeviceError {
     /// The export cannot be used.
     #[error("{0}")]
     Nbd(NbdError),
+    /// An export that somebody on this machine swaps to, and the process.
+    #[error(
+        "{0}: {holder} swaps to it already, and both would lose pages; give each an export of its \
+        own",
+        holder = holder(*.1)
+    )]
+    Claimed(String, Option<u32>),
+    /// An export of which each connection shows another content.
+    #[error(
+        "{0}: what one connection writes another does not read: each has a content of its own, or \
+        somebody else writes there; set up the server so that all share one, and give it to nobody \
+        else"
+    )]
+    ManyContents(String),
     /// An export that is not empty.
     #[error(
         "{0}: the export does not begin with zeros, so it may hold data; give an \
@@ -142,6 +156,15 @@ pub enum DeviceError {
         /// What was asked.
         asked: u64,
     },
+}
+
+/// Who has an export, as a message says it.
+fn holder(pid: Option<u32>) -> String {
+    match pid {
+        Some(pid) if pid == std::process::id() => "this run".to_owned(),
+        Some(pid) => format!("process {pid}"),
+        None => "another run".to_owned(),
+    }
 }
 
 fn unusable_block(error: &io::Error) -> String {

@@ -2,7 +2,9 @@
 
 pub mod areas;
 pub(crate) mod circular;
+pub(crate) mod claims;
 pub(crate) mod error;
+mod listeners;
 pub mod mirror;
 mod mirror_option;
 pub(crate) mod rotational;

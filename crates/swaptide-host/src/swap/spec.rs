@@ -14,16 +14,20 @@ use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::time::Duration;
 
 use rustix::fs::{Mode, OFlags};
 use serde::Serialize;
 use swaptide_ipc::{EXTENT_BYTES, MAX_AREAS, MAX_EXTENTS, Segment};
+use swaptide_store::PAGE_SIZE;
 use swaptide_store::codec::{Choice, Level, Scheme};
-use swaptide_store::nbd::{Export, Nbd, Options};
+use swaptide_store::nbd::{Certainty, Export, Nbd, Options};
+use swaptide_sys::Errno;
 
 pub use super::error::{CIPHER, DeviceError, MAX_FILE_BYTES, MIN_FILE_BYTES};
 use crate::nbd::url::Url;
 use crate::nbd::{Connector, LocalDialer};
+use crate::swap::claims::ExportClaim;
 use crate::swap::mirror_option::Mirror;
 use crate::swap::rotational;
 use crate::units::parse_bytes;
@@ -320,6 +324,8 @@ pub struct BackingDevice {
     pub plain: bool,
     /// It lies on a rotational disk: a read begins with a seek.
     pub rotational: bool,
+    /// Keeps others on this machine from using it, where the kernel does not.
+    pub claim: Option<ExportClaim>,
 }
 
 /// Opens what was asked for, or the default.
@@ -381,11 +387,34 @@ impl Device {
 /// # Errors
 /// See [`DeviceError`]; compressed memory is none that can be added ([`DeviceError::Twice`]).
 pub fn open_beyond(device: &Device, budget: u64) -> Result<BackingDevice, DeviceError> {
+    open_device(device, budget, Contents::Nobodys)
+}
+
+/// The same of an export on which pages lie: nothing is written there.
+///
+/// # Errors
+/// As [`open_beyond`].
+pub(crate) fn open_in_use(device: &Device) -> Result<BackingDevice, DeviceError> {
+    open_device(device, 0, Contents::Pages)
+}
+
+/// What lies on an export behind its first extent's worth.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Contents {
+    Nobodys,
+    Pages,
+}
+
+fn open_device(
+    device: &Device,
+    budget: u64,
+    contents: Contents,
+) -> Result<BackingDevice, DeviceError> {
     let mut backing = match &device.kind {
         DeviceKind::Zram { .. } => return Err(DeviceError::Twice("zram")),
         DeviceKind::File { path, bytes } => open_file(path, *bytes, budget)?,
         DeviceKind::Block { path } => open_block(path)?,
-        DeviceKind::Nbd(url) => open_nbd(url)?,
+        DeviceKind::Nbd(url) => open_nbd(url, contents)?,
     };
     backing.name = device.name();
     backing.priority = device.priority.unwrap_or(DEFAULT_PRIORITY);
@@ -498,6 +527,7 @@ fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<BackingDevi
         mirror: None,
         plain: false,
         rotational: false,
+        claim: None,
     })
 }
 
@@ -543,13 +573,16 @@ fn open_block(path: &Path) -> Result<BackingDevice, DeviceError> {
         mirror: None,
         plain: false,
         rotational: false,
+        claim: None,
     })
 }
 
 /// Connects to an export. Its first extent's worth stays as it is: what is there tells that nobody
 /// needs the rest.
-fn open_nbd(url: &Url) -> Result<BackingDevice, DeviceError> {
+fn open_nbd(url: &Url, contents: Contents) -> Result<BackingDevice, DeviceError> {
     const PROBED_BYTES: usize = 128 << 10;
+    let claim =
+        ExportClaim::of(url).map_err(|holder| DeviceError::Claimed(url.to_string(), holder.pid))?;
     let connector = Arc::new(Connector::new(url.clone()).map_err(DeviceError::Nbd)?);
     let (connection, export) = connector.connect().map_err(DeviceError::Nbd)?;
     if export.size < MIN_FILE_BYTES {
@@ -557,9 +590,8 @@ fn open_nbd(url: &Url) -> Result<BackingDevice, DeviceError> {
     }
     let dialer = LocalDialer::new(Connector::new(url.clone()).map_err(DeviceError::Nbd)?, export);
     let mut start = vec![0; PROBED_BYTES];
-    let read = Nbd::new(export, Options::default(), Box::new(dialer), vec![connection])
-        .read_at(0, &mut start);
-    match read {
+    let server = Nbd::new(export, Options::default(), Box::new(dialer), vec![connection]);
+    match server.read_at(0, &mut start) {
         Ok(PROBED_BYTES)
             if start.iter().all(|byte| *byte == 0)
                 || start[SWAP_MARK_AT as usize..].starts_with(SWAP_MARK) => {}
@@ -571,6 +603,9 @@ fn open_nbd(url: &Url) -> Result<BackingDevice, DeviceError> {
             ));
         }
         Err(errno) => return Err(DeviceError::Create(url.to_string().into(), errno.into())),
+    }
+    if contents == Contents::Nobodys {
+        shows_one_content(url, export, &server)?;
     }
     Ok(BackingDevice {
         name: url.to_string(),
@@ -584,7 +619,36 @@ fn open_nbd(url: &Url) -> Result<BackingDevice, DeviceError> {
         mirror: None,
         plain: false,
         rotational: false,
+        claim: Some(claim),
     })
+}
+
+/// Refuses an export of which each connection shows another content: a forked child, and a process
+/// that connects again, would not find what was written. Where no second connection is to be had,
+/// nothing is known.
+fn shows_one_content(url: &Url, export: Export, server: &Nbd) -> Result<(), DeviceError> {
+    /// A server that takes one client at a time lets the second wait.
+    const SECOND_LIMIT: Duration = Duration::from_secs(1);
+    let refused = |errno: Errno| DeviceError::Create(url.to_string().into(), errno.into());
+    let mut written = [0u8; PAGE_SIZE];
+    rustix::rand::getrandom(&mut written[..32], rustix::rand::GetRandomFlags::empty())
+        .map_err(refused)?;
+    match server.write_surely(EXTENT_BYTES, &written) {
+        (Ok(PAGE_SIZE), Certainty::Settled) => {}
+        (Err(errno), Certainty::Settled) => return Err(refused(errno)),
+        // It may come over a page that lies there by then.
+        _ => return Err(refused(Errno::TIMEDOUT)),
+    }
+    let second = |limit| Connector::with_limit(url.clone(), limit).map_err(DeviceError::Nbd);
+    let Ok(connection) = second(SECOND_LIMIT)?.connect_again(&export) else { return Ok(()) };
+    let options = Options { read_patience: 5 * SECOND_LIMIT, ..Options::default() };
+    let dialer = LocalDialer::new(second(SECOND_LIMIT)?, export);
+    let other = Nbd::new(export, options, Box::new(dialer), vec![connection]);
+    let mut read = [0u8; PAGE_SIZE];
+    match other.read_at(EXTENT_BYTES, &mut read) {
+        Ok(PAGE_SIZE) if read != written => Err(DeviceError::ManyContents(url.to_string())),
+        _ => Ok(()),
+    }
 }
 
 /// A file without a name in a directory.
