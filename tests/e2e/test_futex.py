@@ -36,6 +36,7 @@ def test_futex(case, mode):
         "strict",
         # The process is let go before it forks.
         param("fork", allowance=128, forks=True),
+        param("bare", allowance=128, forks=True),
     ],
 )
 def test_filtered(case, mode):

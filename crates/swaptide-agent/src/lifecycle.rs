@@ -25,7 +25,8 @@ use crate::log;
 use crate::pages::{excluded, pinned, references};
 use crate::process::{
     ENGINE, ENGINE_PID, FORK_LOCK, NO_SLOT, PLACE, SLOT_PENDING, STAYS_UNMANAGED, empty_table,
-    engine, exchange, hold_child, open_area, release_hold, request_hold, segment, spawn,
+    engine, exchange, hold_child, open_area, release_hold, request_hold, segment, set_own_mark,
+    spawn,
 };
 use crate::seccomp;
 use crate::threads::{spawn_reader, start_workers};
@@ -249,6 +250,7 @@ fn prepare_engine(
     };
     request_hold(engine);
     ENGINE_PID.store(getpid().0, Release);
+    set_own_mark();
     ENGINE.store(std::ptr::from_ref(engine).cast_mut(), Release);
     // Workers start after adoption: one that is descheduled with a lock held would delay it.
     handler.adopt();

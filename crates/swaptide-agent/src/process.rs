@@ -5,8 +5,8 @@
 
 use std::os::fd::{FromRawFd, IntoRawFd};
 use std::sync::atomic::{
-    AtomicBool, AtomicI32, AtomicPtr, AtomicU32, Ordering::Acquire, Ordering::Relaxed,
-    Ordering::Release,
+    AtomicBool, AtomicI32, AtomicPtr, AtomicU32, Ordering::AcqRel, Ordering::Acquire,
+    Ordering::Relaxed, Ordering::Release,
 };
 use std::time::Duration;
 
@@ -15,8 +15,8 @@ use swaptide_engine::requests::{FaultRequest, HandlerRequest};
 use swaptide_ipc::{AreaId, NO_LIMIT, ProcState, Request, Segment, SlotIndex};
 use swaptide_sys::helper::PrivilegedHelper;
 use swaptide_sys::lock::Lock;
-use swaptide_sys::mem::SharedMap;
-use swaptide_sys::page::{VirtAddr, VirtRange};
+use swaptide_sys::mem::{Advice, Mapping, SharedMap, advise};
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::thread::{
     getpid, now, sleep, spawn_engine_thread, unshare_files_and_close_all, unshare_fs,
@@ -46,11 +46,46 @@ pub(crate) fn engine() -> Option<&'static Engine> {
     (ENGINE_PID.load(Acquire) == getpid().0).then_some(engine)
 }
 
-/// As [`engine`], without a system call: where none may be made ([`seccomp`]). A child that a bare
-/// instruction makes would find its parent's.
+/// As [`engine`], without a system call: where none may be made ([`seccomp`]).
 pub(crate) fn engine_without_calls() -> Option<&'static Engine> {
     // SAFETY: as above.
-    unsafe { ENGINE.load(Acquire).as_ref() }
+    unsafe { ENGINE.load(Acquire).as_ref() }.filter(|_| bears_mark())
+}
+
+/// A word that children do not have (`MADV_WIPEONFORK`), whatever makes them; null until there is
+/// an engine, and where there was no memory for it.
+static OWN_MARK: AtomicPtr<AtomicU32> = AtomicPtr::new(std::ptr::null_mut());
+
+/// The engine is this process's own from now on: before [`ENGINE`] is set, or in libc's child.
+pub(crate) fn set_own_mark() {
+    if OWN_MARK.load(Acquire).is_null()
+        && let Ok(page) = Mapping::reserve(PAGE_SIZE)
+        // SAFETY: nothing is there yet.
+        && unsafe { advise(page.range(), Advice::WipeOnFork) }.is_ok()
+    {
+        OWN_MARK.store(page.as_ptr().cast(), Release);
+        // Never unmapped.
+        std::mem::forget(page);
+    }
+    // SAFETY: null, or a page of this library's own that stays mapped.
+    if let Some(mark) = unsafe { OWN_MARK.load(Acquire).as_ref() } {
+        mark.store(1, Release);
+    }
+}
+
+/// False in a child past libc: it has the pointer and not the engine.
+fn bears_mark() -> bool {
+    // SAFETY: as above.
+    unsafe { OWN_MARK.load(Acquire).as_ref() }.is_none_or(|mark| mark.load(Acquire) != 0)
+}
+
+/// In a process under a filter: if it is a child past libc, it has no engine, and a lock that it
+/// has a copy of is held by nobody. The first call sees to that.
+pub(crate) fn disown_copy() {
+    if !bears_mark() && !ENGINE.swap(std::ptr::null_mut(), AcqRel).is_null() {
+        // SAFETY: the holder, if there was one, is a thread of the parent.
+        unsafe { FORK_LOCK.force_unlock() };
+    }
 }
 
 /// Numbers 0 to 2 are taken by nothing: what writes to standard error by mistake must not write to
@@ -314,6 +349,7 @@ pub(crate) fn detach() {
 /// The same without a system call of the program's thread: see [`seccomp`].
 pub(crate) fn detach_without_calls() {
     STAYS_UNMANAGED.store(true, Release);
+    disown_copy();
     loop {
         if let Some(engine) = engine_without_calls() {
             let slot = engine.slot();

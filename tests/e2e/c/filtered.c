@@ -3,11 +3,13 @@
  * memory, with most of the program out; mode fork forks as well.
  *
  *     filtered MB SECONDS SEED MODE      MODE: kill, trap, errno (what the filter does with other
- *                                       calls), fork (as kill), strict */
+ *                                       calls), fork (as kill), strict, bare (as kill, with
+ *                                       children past libc) */
 #include "common.h"
 
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <sched.h>
 #include <sys/prctl.h>
 #include <stddef.h>
 #include <sys/syscall.h>
@@ -36,6 +38,7 @@ static const int allowed[] = {SYS_read,
                               SYS_newfstatat,
                               SYS_fstat,
                               SYS_gettid,
+                              SYS_sched_yield,
                               SYS_getrandom,
                               SYS_clock_gettime};
 
@@ -92,6 +95,46 @@ static void *mover(void *number) {
     return NULL;
 }
 
+/* A fork past libc while there are threads: the child moves and grows memory, and forks. */
+static void bare_child(void) {
+    long pid;
+    register long r10 __asm__("r10") = 0, r8 __asm__("r8") = 0;
+    __asm__ volatile("syscall"
+                     : "=a"(pid)
+                     : "a"(SYS_clone), "D"(17 /* SIGCHLD */), "S"(0), "d"(0), "r"(r10), "r"(r8)
+                     : "rcx", "r11", "memory");
+    MUST(pid >= 0);
+    if (pid == 0) {
+        enum { PAGES = 64 };
+        for (int turn = 0; turn < 3; turn++) {
+            unsigned char *area = mmap(NULL, PAGES * PAGE, PROT_READ | PROT_WRITE,
+                                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            MUST(area != MAP_FAILED);
+            fill_page(area, key_of(given.seed, 1, 4));
+            area = mremap(area, PAGES * PAGE, 1024 * PAGE, MREMAP_MAYMOVE);
+            MUST(area != MAP_FAILED);
+            check_page(area, key_of(given.seed, 1, 4), "page of a mapping of a child past libc");
+        }
+        for (size_t page = 0; page < given.pages; page++)
+            check_page(ballast + page * PAGE, key_of(given.seed, page, 1), "page of such a child");
+        pid_t child = fork();
+        MUST(child >= 0);
+        if (child == 0) _exit(0);
+        int status;
+        MUST(waitpid(child, &status, 0) == child && status == 0);
+        _exit(0);
+    }
+    double end = now() + 30;
+    int status = 0;
+    pid_t ended;
+    while ((ended = waitpid((pid_t)pid, &status, WNOHANG)) == 0 && now() < end) sched_yield();
+    if (ended == pid && status == 0) return;
+    /* No call but those that pass. */
+    printf("FAILED: a child past libc %s (%#x)\n", ended ? "ended" : "does not end", status);
+    fflush(stdout);
+    _exit(3);
+}
+
 int main(int count, char **words) {
     given = parse(count, words, "kill");
     ballast = map(given.pages * PAGE);
@@ -113,6 +156,7 @@ int main(int count, char **words) {
                                                : SECCOMP_RET_KILL_PROCESS);
     pthread_t thread[3];
     for (size_t i = 0; i < 3; i++) MUST(pthread_create(&thread[i], NULL, mover, (void *)i) == 0);
+    for (int i = 0; strcmp(given.mode, "bare") == 0 && i < 3; i++) bare_child();
     for (size_t i = 0; i < 3; i++) MUST(pthread_join(thread[i], NULL) == 0);
     for (int i = 0; strcmp(given.mode, "fork") == 0 && i < 3; i++) {
         pid_t child = fork();

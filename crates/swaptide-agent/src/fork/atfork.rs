@@ -23,8 +23,8 @@ use crate::log;
 use crate::own_pid::OWN_PID;
 use crate::pages::kernel_words;
 use crate::process::{
-    ENGINE, ENGINE_PID, FORK_LOCK, NO_SLOT, PLACE, detach, detach_without_calls, engine,
-    engine_without_calls, inherited_engine, spawn,
+    ENGINE, ENGINE_PID, FORK_LOCK, NO_SLOT, PLACE, detach, detach_without_calls, disown_copy,
+    engine, engine_without_calls, inherited_engine, set_own_mark, spawn,
 };
 use crate::seccomp;
 use crate::shmem;
@@ -67,6 +67,7 @@ pub(crate) extern "C" fn prepare() {
                 None => std::hint::spin_loop(),
             }
         };
+        disown_copy();
         take();
         while engine_without_calls().is_some() {
             // SAFETY: this thread took the lock and forgot its guard; a waiter looks again
@@ -176,6 +177,7 @@ pub(crate) extern "C" fn child() {
         None => start_sleeper(),
         Some(engine) => {
             engine.forked();
+            set_own_mark();
             ENGINE_PID.store(getpid().0, Release);
             TAKEN_OVER.store(0, Relaxed);
             engine.fork.close_end(false);

@@ -21,6 +21,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use swaptide_sys::maps::{Advised, MapsFile, for_each_advised_vma};
+use swaptide_sys::mem::own_ranges;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::thread::{Nanos, now};
 
@@ -140,7 +141,7 @@ impl Apart {
             if is_apart(engine, range, advised) {
                 self.known.insert(range);
                 // What may be dropped is no memory that a userfaultfd can have.
-                if advised.wiped && !advised.droppable {
+                if advised.wiped && !advised.droppable && !is_own(range) {
                     engine.apart.is_found.store(true, Relaxed);
                 }
             }
@@ -160,6 +161,13 @@ fn is_of_managed(engine: &Engine, maps: &MapsFile, range: VirtRange) -> bool {
     maps.vma_at(range.start).is_ok_and(|info| {
         info.is_some_and(|info| engine.mm.lock().regions.overlaps(info.vma().range))
     })
+}
+
+/// Whether all of a range is this library's.
+fn is_own(range: VirtRange) -> bool {
+    let mut is_own = false;
+    own_ranges(|own| is_own |= own.start <= range.start && range.end <= own.end);
+    is_own
 }
 
 fn is_apart(engine: &Engine, range: VirtRange, advised: Advised) -> bool {
