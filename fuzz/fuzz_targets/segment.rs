@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::{Bytes, empty_segment};
-use swaptide_host::cgroup::psi::Part;
+use swaptide_host::cgroup::psi::TimeShare;
 use swaptide_host::cgroup::tree::{GroupPath, GroupTree, GroupUsage};
-use swaptide_host::memctl::controller::{self, MemoryController, Run};
+use swaptide_host::memctl::controller::{self, ControllerRequest, ManagedRun, MemoryController};
 use swaptide_host::swap::areas::{AreaOpener, Areas};
 use swaptide_ipc::{
     AreaId, AreaMask, ExtentId, GroupIndex, Header, MAX_AREAS, MAX_EXTENTS, MAX_GROUPS, NewArea,
@@ -45,7 +45,7 @@ fn keep(segment: &'static Segment, groups: GroupTree, areas: &Arc<Areas>) {
     let me = std::process::id();
     segment.claim(me, 0);
     let mut thread = MemoryController::new(segment, Arc::clone(areas), groups, 64 << 20);
-    let run = Run {
+    let run = ManagedRun {
         root: me,
         front: me,
         uid: 0,
@@ -84,7 +84,7 @@ fn keep(segment: &'static Segment, groups: GroupTree, areas: &Arc<Areas>) {
         });
         assert!(looked.is_some(), "the keeper has ended, or takes too long");
     }
-    let _ = keeper.send(controller::Request::Stop);
+    let _ = keeper.send(ControllerRequest::Stop);
     thread.join().expect("the keeper");
 }
 
@@ -205,7 +205,8 @@ fuzz_target!(|data: &[u8]| {
                 groups.publish();
                 let elapsed = Duration::from_millis(what.into());
                 let usage = |slot: &ProcSlot| {
-                    let stalled = Part::of(slot.stalled_us(Nanos(u64::from(what) << 40)), elapsed);
+                    let stalled =
+                        TimeShare::of(slot.stalled_us(Nanos(u64::from(what) << 40)), elapsed);
                     assert!(stalled.of_bytes(1 << 40) <= 1 << 40, "more than all of the time");
                     GroupUsage { stalled, ..GroupUsage::default() }
                 };
