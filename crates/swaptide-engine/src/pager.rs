@@ -103,8 +103,14 @@ impl Pager {
                     fault.tries += u32::from(!interrupted);
                     path.reader.pending.push_front(fault);
                 } else {
-                    if adopter.is_apart(engine, fault.addr) {
-                        // Refused while a change is unread: the thread faults again then.
+                    // Managed memory may have been moved there by what was just read, or by what
+                    // is noted and not applied: the thread faults again then, as it does where the
+                    // kernel refuses because a change is unread.
+                    let is_settled = !path.reader.fork.notes_events() && {
+                        let mm = engine.mm.lock();
+                        mm.late.is_empty() && !mm.regions.overlaps(range_of(page, 1))
+                    };
+                    if is_settled && adopter.is_apart(engine, fault.addr) {
                         let _ = path.reader.uffd.zero_pages(range_of(page, 1), true);
                     }
                     let _ = path.reader.uffd.wake(range_of(page, 1));

@@ -13,7 +13,8 @@
 //!    without it after it was armed, and new mappings whose makers wait for that.
 //! 2. What is armed and found to be apart after that stays armed and is not listed: another thread
 //!    may move managed memory there at any moment, and that must not be disarmed. Its faults are
-//!    answered with zeros, as the kernel would.
+//!    answered with zeros, as the kernel would, while all changes that were read are applied and
+//!    none of them has put managed memory there.
 //!
 //! Locks: the memory lock, for one look. It is the handler's.
 
