@@ -79,8 +79,8 @@ fn bears_mark() -> bool {
     unsafe { OWN_MARK.load(Acquire).as_ref() }.is_none_or(|mark| mark.load(Acquire) != 0)
 }
 
-/// In a process under a filter: if it is a child past libc, it has no engine, and a lock that it
-/// has a copy of is held by nobody. The first call sees to that.
+/// In a process under a filter: if it is a child past libc, it has no engine, and no thread of
+/// it holds the lock that it has a copy of. The first call clears both.
 pub(crate) fn disown_copy() {
     if !bears_mark() && !ENGINE.swap(std::ptr::null_mut(), AcqRel).is_null() {
         // SAFETY: the holder, if there was one, is a thread of the parent.

@@ -608,7 +608,7 @@ impl Engine {
 }
 
 impl Mm {
-    /// All that may bear the shield against forks that nobody follows ([`crate::mm::dontfork`]).
+    /// All that may bear the shield against forks that are not followed ([`crate::mm::dontfork`]).
     pub(crate) fn shielded(&self) -> impl Iterator<Item = VirtRange> + '_ {
         self.regions.iter().chain(self.armed.iter()).chain(self.owed.iter().copied())
     }

@@ -6,7 +6,7 @@
 //! | `madvise(MADV_GUARD_INSTALL)` | no event | the contents are given up with `MADV_DONTNEED`, which sends one |
 //! | `madvise(MADV_FREE)` | the event does not say that the pages stay | the pages are freed at once |
 //! | `madvise(MADV_WIPEONFORK)`, `MADV_DONTFORK` | no event | brought in, and managed no more |
-//! | `MADV_DOFORK` where forks are followed | a child nobody follows would get managed memory | brought in, and let go first |
+//! | `MADV_DOFORK` where forks are followed | a child that is not followed would get managed memory | brought in, and let go first |
 //! | `MADV_NORMAL`, `RANDOM`, `SEQUENTIAL` where forks are followed | they are swaptide's mark | given for files alone |
 //! | `shmat(SHM_REMAP)` | no event | attached elsewhere and moved there with `mremap`, which sends one |
 //! | `mlockall` | swaptide's memory is locked as well | that is unlocked |

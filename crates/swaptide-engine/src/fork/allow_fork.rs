@@ -40,7 +40,7 @@ pub(super) fn list_grown(pager: &mut Pager) {
 
 /// Lists what moves have left mapped (`MREMAP_DONTUNMAP`). No event tells of it, and it has the
 /// advice of what was moved: it would be missing in the child. No change of mappings may be under
-/// way: then a place that nobody has said to be left is still mapped.
+/// way: then a place is still mapped if no event has said that it was left.
 pub(super) fn list_left(pager: &mut Pager) {
     let engine = pager.path.engine;
     let mut places = Vec::new();

@@ -436,7 +436,8 @@ impl HandlerRequests {
 
     /// Called by a thread that has moved a mapping, or grown one in place, which now begins at
     /// `at`: returns when the handler has applied the change and all that happened before it (see
-    /// [`crate::events::apply`], rule 6). `is_new`: it has made it, and nobody else knows of it.
+    /// [`crate::events::apply`], rule 6). `is_new`: it has just made it, and no other thread knows
+    /// it.
     pub fn fence(&self, at: VirtAddr, is_new: bool) {
         // A signal handler of the program's might never come back, and its thread's place would be
         // gone for good.

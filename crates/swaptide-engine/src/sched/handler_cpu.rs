@@ -147,12 +147,12 @@ pub struct YieldEvery(u32);
 const YIELD_AFTER: u32 = 8;
 
 impl YieldEvery {
-    /// A page is about to be stored, while one thread faults for single pages or not.
-    pub(crate) fn for_a_page(&mut self, beside: bool) {
+    /// A page is about to be stored. `is_single`: one thread faults for single pages meanwhile.
+    pub(crate) fn for_a_page(&mut self, is_single: bool) {
         self.0 += 1;
         if self.0 >= YIELD_AFTER {
             self.0 = 0;
-            if beside {
+            if is_single {
                 yield_now();
             }
         }

@@ -255,7 +255,7 @@ impl Adopter {
     }
 
     /// Adopts the mapping that holds an address, if it is one to adopt. `is_new`: its maker waits
-    /// for that, and nobody else has it.
+    /// for that, and no other thread knows it.
     ///
     /// # Errors
     /// As for [`Adopter::adopt`].

@@ -104,7 +104,7 @@ impl Orphans {
         }
     }
 
-    /// An engine serves this userfaultfd, and nobody else reads it from here on.
+    /// An engine serves this userfaultfd: no other thread may read it from here on.
     pub(super) fn remove(&self, inode: Inode) {
         self.shared.list().retain(|orphan| orphan.inode != inode);
     }
