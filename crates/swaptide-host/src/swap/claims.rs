@@ -24,9 +24,9 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use rustix::net::sockopt::socket_peercred;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-use swaptide_sys::Errno;
+use swaptide_sys::sock::peer_of;
+use swaptide_sys::{AsFd, Errno};
 
 use crate::nbd::{Endpoint, Url};
 use crate::swap::listeners;
@@ -81,9 +81,11 @@ fn bind(name: &str) -> Result<Option<OwnedFd>, Holder> {
         Err(Errno::ADDRINUSE) => {
             let _ = rustix::fs::fcntl_setfl(&other, rustix::fs::OFlags::NONBLOCK);
             let pid = rustix::net::connect(&other, &address)
-                .and_then(|()| socket_peercred(&other))
+                .and_then(|()| peer_of(other.as_fd()))
                 .ok()
-                .map(|peer| peer.pid.as_raw_nonzero().get() as u32);
+                // 0: one in a pid namespace that is not seen from here.
+                .map(|peer| peer.pid)
+                .filter(|pid| *pid != 0);
             Err(Holder { pid })
         }
         Err(_) => Ok(None),
