@@ -40,8 +40,6 @@ BASELINE = {
     "swaptide-engine::Mm": (20, 1),
     "swaptide-engine::PoolSizer": (16, 1),
     "swaptide-host::MemoryController": (20, 3),
-    "swaptide-ipc::Header": (26, 0),
-    "swaptide-ipc::ProcSlot": (30, 2),
     "swaptide-ipc::Segment": (4, 3),
     "swaptide-shared::Inner": (12, 3),
     "swaptide-store::FileDevice": (10, 3),

@@ -113,12 +113,12 @@ pub(crate) fn watch(slot: &ProcSlot, look: impl Fn()) -> ! {
     set_name(c"swaptide-end");
     loop {
         look();
-        let told = slot.leader_exited.load(Acquire);
+        let told = slot.control.leader_exited.load(Acquire);
         if leader_end().is_some() {
             sleep(Duration::from_millis(10));
         } else {
             futex::wait(
-                &slot.leader_exited,
+                &slot.control.leader_exited,
                 told,
                 Some(Duration::from_secs(5)),
                 futex::Scope::Shared,

@@ -106,11 +106,11 @@ pub(crate) fn wait_for_supervisor(segment: &'static Segment) {
     let slot = segment.slot(index);
     PLACE.store(index.0 + 1, Release);
     loop {
-        let seen = slot.wake_seq.load(Acquire);
-        if slot.detach.load(Acquire) != 0 && slot.state() != ProcState::Detached {
+        let seen = slot.control.wake_seq.load(Acquire);
+        if slot.control.detach.load(Acquire) != 0 && slot.state() != ProcState::Detached {
             slot.set_state(ProcState::Detached);
         }
-        if slot.engage.load(Acquire) != 0 && slot.state() != ProcState::Detached {
+        if slot.control.engage.load(Acquire) != 0 && slot.state() != ProcState::Detached {
             engage(segment, index);
         }
         wait_for_wake(slot, seen);
@@ -120,7 +120,7 @@ pub(crate) fn wait_for_supervisor(segment: &'static Segment) {
 /// Waits until the supervisor increments the slot's `wake_seq` from `seen`; ends the process where
 /// this thread is its last.
 pub(crate) fn wait_for_wake(slot: &ProcSlot, seen: u32) {
-    futex::wait(&slot.wake_seq, seen, None, futex::Scope::Shared);
+    futex::wait(&slot.control.wake_seq, seen, None, futex::Scope::Shared);
     exit_watch::end_if_alone();
 }
 
@@ -148,7 +148,7 @@ fn engage(segment: &'static Segment, index: SlotIndex) {
     if !crate::allocator::ready() {
         // Nothing can be allocated, not even for a line in the log.
         slot.set_state(ProcState::Refused);
-        slot.engage.store(0, Release);
+        slot.control.engage.store(0, Release);
         return;
     }
     let guard = FORK_LOCK.lock();
@@ -163,7 +163,7 @@ fn engage(segment: &'static Segment, index: SlotIndex) {
             drop(guard);
             log::line(&why);
             slot.set_state(ProcState::Refused);
-            slot.engage.store(0, Release);
+            slot.control.engage.store(0, Release);
             return;
         }
     };

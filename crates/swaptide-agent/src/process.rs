@@ -335,8 +335,8 @@ pub(crate) fn detach() {
     let Some((_, slot)) = segment.claimed().find(|(_, slot)| slot.pid.load(Relaxed) == this) else {
         return;
     };
-    slot.detach.store(1, Release);
-    slot.limit_bytes.store(NO_LIMIT, Release);
+    slot.control.detach.store(1, Release);
+    slot.control.limit_bytes.store(NO_LIMIT, Release);
     slot.wake();
     if let Some(engine) = engine() {
         engine.bells.submit(HandlerRequest::Detach);
@@ -353,8 +353,8 @@ pub(crate) fn detach_without_calls() {
     loop {
         if let Some(engine) = engine_without_calls() {
             let slot = engine.slot();
-            slot.detach.store(1, Release);
-            slot.limit_bytes.store(NO_LIMIT, Release);
+            slot.control.detach.store(1, Release);
+            slot.control.limit_bytes.store(NO_LIMIT, Release);
             let nowhere = VirtRange { start: VirtAddr(0), end: VirtAddr(0) };
             engine.bells.submit_by_fault(FaultRequest::Detach, nowhere);
         }

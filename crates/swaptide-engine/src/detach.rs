@@ -66,7 +66,7 @@ impl Detach {
         let engine = pager.path.engine;
         for _ in 0..GROUPS {
             let Some(at) = self.at else { return false };
-            if engine.slot().detach.load(Relaxed) == 0 {
+            if engine.slot().control.detach.load(Relaxed) == 0 {
                 self.at = None;
                 return false;
             }
@@ -138,7 +138,7 @@ pub(crate) fn detach(path: &mut FaultPath) -> bool {
     // What is registered stays so until the last descriptor is closed.
     if !is_read
         || !is_possible(path)
-        || engine.slot().detach.load(Relaxed) == 0
+        || engine.slot().control.detach.load(Relaxed) == 0
         || !(engine.start.release_hold)()
     {
         unpark_workers(engine);

@@ -241,18 +241,18 @@ impl Engine {
         let slot = start.segment.slot(start.index);
         let index = Arc::new(AtomicU32::new(start.index.0));
         let devices = Devices::new(start.segment, index.clone(), start.open_area, start.salt)?;
-        let percent = match header.pool_percent.load(Relaxed) {
+        let percent = match header.pool.percent.load(Relaxed) {
             0 => 75,
             percent => u64::from(percent),
         };
         let acceptance = Acceptance::new(
-            header.pool_max_percent.load(Relaxed),
-            header.pool_accept_percent.load(Relaxed),
+            header.pool.max_percent.load(Relaxed),
+            header.pool.accept_percent.load(Relaxed),
         );
         let charge = Charge::new(
-            slot.limit_bytes.load(Relaxed),
+            slot.control.limit_bytes.load(Relaxed),
             percent,
-            header.pool_cap_bytes.load(Relaxed),
+            header.pool.cap_bytes.load(Relaxed),
         );
         let charge = charge.with_acceptance(acceptance);
         swaptide_sys::lock::on_long_wait(crate::sched::handler_cpu::leave_sched_idle);
@@ -305,7 +305,7 @@ impl Engine {
             swap_full: SwapFull::default(),
             childrens_book: Lock::new(None),
             pool_populated: AtomicU64::new(0),
-            scheme: Scheme::from_number(header.pool_codec.load(Relaxed)),
+            scheme: Scheme::from_number(header.pool.codec.load(Relaxed)),
             start,
             staging_base,
             uffd: AtomicPtr::new(Box::into_raw(Box::new(uffd))),
@@ -457,7 +457,7 @@ impl Engine {
             .segment
             .claimed()
             .filter(|(index, _)| *index != own)
-            .map(|(_, slot)| slot.pool_bytes.load(Relaxed))
+            .map(|(_, slot)| slot.usage.pool_bytes.load(Relaxed))
             .sum()
     }
 
@@ -496,14 +496,18 @@ impl Engine {
         let slot = self.slot();
         let file_pages = self.devices.file.slots.usage().used as usize;
         let page = PAGE_SIZE as u64;
-        slot.managed_bytes.store(present as u64 * page, Relaxed);
-        slot.staging_bytes.store(full as u64 * page, Relaxed);
-        slot.pool_bytes.store(self.charge.pool(), Relaxed);
-        slot.overhead_bytes.store((table + self.devices.metadata_bytes()) as u64, Relaxed);
-        slot.swapped_pool_bytes.store(swapped.saturating_sub(file_pages) as u64 * page, Relaxed);
-        slot.swapped_file_bytes.store(file_pages as u64 * page, Relaxed);
+        slot.usage.managed_bytes.store(present as u64 * page, Relaxed);
+        slot.usage.staging_bytes.store(full as u64 * page, Relaxed);
+        slot.usage.pool_bytes.store(self.charge.pool(), Relaxed);
+        slot.usage.overhead_bytes.store((table + self.devices.metadata_bytes()) as u64, Relaxed);
+        slot.usage
+            .swapped_pool_bytes
+            .store(swapped.saturating_sub(file_pages) as u64 * page, Relaxed);
+        slot.usage.swapped_file_bytes.store(file_pages as u64 * page, Relaxed);
         let unmanaged = self.charge.rest().max(0) as u64;
-        slot.peak_footprint_bytes.fetch_max((present + swapped) as u64 * page + unmanaged, Relaxed);
+        slot.usage
+            .peak_footprint_bytes
+            .fetch_max((present + swapped) as u64 * page + unmanaged, Relaxed);
     }
 
     /// Notes that the swap file takes nothing. Asking it again and again would cost more than what
@@ -517,7 +521,7 @@ impl Engine {
     /// True for a while after the swap file took nothing, and where the group's pages stay in
     /// memory.
     pub(crate) fn file_rests(&self) -> bool {
-        if self.slot().no_writeback.load(Relaxed) != 0 {
+        if self.slot().control.no_writeback.load(Relaxed) != 0 {
             return true;
         }
         let until = self.swap_full.file_rests_until.load(Relaxed);
@@ -570,7 +574,7 @@ impl Engine {
         self.far.serve(
             &self.devices.file.device,
             || self.retired.load(Acquire),
-            &self.start.segment.header.fail,
+            &self.start.segment.header.injection.fail,
             self.start.log,
         );
     }

@@ -44,14 +44,14 @@ const FAULTS_BEFORE_FAILURE: u32 = 500;
 
 /// Stands still while the test wants it.
 pub(crate) fn stand_still(header: &Header, at: Standstill) {
-    while header.fail.load(Acquire) == at as u32 {
+    while header.injection.fail.load(Acquire) == at as u32 {
         sleep(Duration::from_millis(100));
     }
 }
 
 /// True when a test looks at what happens after a timeout: it does not want to wait long for it.
 pub(crate) fn shortens_timeouts(header: &Header) -> bool {
-    header.fail.load(Relaxed) != 0
+    header.injection.fail.load(Relaxed) != 0
 }
 
 /// Ends the calling thread, which reads from servers, if a test wants that. `fail`: the header's
@@ -64,7 +64,7 @@ pub(crate) fn end_remote_reader(fail: &AtomicU32) {
 
 /// True when workers shall map and unmap memory without pause.
 pub(crate) fn churns_own_mappings(header: &Header) -> bool {
-    header.fail.load(Relaxed) == OWN_MAPPINGS
+    header.injection.fail.load(Relaxed) == OWN_MAPPINGS
 }
 
 /// Fails in a worker, if a test wants that. `fails`: set by [`HandlerFaults::after_answer`].
@@ -90,13 +90,14 @@ pub(crate) struct HandlerFaults {
 impl HandlerFaults {
     /// What the header's words ask for.
     pub(crate) fn new(header: &Header) -> HandlerFaults {
-        let ends = (HANDLER_PANICS..=HANDLER_OUT_OF_MEMORY).contains(&header.fail.load(Relaxed));
+        let ends =
+            (HANDLER_PANICS..=HANDLER_OUT_OF_MEMORY).contains(&header.injection.fail.load(Relaxed));
         HandlerFaults {
             fails_in: if ends { FAULTS_BEFORE_FAILURE } else { 0 },
             large_loads: 0,
-            stale_every: header.stale_every.load(Relaxed),
+            stale_every: header.injection.stale_every.load(Relaxed),
             large_fills: 0,
-            part_every: header.part_every.load(Relaxed),
+            part_every: header.injection.part_every.load(Relaxed),
         }
     }
 
@@ -126,7 +127,7 @@ impl HandlerFaults {
     #[cold]
     fn count_down(&mut self, header: &Header, worker_fails: &AtomicBool) {
         self.fails_in -= 1;
-        match header.fail.load(Relaxed) {
+        match header.injection.fail.load(Relaxed) {
             _ if self.fails_in > 0 => {}
             HANDLER_PANICS => panic!("a check failed (injected)"),
             WORKER_PANICS => worker_fails.store(true, Relaxed),

@@ -53,25 +53,25 @@ impl Segment {
     /// # Panics
     /// When the number is not below [`MAX_AREAS`].
     pub fn area(&self, id: AreaId) -> &Area {
-        &self.header.areas[usize::from(id.0)]
+        &self.header.areas.slots[usize::from(id.0)]
     }
 
     /// The areas that there are.
     pub fn areas(&self) -> impl Iterator<Item = (AreaId, &Area)> {
         (0..MAX_AREAS as u8)
             .map(AreaId)
-            .zip(&self.header.areas)
+            .zip(&self.header.areas.slots)
             .filter(|(_, area)| area.state() != AreaState::None)
     }
 
     /// Counts changes of the table.
     pub fn areas_epoch(&self) -> u32 {
-        self.header.areas_epoch.load(Acquire)
+        self.header.areas.epoch.load(Acquire)
     }
 
     /// Whether any area is open.
     pub fn has_area(&self) -> bool {
-        self.header.area_count.load(Acquire) != 0
+        self.header.areas.count.load(Acquire) != 0
     }
 
     /// Extents of all open areas.
@@ -120,7 +120,7 @@ impl Segment {
     /// Adds an area and opens it. `None` when all numbers are taken, of areas or of extents.
     /// Supervisor only.
     pub fn add_area(&self, new: NewArea) -> Option<AreaId> {
-        let id = self.header.areas.iter().position(|area| area.state() == AreaState::None)?;
+        let id = self.header.areas.slots.iter().position(|area| area.state() == AreaState::None)?;
         let mut taken: Vec<_> =
             self.areas().map(|(_, area)| area.range()).filter(|range| !range.is_empty()).collect();
         taken.sort_by_key(|range| range.start);
@@ -141,7 +141,7 @@ impl Segment {
     /// Adds a mirror, a file or a block device. `None` when all numbers of areas are taken.
     /// Supervisor only.
     pub fn add_mirror(&self, priority: i32, base_bytes: u64) -> Option<AreaId> {
-        let id = self.header.areas.iter().position(|area| area.state() == AreaState::None)?;
+        let id = self.header.areas.slots.iter().position(|area| area.state() == AreaState::None)?;
         let new = NewArea { base_bytes, ..NewArea::of_file(priority, 0) };
         Some(self.fill_in(id, 0, new, AreaState::Mirror))
     }
@@ -153,7 +153,7 @@ impl Segment {
     }
 
     fn fill_in(&self, id: usize, first: u32, new: NewArea, state: AreaState) -> AreaId {
-        let area = &self.header.areas[id];
+        let area = &self.header.areas.slots[id];
         area.generation.fetch_add(1, SeqCst);
         // A reader of anything that follows sees the new generation.
         fence(Release);
@@ -238,14 +238,14 @@ impl Segment {
             self.areas().filter(|(_, area)| area.state() == AreaState::Open).collect();
         open.sort_by_key(|(_, area)| std::cmp::Reverse(area.priority()));
         let numbers = open.iter().rev().fold(0, |word, (id, _)| word << 4 | u64::from(id.0));
-        self.header.area_order.store(numbers, Relaxed);
-        self.header.area_count.store(open.len() as u32, Release);
-        self.header.areas_epoch.fetch_add(1, Release);
+        self.header.areas.order.store(numbers, Relaxed);
+        self.header.areas.count.store(open.len() as u32, Release);
+        self.header.areas.epoch.fetch_add(1, Release);
     }
 
     fn sequence(&self) -> Sequence {
-        let len = self.header.area_count.load(Acquire).min(MAX_AREAS as u32);
-        Sequence { numbers: self.header.area_order.load(Relaxed), len }
+        let len = self.header.areas.count.load(Acquire).min(MAX_AREAS as u32);
+        Sequence { numbers: self.header.areas.order.load(Relaxed), len }
     }
 
     /// Takes a free extent for the process at `index`: of the area with the highest priority that
@@ -259,7 +259,7 @@ impl Segment {
             let equals = (from..sequence.len)
                 .take_while(|&at| self.area(sequence.at(at)).priority() == priority)
                 .count() as u32;
-            let turn = if equals > 1 { self.header.area_turn.fetch_add(1, Relaxed) } else { 0 };
+            let turn = if equals > 1 { self.header.areas.turn.fetch_add(1, Relaxed) } else { 0 };
             for step in 0..equals {
                 let id = sequence.at(from + turn.wrapping_add(step) % equals);
                 if mask.contains(id)

@@ -89,7 +89,7 @@ impl Segment {
     /// True while the process at `index` is charged to another group than it belongs to.
     pub fn is_moving(&self, index: SlotIndex) -> bool {
         let slot = self.slot(index);
-        slot.group.load(Relaxed) != slot.group_wanted.load(Relaxed)
+        slot.group.load(Relaxed) != slot.control.group_wanted.load(Relaxed)
     }
 
     /// [`Segment::lease_extent`], within the group's areas and maximum, and charged to it.
@@ -172,8 +172,10 @@ impl Segment {
     pub fn regroup(&self, index: SlotIndex) {
         let slot = self.slot(index);
         let _change = slot.change();
-        let (old, new) =
-            (self.group_of(index), GroupIndex(slot.group_wanted.load(SeqCst) % MAX_GROUPS as u32));
+        let (old, new) = (
+            self.group_of(index),
+            GroupIndex(slot.control.group_wanted.load(SeqCst) % MAX_GROUPS as u32),
+        );
         self.each_held(index, |extent| self.hold(new, extent));
         slot.group.store(new.0, SeqCst);
         self.each_held(index, |extent| self.drop_hold(old, extent));
@@ -367,7 +369,7 @@ mod tests {
 
     fn member(segment: &Segment, pid: u32, group: GroupIndex) -> SlotIndex {
         let index = segment.claim(pid, 0).expect("slot");
-        segment.slot(index).group_wanted.store(group.0, Relaxed);
+        segment.slot(index).control.group_wanted.store(group.0, Relaxed);
         segment.regroup(index);
         index
     }
@@ -436,7 +438,7 @@ mod tests {
         let child = segment.claim(11, 10).expect("slot");
         segment.share_charged(parent, child, extent);
         assert_eq!(used(segment), [1, 1, 0, 1], "one group holds it, twice");
-        segment.slot(child).group_wanted.store(B.0, Relaxed);
+        segment.slot(child).control.group_wanted.store(B.0, Relaxed);
         assert!(segment.is_moving(child));
         segment.regroup(child);
         assert!(!segment.is_moving(child));
@@ -599,6 +601,7 @@ mod tests {
                             _ => {
                                 segment
                                     .slot(index)
+                                    .control
                                     .group_wanted
                                     .store((number + round) % 4, SeqCst);
                                 segment.regroup(index);

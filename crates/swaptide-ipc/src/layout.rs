@@ -18,7 +18,7 @@ use crate::ids::{ExtentId, MAX_EXTENTS, SlotIndex};
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 13;
+pub const VERSION: u32 = 14;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// The limit of a process that is being released.
@@ -28,7 +28,7 @@ pub const NO_LIMIT: u64 = 1 << 46;
 const MAX_BYTES: u64 = NO_LIMIT;
 /// No counter of one process counts for more.
 const MAX_COUNT: u64 = 1 << 47;
-/// Pages that the price of growth past `swap.high` is for ([`ProcSlot::throttle_us`]).
+/// Pages that the price of growth past `swap.high` is for ([`ProcControl::throttle_us`]).
 pub const THROTTLE_PAGES: u64 = 64;
 
 const COUNTERS: usize = Counter::ALL.len();
@@ -37,7 +37,7 @@ const COUNTERS: usize = Counter::ALL.len();
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum ProcState {
-    /// Nobody's.
+    /// Unused.
     Free = 0,
     /// Waiting: the process fits, nothing of it is managed.
     Watching = 1,
@@ -60,64 +60,89 @@ pub struct Header {
     pub version: AtomicU32,
     /// Process id of the supervisor.
     pub supervisor: AtomicU32,
-    /// The tree's budget in bytes.
-    pub budget_bytes: AtomicU64,
-    /// Share of a process's limit that its compressed pool may take, in percent.
-    pub pool_percent: AtomicU32,
-    /// The key of all swap areas, drawn by the supervisor for this run; four little-endian words.
-    pub key: [AtomicU64; 4],
-    /// Counts processes that could not claim a slot.
-    pub slots_exhausted: AtomicU64,
-    /// Upper bound of one process's compressed memory in bytes, over all processes (0: only the
-    /// percentage counts).
-    pub pool_cap_bytes: AtomicU64,
-    /// `max_pool_percent`: what of a process's limit its compressed memory may take at most, in
-    /// percent (0: nothing was said).
-    pub pool_max_percent: AtomicU32,
-    /// `accept_threshold_percent`: compressed memory that has reached a bound takes nothing until
-    /// it has fallen below so many percent of it (0: it always takes, and writes back for it).
-    pub pool_accept_percent: AtomicU32,
     /// The supervisor's process-id namespace (inode of /proc/self/ns/pid; 0: not known).
     pub pid_namespace: AtomicU64,
+    /// The key of all swap areas, drawn by the supervisor for this run; four little-endian words.
+    pub key: [AtomicU64; 4],
+    /// The tree's budget in bytes.
+    pub budget_bytes: AtomicU64,
+    /// Counts processes that could not claim a slot.
+    pub slots_exhausted: AtomicU64,
     /// One more than the highest slot ever claimed: a walk over all slots stops here and leaves
     /// the pages behind untouched.
     pub slots_end: AtomicU32,
-    /// Slots that may be claimed (0: all of them). Less is for tests of a full table.
-    pub slots_max: AtomicU32,
-    /// How compressed memory is compressed: the number of a choice of codecs (0: the usual one).
-    pub pool_codec: AtomicU32,
+    /// Not 0: the kernel reports no forks here (that takes `CAP_SYS_PTRACE`), so the
+    /// supervisor follows the forking thread.
+    pub followed_forks: AtomicU32,
+    /// Of compressed memory.
+    pub pool: PoolConfig,
+    /// Of swap-in.
+    pub swap_in: SwapInConfig,
+    /// Faults to be injected.
+    pub injection: InjectionConfig,
+    /// The swap areas (see [`crate::areas`]).
+    pub(crate) areas: AreaTable,
+}
+
+/// What was said of compressed memory. Written by the supervisor.
+#[repr(C)]
+pub struct PoolConfig {
+    /// Upper bound of one process's compressed memory in bytes, over all processes (0: only the
+    /// percentage counts).
+    pub cap_bytes: AtomicU64,
+    /// Share of a process's limit that its compressed memory may take, in percent.
+    pub percent: AtomicU32,
+    /// `max_pool_percent`: what of a process's limit its compressed memory may take at most, in
+    /// percent (0: nothing was said).
+    pub max_percent: AtomicU32,
+    /// `accept_threshold_percent`: compressed memory that has reached a bound takes nothing until
+    /// it has fallen below so many percent of it (0: it always takes, and writes back for it).
+    pub accept_percent: AtomicU32,
+    /// How it is compressed: the number of a choice of codecs (0: the usual one).
+    pub codec: AtomicU32,
+}
+
+/// What was said of swap-in. Written by the supervisor.
+#[repr(C)]
+pub struct SwapInConfig {
     /// One more than page-cluster: windows from the swap file, and from compressed memory in front
     /// of it, are at most two to the power of page-cluster pages (0: nothing was said).
     pub page_cluster_plus: AtomicU32,
     /// One more than the largest order of a swap-in (0: any). For comparisons: with order 0, every
     /// fault brings its page alone.
     pub largest_order_plus: AtomicU32,
-    /// One in N loads of several pages is treated as stale at its second check (0:
-    /// none). For tests.
+}
+
+/// Faults to be injected, for tests. Written by the supervisor.
+#[repr(C)]
+pub struct InjectionConfig {
+    /// Slots that may be claimed (0: all of them). Less is for tests of a full table.
+    pub slots_max: AtomicU32,
+    /// One in N loads of several pages is treated as stale at its second check (0: none).
     pub stale_every: AtomicU32,
-    /// One in N fills of several pages ends half way, as it does when an event is unread (0:
-    /// none). For tests.
+    /// One in N fills of several pages ends half way, as it does when an event is unread (0: none).
     pub part_every: AtomicU32,
-    /// One in N transfers of a process to or from the first area fails, in one way or
-    /// another (0: none). For tests.
+    /// One in N transfers of a process to or from the first area fails, in one way or another (0:
+    /// none).
     pub io_fault_every: AtomicU32,
     /// How engines end after some faults: 1 and 2: the handler or a worker finds a check failed; 3:
     /// the handler's thread is gone; 4: there is no memory for an engine; 5: at its first order, a
-    /// thread is gone that reads from servers (0: they do not). For tests.
+    /// thread is gone that reads from servers (0: they do not).
     pub fail: AtomicU32,
-    /// Not 0: the kernel reports no forks here (that takes `CAP_SYS_PTRACE`), so the
-    /// supervisor follows the forking thread.
-    pub followed_forks: AtomicU32,
+}
+
+/// The swap areas and their order.
+#[repr(C)]
+pub(crate) struct AreaTable {
     /// Counts changes of the areas.
-    pub(crate) areas_epoch: AtomicU32,
+    pub(crate) epoch: AtomicU32,
     /// How many areas are open.
-    pub(crate) area_count: AtomicU32,
+    pub(crate) count: AtomicU32,
     /// Which of several areas of one priority has its turn.
-    pub(crate) area_turn: AtomicU32,
+    pub(crate) turn: AtomicU32,
     /// The open areas in the order of their priorities, four bits each.
-    pub(crate) area_order: AtomicU64,
-    /// The swap areas (see [`crate::areas`]).
-    pub(crate) areas: [Area; MAX_AREAS],
+    pub(crate) order: AtomicU64,
+    pub(crate) slots: [Area; MAX_AREAS],
 }
 
 /// One process.
@@ -127,23 +152,46 @@ pub struct ProcSlot {
     pub pid: AtomicU32,
     /// [`ProcState`].
     pub state: AtomicU32,
-    /// Futex word: the supervisor raises it and wakes when `limit_bytes` or `engage` changed.
-    pub wake_seq: AtomicU32,
     /// Process id of the parent whose memory this one shares since a fork (0: none).
     pub forked_from: AtomicU32,
-    /// Not 0: the process shall put its memory under management.
-    pub engage: AtomicU32,
-    /// Not 0: the process has asked for that, and waits.
+    /// Not 0: the process has asked for management, and waits.
     pub engage_now: AtomicU32,
-    /// Futex word: the supervisor raises it and wakes while the first thread of the process has
-    /// ended and others live.
-    pub leader_exited: AtomicU32,
     /// Threads of the engine in this process.
     pub engine_threads: AtomicU32,
-    /// The group that its extents are charged to, and the one that it belongs to. They differ until
-    /// the process has seen it.
+    /// The group that its extents are charged to. Differs from the one that the process belongs to
+    /// ([`ProcControl::group_wanted`]) until the process has seen that.
     pub group: AtomicU32,
-    /// See `group`; written by the supervisor.
+    /// Changes of what it holds (see [`crate::groups`]).
+    pub(crate) changes: AtomicU64,
+    /// What the process is to do.
+    pub control: ProcControl,
+    /// What it uses.
+    pub usage: ProcUsage,
+    /// Counters by [`Counter`].
+    pub counters: [AtomicU64; COUNTERS],
+    /// Fault times.
+    pub faults: FaultHistogram,
+    /// Extents that the process holds, a bit each.
+    pub held: [AtomicU64; MAX_EXTENTS / 64],
+}
+
+/// What a process is to do. Written by the supervisor, but for [`ProcControl::preload`], which both
+/// write.
+#[repr(C)]
+pub struct ProcControl {
+    /// Bytes of anonymous memory that the process may keep resident, everything included.
+    pub limit_bytes: AtomicU64,
+    /// One more than the bytes that its compressed memory may have for its group's sake (0: as many
+    /// as its limit permits).
+    pub pool_max_plus: AtomicU64,
+    /// Futex word: raised, and its waiters woken, when `limit_bytes` or `engage` changed.
+    pub wake_seq: AtomicU32,
+    /// Futex word: raised, and its waiters woken, while the first thread of the process has ended
+    /// and others live.
+    pub leader_exited: AtomicU32,
+    /// Not 0: the process shall put its memory under management.
+    pub engage: AtomicU32,
+    /// The group that the process belongs to.
     pub group_wanted: AtomicU32,
     /// Not 0: nothing goes to the swap areas, neither from compressed memory nor past it.
     pub no_writeback: AtomicU32,
@@ -154,44 +202,90 @@ pub struct ProcSlot {
     /// more than `swap.high`.
     pub throttle_us: AtomicU32,
     /// Not 0: everything shall come in, whatever room there is, and the process be released.
-    /// Written by the supervisor, which makes it 0 when it has changed its mind; the process has
-    /// done it when its state is [`ProcState::Detached`].
+    /// 0 again when the supervisor has changed its mind; the process has done it when its state is
+    /// [`ProcState::Detached`].
     pub detach: AtomicU32,
     /// Not 0: much of its memory is another's, too, since a fork. Another number each time the
     /// supervisor has seen that.
     pub cow_hint: AtomicU32,
-    /// Changes of what it holds (see [`crate::groups`]).
-    pub(crate) changes: AtomicU64,
-    /// One more than the bytes that its compressed pool may have for its group's sake (0: as many
-    /// as its limit permits).
-    pub pool_max_plus: AtomicU64,
-    /// Bytes of anonymous memory that the process may keep resident, everything included.
-    pub limit_bytes: AtomicU64,
+}
+
+/// What a process uses. Written by the process.
+#[repr(C)]
+pub struct ProcUsage {
     /// Bytes of the program's memory that is managed and resident.
     pub managed_bytes: AtomicU64,
     /// Bytes of shared memory that this process is the pager of, resident.
     pub shared_bytes: AtomicU64,
     /// Bytes in staging frames.
     pub staging_bytes: AtomicU64,
-    /// Bytes of the compressed pool.
+    /// Bytes of compressed memory.
     pub pool_bytes: AtomicU64,
     /// Bytes of tables and the engine's other memory.
     pub overhead_bytes: AtomicU64,
     /// Bytes of the program that are swapped to compressed memory, uncompressed size.
     pub swapped_pool_bytes: AtomicU64,
-    /// Bytes of the program that are swapped to the file.
+    /// Bytes of the program that are swapped to the areas.
     pub swapped_file_bytes: AtomicU64,
     /// Largest sum of resident and swapped bytes.
     pub peak_footprint_bytes: AtomicU64,
     /// While a thread of the process waits for memory: since when, in nanoseconds of the monotonic
     /// clock; else 0. What is over is in [`Counter::StallUs`].
     pub stalled_since: AtomicU64,
-    /// Counters by [`Counter`].
-    pub counters: [AtomicU64; COUNTERS],
-    /// Fault times.
-    pub faults: FaultHistogram,
-    /// Extents that the process holds, a bit each.
-    pub held: [AtomicU64; MAX_EXTENTS / 64],
+}
+
+/// Makes words 0.
+fn clear_words<'a>(words: impl IntoIterator<Item = &'a AtomicU32>) {
+    for word in words {
+        word.store(0, Relaxed);
+    }
+}
+
+impl ProcControl {
+    /// What a forked child has of its parent: the group, and what comes of it.
+    fn inherit(&self, parent: &ProcControl) {
+        for (own, parents) in [
+            (&self.group_wanted, &parent.group_wanted),
+            (&self.no_writeback, &parent.no_writeback),
+            (&self.throttle_us, &parent.throttle_us),
+        ] {
+            own.store(parents.load(Relaxed), Relaxed);
+        }
+        self.pool_max_plus.store(parent.pool_max_plus.load(Relaxed), Relaxed);
+    }
+
+    /// As for a process of which nothing was said. The futex words keep their numbers.
+    fn clear(&self) {
+        clear_words([
+            &self.engage,
+            &self.group_wanted,
+            &self.no_writeback,
+            &self.preload,
+            &self.throttle_us,
+            &self.detach,
+            &self.cow_hint,
+        ]);
+        self.pool_max_plus.store(0, Relaxed);
+        self.limit_bytes.store(0, Relaxed);
+    }
+}
+
+impl ProcUsage {
+    /// The process holds nothing at the moment.
+    fn clear(&self) {
+        for word in [
+            &self.managed_bytes,
+            &self.shared_bytes,
+            &self.staging_bytes,
+            &self.pool_bytes,
+            &self.overhead_bytes,
+            &self.swapped_pool_bytes,
+            &self.swapped_file_bytes,
+            &self.stalled_since,
+        ] {
+            word.store(0, Relaxed);
+        }
+    }
 }
 
 impl ProcSlot {
@@ -238,7 +332,7 @@ impl ProcSlot {
 
     /// How long a wait for memory continues at `now`; zero where nobody waits.
     pub fn stalls_for(&self, now: Nanos) -> Duration {
-        match self.stalled_since.load(Relaxed) {
+        match self.usage.stalled_since.load(Relaxed) {
             0 => Duration::ZERO,
             since => Duration::from_nanos(now.0.saturating_sub(since)),
         }
@@ -246,10 +340,10 @@ impl ProcSlot {
 
     /// What of a wait that continues was before `now` does not count: the process was stopped.
     pub fn stall_anew(&self, now: Nanos) {
-        let since = self.stalled_since.load(Relaxed);
+        let since = self.usage.stalled_since.load(Relaxed);
         if since != 0 {
             // When it has ended meanwhile there is nothing to move.
-            let _ = self.stalled_since.compare_exchange(since, now.0, Relaxed, Relaxed);
+            let _ = self.usage.stalled_since.compare_exchange(since, now.0, Relaxed, Relaxed);
         }
     }
 
@@ -260,37 +354,14 @@ impl ProcSlot {
 
     /// What a forked child has of its parent: the group, and what comes of it.
     fn inherit(&self, parent: &ProcSlot) {
-        for (own, parents) in [
-            (&self.group, &parent.group),
-            (&self.group_wanted, &parent.group_wanted),
-            (&self.no_writeback, &parent.no_writeback),
-            (&self.throttle_us, &parent.throttle_us),
-        ] {
-            own.store(parents.load(Relaxed), Relaxed);
-        }
-        self.pool_max_plus.store(parent.pool_max_plus.load(Relaxed), Relaxed);
-    }
-
-    /// The process holds nothing at the moment.
-    fn clear_use(&self) {
-        for word in [
-            &self.managed_bytes,
-            &self.shared_bytes,
-            &self.staging_bytes,
-            &self.pool_bytes,
-            &self.overhead_bytes,
-            &self.swapped_pool_bytes,
-            &self.swapped_file_bytes,
-            &self.stalled_since,
-        ] {
-            word.store(0, Relaxed);
-        }
+        self.group.store(parent.group.load(Relaxed), Relaxed);
+        self.control.inherit(&parent.control);
     }
 
     /// Reports that the first thread has ended, and wakes waiters on `leader_exited`.
     pub fn signal_leader_exit(&self) {
-        self.leader_exited.fetch_add(1, Release);
-        futex::wake(&self.leader_exited, i32::MAX as u32, futex::Scope::Shared);
+        self.control.leader_exited.fetch_add(1, Release);
+        futex::wake(&self.control.leader_exited, i32::MAX as u32, futex::Scope::Shared);
         if self.state() == ProcState::Watching {
             self.wake();
         }
@@ -298,8 +369,8 @@ impl ProcSlot {
 
     /// Increments `wake_seq` and wakes its waiters, which read the slot again.
     pub fn wake(&self) {
-        self.wake_seq.fetch_add(1, Release);
-        futex::wake(&self.wake_seq, i32::MAX as u32, futex::Scope::Shared);
+        self.control.wake_seq.fetch_add(1, Release);
+        futex::wake(&self.control.wake_seq, i32::MAX as u32, futex::Scope::Shared);
     }
 }
 
@@ -394,15 +465,15 @@ impl Segment {
             let index = SlotIndex(index as u32);
             self.forget_holds(index, |_| {});
             let slot = self.slot(index);
-            slot.engage.store(0, Relaxed);
-            slot.detach.store(0, Relaxed);
-            slot.limit_bytes.store(0, Relaxed);
-            slot.clear_use();
+            slot.control.engage.store(0, Relaxed);
+            slot.control.detach.store(0, Relaxed);
+            slot.control.limit_bytes.store(0, Relaxed);
+            slot.usage.clear();
             slot.forked_from.store(forked_from, Relaxed);
             slot.set_state(ProcState::Watching);
             return Some(index);
         }
-        let max = match self.header.slots_max.load(Relaxed) {
+        let max = match self.header.injection.slots_max.load(Relaxed) {
             0 => MAX_PROCS,
             max => max as usize,
         };
@@ -448,15 +519,6 @@ impl Segment {
     pub fn release(&self, index: SlotIndex, freed: impl FnMut(ExtentId)) {
         let slot = self.slot(index);
         self.forget_holds(index, freed);
-        slot.group.store(0, Relaxed);
-        slot.group_wanted.store(0, Relaxed);
-        slot.no_writeback.store(0, Relaxed);
-        slot.preload.store(0, Relaxed);
-        slot.engage_now.store(0, Relaxed);
-        slot.throttle_us.store(0, Relaxed);
-        slot.cow_hint.store(0, Relaxed);
-        slot.detach.store(0, Relaxed);
-        slot.pool_max_plus.store(0, Relaxed);
         for counter in &slot.counters {
             counter.store(0, Relaxed);
         }
@@ -464,12 +526,10 @@ impl Segment {
             bucket.store(0, Relaxed);
         }
         slot.faults.max_ns.store(0, Relaxed);
-        slot.limit_bytes.store(0, Relaxed);
-        slot.peak_footprint_bytes.store(0, Relaxed);
-        slot.clear_use();
-        slot.engage.store(0, Relaxed);
-        slot.engine_threads.store(0, Relaxed);
-        slot.forked_from.store(0, Relaxed);
+        slot.control.clear();
+        slot.usage.clear();
+        slot.usage.peak_footprint_bytes.store(0, Relaxed);
+        clear_words([&slot.group, &slot.engage_now, &slot.engine_threads, &slot.forked_from]);
         slot.set_state(ProcState::Free);
         slot.pid.store(0, Release);
     }
@@ -502,8 +562,10 @@ mod tests {
     #[test]
     fn the_offsets_that_test_programs_write_to_are_those_of_the_layout() {
         use std::mem::offset_of;
-        let mirror =
-            offset_of!(Segment, header) + offset_of!(Header, areas) + crate::area::MIRROR_AT;
+        let mirror = offset_of!(Segment, header)
+            + offset_of!(Header, areas)
+            + offset_of!(AreaTable, slots)
+            + crate::area::MIRROR_AT;
         let full = offset_of!(ProcSlot, counters) + 8 * Counter::SwapFull as usize;
         let names = [
             ("SEGMENT_HEADER", size_of::<Header>()),

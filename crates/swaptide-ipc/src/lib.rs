@@ -36,7 +36,7 @@ pub use counters::{Counter, FIRST_ORDER, FaultHistogram, HISTOGRAM_BUCKETS, LAST
 pub use group::{GroupIndex, GroupSlot, MAX_GROUPS};
 pub use ids::{EXTENT_BYTES, ExtentId, MAX_EXTENTS, SlotIndex};
 pub use layout::{
-    Header, MAGIC, MAX_PROCS, NO_LIMIT, ProcSlot, ProcState, Segment, SegmentError, THROTTLE_PAGES,
-    VERSION,
+    Header, InjectionConfig, MAGIC, MAX_PROCS, NO_LIMIT, PoolConfig, ProcControl, ProcSlot,
+    ProcState, ProcUsage, Segment, SegmentError, SwapInConfig, THROTTLE_PAGES, VERSION,
 };
 pub use wire::{ENV_AGENT_LOG, ENV_SOCKET, Request};

@@ -173,7 +173,8 @@ impl PagerGuard {
     /// something is out.
     pub fn has_lost(&self, segment: &Segment) -> bool {
         let slot = segment.slot(self.slot);
-        let out = slot.swapped_pool_bytes.load(Relaxed) + slot.swapped_file_bytes.load(Relaxed);
+        let out = slot.usage.swapped_pool_bytes.load(Relaxed)
+            + slot.usage.swapped_file_bytes.load(Relaxed);
         let mut mapped = false;
         let mut buffer = [0u8; 4096];
         let looked = for_each_vma(&mut buffer, |vma| {

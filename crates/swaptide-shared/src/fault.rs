@@ -386,12 +386,12 @@ impl Inner {
         let bound = (limit / 64) as usize / PAGE_SIZE;
         // As for a process's own memory: with a file, page-cluster says how far is read ahead, of
         // compressed memory in front of it too.
-        let bound = match self.segment.header.page_cluster_plus.load(Relaxed) {
+        let bound = match self.segment.header.swap_in.page_cluster_plus.load(Relaxed) {
             0 => bound,
             plus if self.store.has_file() => bound.min(1 << (plus - 1).min(u32::from(LAST_ORDER))),
             _ => bound,
         };
-        match self.segment.header.largest_order_plus.load(Relaxed) {
+        match self.segment.header.swap_in.largest_order_plus.load(Relaxed) {
             0 => bound.clamp(1, MAX_PAGES_PER_FAULT),
             plus => bound.clamp(1, 1 << (plus - 1).min(u32::from(LAST_ORDER))),
         }

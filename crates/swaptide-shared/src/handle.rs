@@ -91,7 +91,7 @@ impl Host {
             swap.as_ref().and_then(|file| file.metadata().ok()).map_or(0, |data| data.len());
         let area = NewArea::of_file(-1, (bytes / EXTENT_BYTES) as u32);
         segment.add_area(area);
-        header.pool_percent.store(if swap.is_some() { 60 } else { 75 }, Relaxed);
+        header.pool.percent.store(if swap.is_some() { 60 } else { 75 }, Relaxed);
         let mut key = [0u8; 32];
         rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())?;
         for (word, bytes) in header.key.iter().zip(key.chunks_exact(8)) {
@@ -197,16 +197,19 @@ impl HostView {
     /// file.
     pub fn bytes(&self) -> (u64, u64, u64) {
         self.slot().map_or((0, 0, 0), |slot| {
-            let [resident, pool, file] =
-                [&slot.managed_bytes, &slot.swapped_pool_bytes, &slot.swapped_file_bytes]
-                    .map(|word| word.load(Relaxed));
+            let [resident, pool, file] = [
+                &slot.usage.managed_bytes,
+                &slot.usage.swapped_pool_bytes,
+                &slot.usage.swapped_file_bytes,
+            ]
+            .map(|word| word.load(Relaxed));
             (resident, pool, file)
         })
     }
 
     /// Bytes that compressed memory takes.
     pub fn pool_bytes(&self) -> u64 {
-        self.slot().map_or(0, |slot| slot.pool_bytes.load(Relaxed))
+        self.slot().map_or(0, |slot| slot.usage.pool_bytes.load(Relaxed))
     }
 }
 

@@ -164,8 +164,8 @@ impl SharedMemoryPager {
     /// the process's own together. From the first call on regions are managed.
     pub(crate) fn set_limit(&self, bytes: u64) {
         let slot = self.inner.segment.slot(self.inner.index);
-        slot.limit_bytes.store(bytes.max(1), Relaxed);
-        slot.engage.store(1, Release);
+        slot.control.limit_bytes.store(bytes.max(1), Relaxed);
+        slot.control.engage.store(1, Release);
         self.inner.work.notify_all();
     }
 }

@@ -130,7 +130,7 @@ impl ReclaimThread {
     /// Does what there is to do, a step of it; answers with the time until it is worth looking
     /// again.
     fn turn(&mut self, inner: &Inner) -> Duration {
-        inner.segment.slot(inner.index).shared_bytes.store(inner.resident_bytes(), Relaxed);
+        inner.segment.slot(inner.index).usage.shared_bytes.store(inner.resident_bytes(), Relaxed);
         let Some(limit) = inner.limit() else { return Duration::from_millis(20) };
         if !inner.lock().engaged {
             return Duration::from_millis(2);
@@ -324,7 +324,7 @@ pub(crate) fn margin(limit: u64) -> u64 {
 
 impl Inner {
     fn set_pool_limit(&self, limit: u64) {
-        let percent = match self.segment.header.pool_percent.load(Relaxed) {
+        let percent = match self.segment.header.pool.percent.load(Relaxed) {
             0 => 60,
             percent => u64::from(percent),
         };
@@ -350,9 +350,9 @@ impl Inner {
     fn tell_use(&self, state: &PagerState) {
         let slot = self.segment.slot(self.index);
         let counts = state.counts();
-        slot.managed_bytes.store((counts.resident * PAGE_SIZE) as u64, Relaxed);
-        slot.pool_bytes.store(self.store.pool_bytes() as u64, Relaxed);
-        slot.overhead_bytes.store(self.store.metadata_bytes() as u64, Relaxed);
+        slot.usage.managed_bytes.store((counts.resident * PAGE_SIZE) as u64, Relaxed);
+        slot.usage.pool_bytes.store(self.store.pool_bytes() as u64, Relaxed);
+        slot.usage.overhead_bytes.store(self.store.metadata_bytes() as u64, Relaxed);
     }
 
     fn log_chunk(&self, state: &mut PagerState, id: RegionId, chunk: usize) {

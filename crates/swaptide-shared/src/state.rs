@@ -155,7 +155,7 @@ impl Inner {
 
     /// The limit; `None` while there is none.
     pub fn limit(&self) -> Option<u64> {
-        match self.segment.slot(self.index).limit_bytes.load(Relaxed) {
+        match self.segment.slot(self.index).control.limit_bytes.load(Relaxed) {
             0 => None,
             bytes => Some(bytes),
         }
@@ -165,9 +165,10 @@ impl Inner {
     /// moment is told from a harmless one.
     pub fn publish(&self, counts: &Counts) {
         let slot = self.segment.slot(self.index);
-        slot.swapped_pool_bytes
+        slot.usage
+            .swapped_pool_bytes
             .store(((counts.pool + counts.zero + counts.lost) * PAGE_SIZE) as u64, Relaxed);
-        slot.swapped_file_bytes.store((counts.file * PAGE_SIZE) as u64, Relaxed);
+        slot.usage.swapped_file_bytes.store((counts.file * PAGE_SIZE) as u64, Relaxed);
     }
 
     fn watch(&self, fd: BorrowedFd<'_>, space: SpaceId, guard: bool) -> Result<(), Errno> {
@@ -638,7 +639,10 @@ impl Inner {
     /// Takes over the limit, and begins to manage when told to.
     pub(crate) fn take_orders(&self) {
         let slot = self.segment.slot(self.index);
-        if slot.engage.load(Relaxed) != 0 && slot.state() != ProcState::Engaged && self.engage() {
+        if slot.control.engage.load(Relaxed) != 0
+            && slot.state() != ProcState::Engaged
+            && self.engage()
+        {
             slot.set_state(ProcState::Engaged);
             self.count(Counter::Engaged, 1);
         }

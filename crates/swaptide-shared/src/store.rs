@@ -153,8 +153,8 @@ impl Store {
             pool_limit: AtomicU64::new(u64::MAX),
             pool_bound: AtomicU64::new(u64::MAX),
             acceptance: Acceptance::new(
-                segment.header.pool_max_percent.load(Relaxed),
-                segment.header.pool_accept_percent.load(Relaxed),
+                segment.header.pool.max_percent.load(Relaxed),
+                segment.header.pool.accept_percent.load(Relaxed),
             ),
             scratch: Mutex::default(),
         })
@@ -165,7 +165,7 @@ impl Store {
     pub(crate) fn has_file(&self) -> bool {
         let SharedExtents { segment, index, .. } = &self.areas;
         segment.has_area()
-            && segment.slot(*index).no_writeback.load(Relaxed) == 0
+            && segment.slot(*index).control.no_writeback.load(Relaxed) == 0
             && self.areas.files() != AreaMask(0)
     }
 
@@ -199,10 +199,10 @@ impl Store {
             segment
                 .claimed()
                 .filter(|(other, _)| other != index)
-                .map(|(_, slot)| slot.pool_bytes.load(Relaxed))
+                .map(|(_, slot)| slot.usage.pool_bytes.load(Relaxed))
                 .sum()
         };
-        let cap = match segment.header.pool_cap_bytes.load(Relaxed) {
+        let cap = match segment.header.pool.cap_bytes.load(Relaxed) {
             0 => u64::MAX,
             cap => cap.saturating_sub(others()),
         };
@@ -347,5 +347,5 @@ impl Store {
 
 /// A compressor for the codec of a segment.
 pub fn compressor(segment: &Segment) -> Compressor {
-    Compressor::new(Scheme::from_number(segment.header.pool_codec.load(Relaxed)))
+    Compressor::new(Scheme::from_number(segment.header.pool.codec.load(Relaxed)))
 }

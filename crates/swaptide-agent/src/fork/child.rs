@@ -63,7 +63,7 @@ const STUCK_CHILD: u32 = 8;
 /// Stands still where a test asks for it at this stage.
 fn inject_standstill(stage: u32) {
     let seconds = if stage == SILENT_CHILD { 4 } else { u64::MAX };
-    if known_segment().is_some_and(|segment| segment.header.fail.load(Relaxed) == stage) {
+    if known_segment().is_some_and(|segment| segment.header.injection.fail.load(Relaxed) == stage) {
         sleep(Duration::from_secs(seconds));
     }
 }
@@ -111,10 +111,10 @@ pub(crate) extern "C" fn child_handler_main(_: usize) {
         return;
     };
     let slot = segment.slot(index);
-    slot.limit_bytes.store(engine.charge.limit(), Relaxed);
-    slot.engage.store(1, Relaxed);
+    slot.control.limit_bytes.store(engine.charge.limit(), Relaxed);
+    slot.control.engage.store(1, Relaxed);
     let refused = || {
-        slot.engage.store(0, Relaxed);
+        slot.control.engage.store(0, Relaxed);
         slot.set_state(ProcState::Refused);
         disown();
     };
@@ -143,6 +143,6 @@ pub(crate) extern "C" fn child_handler_main(_: usize) {
     child_is_served();
     serve(handler);
     loop {
-        wait_for_wake(slot, slot.wake_seq.load(Acquire));
+        wait_for_wake(slot, slot.control.wake_seq.load(Acquire));
     }
 }

@@ -220,7 +220,7 @@ impl AreaDirectory for SegmentExtents {
     }
 
     fn injected_fault(&self, area: u8, writes: bool) -> Option<InjectedFault> {
-        let every = self.segment.header.io_fault_every.load(Relaxed);
+        let every = self.segment.header.injection.io_fault_every.load(Relaxed);
         if every == 0 || area != 0 {
             return None;
         }

@@ -232,7 +232,7 @@ impl Loader {
 pub(crate) fn readahead_limits(engine: &Engine) -> ReadaheadLimits {
     let header = &engine.start.segment.header;
     ReadaheadLimits::new(
-        header.page_cluster_plus.load(Relaxed),
-        header.largest_order_plus.load(Relaxed),
+        header.swap_in.page_cluster_plus.load(Relaxed),
+        header.swap_in.largest_order_plus.load(Relaxed),
     )
 }

@@ -260,7 +260,7 @@ impl FaultPath {
         drop(guard);
         self.locality.grew_as(page, done, if step < MIN_MOVE_PAGES { step } else { done });
         engine.charge.brought(done);
-        self.throttle.grew(done, engine.slot().throttle_us.load(Relaxed));
+        self.throttle.grew(done, engine.slot().control.throttle_us.load(Relaxed));
         engine.count(Counter::Pgminfault, 1);
         Ok(())
     }

@@ -386,7 +386,7 @@ fn say(
 fn share_limit(engine: &Engine, child: SlotIndex) {
     let half = engine.charge.split_limit();
     for slot in [engine.slot(), engine.start.segment.slot(child)] {
-        slot.limit_bytes.store(half, Relaxed);
+        slot.control.limit_bytes.store(half, Relaxed);
     }
     engine.charge.take_limit(engine.slot());
 }

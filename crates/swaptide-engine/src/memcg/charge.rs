@@ -117,12 +117,12 @@ impl Charge {
 
     /// Takes over what the supervisor wrote.
     pub(crate) fn take_limit(&self, slot: &ProcSlot) {
-        let limit = slot.limit_bytes.load(Relaxed);
+        let limit = slot.control.limit_bytes.load(Relaxed);
         if limit != 0 && self.family.accepts_limit(limit) {
             self.limit.store(limit, Relaxed);
         }
-        self.pool_max.store(slot.pool_max_plus.load(Relaxed).wrapping_sub(1), Relaxed);
-        self.family.on_hint(slot.cow_hint.load(Relaxed));
+        self.pool_max.store(slot.control.pool_max_plus.load(Relaxed).wrapping_sub(1), Relaxed);
+        self.family.on_hint(slot.control.cow_hint.load(Relaxed));
     }
 
     /// What a fork leaves to each of the two: half of the limit, if there is that much. Where there
@@ -434,7 +434,7 @@ mod tests {
     fn a_fork_leaves_half_and_where_there_is_much_to_keep_the_whole_for_a_moment() {
         let (charge, slot) = (Charge::new(64 << 20, 75, 0), slot());
         let takes = |limit: u64| {
-            slot.limit_bytes.store(limit, Relaxed);
+            slot.control.limit_bytes.store(limit, Relaxed);
             charge.take_limit(slot);
             charge.limit() >> 20
         };
@@ -486,7 +486,7 @@ mod tests {
             (40 << 20..42 << 20).contains(&charge.pool_limit()),
             "what it has now stays for the next child"
         );
-        slot.cow_hint.store(1, Relaxed);
+        slot.control.cow_hint.store(1, Relaxed);
         charge.take_limit(slot);
         assert!(charge.keeps_copies(500, 1000), "the supervisor says so");
     }
@@ -567,11 +567,11 @@ mod tests {
         charge.publish(4096, 0, 10 << 20);
         charge.take_limit(slot);
         assert_eq!(charge.pool_limit(), 48 << 20);
-        slot.pool_max_plus.store((8 << 20) + 1, Relaxed);
+        slot.control.pool_max_plus.store((8 << 20) + 1, Relaxed);
         charge.take_limit(slot);
         assert_eq!(charge.pool_limit(), 8 << 20);
         assert!(charge.pool_is_full() && charge.pool_overflows());
-        slot.pool_max_plus.store(0, Relaxed);
+        slot.control.pool_max_plus.store(0, Relaxed);
         charge.take_limit(slot);
         assert!(!charge.pool_is_full());
     }

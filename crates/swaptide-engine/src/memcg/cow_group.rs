@@ -7,7 +7,7 @@
 //! limit, copies of pages that came back from it stay, it is not made smaller by zstd, and what
 //! shows how a limit is best divided is not listened to. A process is of one for a while after a
 //! fork, and then as long as the supervisor continues saying that they share
-//! ([`ProcSlot::cow_hint`](swaptide_ipc::ProcSlot)).
+//! ([`ProcControl::cow_hint`](swaptide_ipc::ProcControl)).
 //!
 //! Owns: that state, and the limit between a fork and the supervisor's first word about it.
 //!

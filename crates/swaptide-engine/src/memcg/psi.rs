@@ -66,20 +66,20 @@ impl Stall {
     /// The thread whose fault is being answered stalls, and did so from the beginning of that.
     pub(crate) fn stalls(&mut self, slot: &ProcSlot) {
         if let Some(began) = self.fault {
-            self.begin(&slot.stalled_since, began);
+            self.begin(&slot.usage.stalled_since, began);
         }
     }
 
     /// A thread that was answered stalls from now on.
     pub(crate) fn stalls_from(&mut self, slot: &ProcSlot, at: Nanos) {
-        self.begin(&slot.stalled_since, at);
+        self.begin(&slot.usage.stalled_since, at);
     }
 
     /// The thread that was answered stalls no more, nor does anybody else unless something
     /// `is_awaited`: a page that was sent for, or the end of a delay.
     pub(crate) fn stalls_until(&mut self, slot: &ProcSlot, at: Nanos, is_awaited: bool) {
         if self.on && !is_awaited {
-            let micros = self.end(&slot.stalled_since, at);
+            let micros = self.end(&slot.usage.stalled_since, at);
             slot.count(Counter::StallUs, micros as u64);
         }
     }

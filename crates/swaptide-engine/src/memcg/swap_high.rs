@@ -83,7 +83,7 @@ impl Throttle {
             return;
         }
         let now = now();
-        let at_once = slot.throttle_us.load(Relaxed) == 0;
+        let at_once = slot.control.throttle_us.load(Relaxed) == 0;
         self.held.retain(|(until, page)| {
             let over = at_once || until.0 <= now.0;
             if over {

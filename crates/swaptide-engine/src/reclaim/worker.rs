@@ -579,10 +579,10 @@ impl Housekeeping {
         if engine.start.segment.is_moving(engine.slot_index()) {
             engine.devices.file.follow_group();
         }
-        if engine.slot().preload.load(Relaxed) != 0 {
+        if engine.slot().control.preload.load(Relaxed) != 0 {
             engine.bells.submit(HandlerRequest::Preload);
         }
-        if engine.slot().detach.load(Relaxed) != 0 {
+        if engine.slot().control.detach.load(Relaxed) != 0 {
             engine.bells.submit(HandlerRequest::Detach);
         }
         engine.charge.measure(statm);

@@ -43,7 +43,7 @@ pub(crate) fn hint(
     hint: Hint,
     range: VirtRange,
 ) -> Result<(), Interrupted> {
-    let is_detaching = path.engine.slot().detach.load(Relaxed) != 0;
+    let is_detaching = path.engine.slot().control.detach.load(Relaxed) != 0;
     match hint {
         Hint::Sequential => path.hints.note(range, Reading::Sequential),
         Hint::Random => path.hints.note(range, Reading::Random),
@@ -197,7 +197,7 @@ impl Preload {
         for _ in 0..PRELOAD_GROUPS {
             let Some(at) = self.at else { return };
             let room = engine.charge.headroom() - path.remote.bytes() as i64;
-            if engine.slot().preload.load(Relaxed) == 0 || room < engine.charge.high() {
+            if engine.slot().control.preload.load(Relaxed) == 0 || room < engine.charge.high() {
                 self.at = None;
                 return;
             }
@@ -211,7 +211,7 @@ impl Preload {
                     return;
                 }
                 self.at = None;
-                engine.slot().preload.store(0, Release);
+                engine.slot().control.preload.store(0, Release);
                 return;
             };
             let first = PageNo(page.0 / COPY_GROUP_PAGES * COPY_GROUP_PAGES);

@@ -169,7 +169,7 @@ fn supervise(engine: &Engine, world: &RwLock<()>) {
     while !OVER.load(Acquire) {
         let among = world.read();
         let slot = engine.slot();
-        let kept = [&slot.managed_bytes, &slot.staging_bytes, &slot.pool_bytes]
+        let kept = [&slot.usage.managed_bytes, &slot.usage.staging_bytes, &slot.usage.pool_bytes]
             .iter()
             .map(|bytes| bytes.load(Relaxed))
             .sum();
@@ -178,7 +178,7 @@ fn supervise(engine: &Engine, world: &RwLock<()>) {
             room = LEAST_ROOM + random / 20 % (MOST_ROOM - LEAST_ROOM);
         }
         if let Some(anon) = anon_rss(getpid().0) {
-            slot.limit_bytes.store(anon.saturating_sub(kept) + room, Relaxed);
+            slot.control.limit_bytes.store(anon.saturating_sub(kept) + room, Relaxed);
         }
         engine.look_after_threads();
         drop(among);
@@ -197,8 +197,8 @@ fn heir(engine: &'static Engine, end: Option<Conn>, parent: u32) {
     begin_in_child();
     let index = segment().claim(getpid().0, parent).unwrap_or_else(|| die("no slot is free"));
     let slot = segment().slot(index);
-    slot.limit_bytes.store(engine.charge.limit(), Relaxed);
-    slot.engage.store(1, Relaxed);
+    slot.control.limit_bytes.store(engine.charge.limit(), Relaxed);
+    slot.control.engage.store(1, Relaxed);
     let mut left = match engine.inherit(end, index) {
         Ok(Some(left)) => left,
         // Its copy of the engine is torn, or was not to be had: all memory is there.
@@ -246,8 +246,8 @@ fn set_up() -> (Start, Program) {
     let fd = memfd_create(c"torture", Segment::BYTES as u64).expect("memfd");
     let segment =
         Segment::raw(SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map")).expect("segment");
-    segment.header.pool_percent.store(75, Relaxed);
-    segment.header.pool_cap_bytes.store(POOL_CAP, Relaxed);
+    segment.header.pool.percent.store(75, Relaxed);
+    segment.header.pool.cap_bytes.store(POOL_CAP, Relaxed);
     segment
         .header
         .key
@@ -262,6 +262,7 @@ fn set_up() -> (Start, Program) {
     let index = segment.claim(getpid().0, 0).expect("a slot");
     segment
         .slot(index)
+        .control
         .limit_bytes
         .store(anon_rss(getpid().0).expect("statm") + MOST_ROOM, Relaxed);
 
@@ -317,8 +318,8 @@ fn torture_reads_what_it_wrote() {
 
         OVER.store(true, Release);
         supervisor.join().expect("the supervisor ends");
-        slot.limit_bytes.store(NO_LIMIT, Relaxed);
-        slot.detach.store(1, Release);
+        slot.control.limit_bytes.store(NO_LIMIT, Relaxed);
+        slot.control.detach.store(1, Release);
         handler.join().expect("the program is let go");
         program.verify();
         println!(

@@ -285,7 +285,7 @@ impl GroupTree {
             return busy("there are groups below it");
         }
         let belongs = |slot: &swaptide_ipc::ProcSlot| {
-            [&slot.group, &slot.group_wanted]
+            [&slot.group, &slot.control.group_wanted]
                 .iter()
                 .any(|word| word.load(std::sync::atomic::Ordering::SeqCst) == index.0)
         };

@@ -500,7 +500,7 @@ impl SavedState {
         let slots: Vec<_> =
             segment.claimed().map(|(index, slot)| (index, slot.pid.load(Relaxed))).collect();
         for (index, pid) in slots {
-            let group = GroupIndex(segment.slot(index).group_wanted.load(Relaxed));
+            let group = GroupIndex(segment.slot(index).control.group_wanted.load(Relaxed));
             match (id.is_mapped_by(pid), life(pid)) {
                 (_, Life::Gone) | (Some(false), _) => keeper.bury(index),
                 (Some(true), _) => keeper.adopt(pid, group),

@@ -384,14 +384,14 @@ impl MemoryController {
         );
         if let Some(slot) = slot.map(|index| self.segment.slot(index)) {
             let no_writeback = u32::from(!self.groups.writes_back(group));
-            if slot.group_wanted.load(Relaxed) != group.0
-                || slot.no_writeback.load(Relaxed) != no_writeback
+            if slot.control.group_wanted.load(Relaxed) != group.0
+                || slot.control.no_writeback.load(Relaxed) != no_writeback
             {
-                slot.group_wanted.store(group.0, Relaxed);
-                slot.no_writeback.store(no_writeback, Relaxed);
+                slot.control.group_wanted.store(group.0, Relaxed);
+                slot.control.no_writeback.store(no_writeback, Relaxed);
                 slot.wake();
             }
-            slot.throttle_us.store(self.groups.price_of_growth(group), Relaxed);
+            slot.control.throttle_us.store(self.groups.price_of_growth(group), Relaxed);
         }
         TickMember { pid, slot, run, group }
     }
@@ -454,9 +454,10 @@ impl MemoryController {
                 continue;
             };
             let own =
-                [&slot.pool_bytes, &slot.staging_bytes, &slot.overhead_bytes].map(ProcSlot::bytes);
-            let swapped = ProcSlot::bytes(&slot.swapped_pool_bytes)
-                + ProcSlot::bytes(&slot.swapped_file_bytes);
+                [&slot.usage.pool_bytes, &slot.usage.staging_bytes, &slot.usage.overhead_bytes]
+                    .map(ProcSlot::bytes);
+            let swapped = ProcSlot::bytes(&slot.usage.swapped_pool_bytes)
+                + ProcSlot::bytes(&slot.usage.swapped_file_bytes);
             sum.footprint += process.used.saturating_sub(own.iter().sum()) + swapped;
             sum.pool += own[0];
         }
@@ -493,7 +494,9 @@ impl MemoryController {
             };
             let most = above(&members[*at]).into_iter().filter_map(part).min();
             if let Some(slot) = members[*at].slot.map(|index| self.segment.slot(index)) {
-                slot.pool_max_plus.store(most.map_or(0, |most| most.saturating_add(1)), Relaxed);
+                slot.control
+                    .pool_max_plus
+                    .store(most.map_or(0, |most| most.saturating_add(1)), Relaxed);
             }
         }
     }
@@ -515,10 +518,10 @@ impl MemoryController {
                 let stalled =
                     self.watches.get(&index).map_or_else(TimeShare::default, |watch| watch.stalled);
                 usage.stalled = usage.stalled.or(stalled);
-                usage.zswap += ProcSlot::bytes(&slot.pool_bytes);
+                usage.zswap += ProcSlot::bytes(&slot.usage.pool_bytes);
                 usage.refaults += slot.counted(Counter::WorkingsetRefault);
-                usage.swapped += ProcSlot::bytes(&slot.swapped_pool_bytes)
-                    + ProcSlot::bytes(&slot.swapped_file_bytes);
+                usage.swapped += ProcSlot::bytes(&slot.usage.swapped_pool_bytes)
+                    + ProcSlot::bytes(&slot.usage.swapped_file_bytes);
             }
         }
         self.groups.account(&own, elapsed, starved);
@@ -609,16 +612,16 @@ impl MemoryController {
                 pid,
                 group,
                 state: state.into(),
-                limit_bytes: ProcSlot::bytes(&slot.limit_bytes),
+                limit_bytes: ProcSlot::bytes(&slot.control.limit_bytes),
                 fair_bytes: self
                     .watches
                     .get(index)
                     .filter(|watch| watch.pid == pid)
                     .map_or(0, |watch| watch.fair),
                 resident_bytes,
-                pool_bytes: ProcSlot::bytes(&slot.pool_bytes),
-                swapped_pool_bytes: ProcSlot::bytes(&slot.swapped_pool_bytes),
-                swapped_file_bytes: ProcSlot::bytes(&slot.swapped_file_bytes),
+                pool_bytes: ProcSlot::bytes(&slot.usage.pool_bytes),
+                swapped_pool_bytes: ProcSlot::bytes(&slot.usage.swapped_pool_bytes),
+                swapped_file_bytes: ProcSlot::bytes(&slot.usage.swapped_file_bytes),
             }
         };
         let processes: Vec<ProcessView> =
@@ -761,17 +764,19 @@ impl MemoryController {
     /// there is room.
     pub fn preload(&mut self, group: GroupIndex) {
         for (_, slot) in self.members_of(group) {
-            slot.preload.store(1, Relaxed);
+            slot.control.preload.store(1, Relaxed);
             slot.wake();
         }
     }
 
     /// How many of them have not done so yet; with `give_up`, they shall leave it.
     pub fn preloading(&self, group: GroupIndex, give_up: bool) -> usize {
-        let busy: Vec<_> =
-            self.members_of(group).filter(|(_, slot)| slot.preload.load(Relaxed) != 0).collect();
+        let busy: Vec<_> = self
+            .members_of(group)
+            .filter(|(_, slot)| slot.control.preload.load(Relaxed) != 0)
+            .collect();
         if give_up {
-            busy.iter().for_each(|(_, slot)| slot.preload.store(0, Relaxed));
+            busy.iter().for_each(|(_, slot)| slot.control.preload.store(0, Relaxed));
         }
         busy.len()
     }
@@ -809,13 +814,13 @@ pub(super) enum BudgetNode {
 /// True when it was news.
 fn command(slot: &ProcSlot, limit: u64, engage: bool) -> bool {
     // All of it is on its way in.
-    let limit = if slot.detach.load(Relaxed) != 0 { NO_LIMIT } else { limit };
-    let old = slot.limit_bytes.load(Relaxed);
+    let limit = if slot.control.detach.load(Relaxed) != 0 { NO_LIMIT } else { limit };
+    let old = slot.control.limit_bytes.load(Relaxed);
     let changes = engage || old.abs_diff(limit) > old / 100;
     if changes {
-        slot.limit_bytes.store(limit, Relaxed);
+        slot.control.limit_bytes.store(limit, Relaxed);
         if engage {
-            slot.engage.store(1, Relaxed);
+            slot.control.engage.store(1, Relaxed);
         }
         // Its release makes both stores visible to the thread that wakes.
         slot.wake();

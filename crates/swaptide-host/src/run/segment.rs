@@ -35,21 +35,22 @@ pub(crate) fn set_up_header(
     let header = &segment.header;
     header.version.store(VERSION, Relaxed);
     header.budget_bytes.store(budget, Relaxed);
-    header.pool_cap_bytes.store(space.pool_cap, Relaxed);
-    header.pool_codec.store(space.codec.number(), Relaxed);
+    header.pool.cap_bytes.store(space.pool_cap, Relaxed);
+    header.pool.codec.store(space.codec.number(), Relaxed);
     space.acceptance.store(segment);
     let namespace = rustix::fs::stat(c"/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
     header.pid_namespace.store(namespace, Relaxed);
     let test_setting = |name| std::env::var(name).ok().and_then(|text| text.parse().ok());
-    header.slots_max.store(test_setting(ENV_SLOTS).unwrap_or(0), Relaxed);
-    header.stale_every.store(test_setting(ENV_STALE).unwrap_or(0), Relaxed);
-    header.part_every.store(test_setting(ENV_PART).unwrap_or(0), Relaxed);
-    header.io_fault_every.store(test_setting(ENV_MISHAPS).unwrap_or(0), Relaxed);
-    header.fail.store(test_setting(ENV_FAIL).unwrap_or(0), Relaxed);
+    header.injection.slots_max.store(test_setting(ENV_SLOTS).unwrap_or(0), Relaxed);
+    header.injection.stale_every.store(test_setting(ENV_STALE).unwrap_or(0), Relaxed);
+    header.injection.part_every.store(test_setting(ENV_PART).unwrap_or(0), Relaxed);
+    header.injection.io_fault_every.store(test_setting(ENV_MISHAPS).unwrap_or(0), Relaxed);
+    header.injection.fail.store(test_setting(ENV_FAIL).unwrap_or(0), Relaxed);
     let followed = doctor::forks().map_err(io::Error::other)? == Forks::Followed;
     header.followed_forks.store(followed.into(), Relaxed);
     header
-        .pool_percent
+        .pool
+        .percent
         .store(if !space.beyond.is_empty() { POOL_PERCENT } else { POOL_PERCENT_ALONE }, Relaxed);
     let mut key = [0u8; 32];
     rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())?;

@@ -324,8 +324,14 @@ fn set_up_segment(
     let map = SharedMap::map(fd.as_fd(), Segment::BYTES)?;
     let segment = Segment::raw(map).map_err(io::Error::other)?;
     let header = &segment.header;
-    header.page_cluster_plus.store(config.page_cluster.map_or(0, |n| u32::from(n) + 1), Relaxed);
-    header.largest_order_plus.store(config.largest_order.map_or(0, |n| u32::from(n) + 1), Relaxed);
+    header
+        .swap_in
+        .page_cluster_plus
+        .store(config.page_cluster.map_or(0, |n| u32::from(n) + 1), Relaxed);
+    header
+        .swap_in
+        .largest_order_plus
+        .store(config.largest_order.map_or(0, |n| u32::from(n) + 1), Relaxed);
     set_up_header(segment, budget, space)?;
     Ok((segment, fd))
 }

@@ -281,7 +281,7 @@ impl Supervisor {
 
     fn attend_forks(&mut self) {
         // A test that has something fail wants to see what comes of it.
-        let is_test = self.prepared.segment.header.fail.load(Relaxed) != 0;
+        let is_test = self.prepared.segment.header.injection.fail.load(Relaxed) != 0;
         for pid in self.followed.attend(if is_test {
             fork_tracer::REGISTER_TIMEOUT / 15
         } else {

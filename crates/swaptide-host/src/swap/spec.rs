@@ -103,17 +103,18 @@ impl PoolAcceptance {
     pub fn of(segment: &Segment) -> PoolAcceptance {
         let said = |word: &AtomicU32| Some(word.load(Relaxed)).filter(|percent| *percent != 0);
         PoolAcceptance {
-            max_pool_percent: said(&segment.header.pool_max_percent),
-            accept_threshold_percent: said(&segment.header.pool_accept_percent),
+            max_pool_percent: said(&segment.header.pool.max_percent),
+            accept_threshold_percent: said(&segment.header.pool.accept_percent),
         }
     }
 
     /// Writes it into a segment.
     pub fn store(&self, segment: &Segment) {
-        segment.header.pool_max_percent.store(self.max_pool_percent.unwrap_or(0), Relaxed);
+        segment.header.pool.max_percent.store(self.max_pool_percent.unwrap_or(0), Relaxed);
         segment
             .header
-            .pool_accept_percent
+            .pool
+            .accept_percent
             .store(self.accept_threshold_percent.unwrap_or(0), Relaxed);
     }
 }

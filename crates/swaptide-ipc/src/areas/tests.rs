@@ -267,7 +267,7 @@ fn leasing_races_with_an_area_that_goes_and_comes_elsewhere() {
         }
         stop.store(true, Relaxed);
     });
-    let used: Vec<_> = segment.header.areas.iter().map(Area::used).collect();
+    let used: Vec<_> = segment.header.areas.slots.iter().map(Area::used).collect();
     assert_eq!(used, [0; MAX_AREAS]);
     assert!(segment.extent_refs.iter().all(|refs| refs.load(Relaxed) == 0));
 }

@@ -17,7 +17,7 @@ fn devices_with_mishaps(every: u32) -> Devices {
     let map = SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map");
     let segment = Segment::raw(map).expect("segment");
     segment.add_area(NewArea::of_file(0, 8)).expect("an area");
-    segment.header.io_fault_every.store(every, Relaxed);
+    segment.header.injection.io_fault_every.store(every, Relaxed);
     let index = segment.claim(10, 0).expect("slot");
     Devices::new(
         segment,

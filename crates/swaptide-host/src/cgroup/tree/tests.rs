@@ -55,7 +55,12 @@ fn only_an_empty_group_goes_and_what_happened_in_it_stays_counted() {
     assert!(refused(&mut groups, "/web").contains("below"));
     let front = groups.find(&path("/web/front")).expect("group");
     let process = groups.segment.claim(10, 0).expect("slot");
-    groups.segment.slot(process).group_wanted.store(front.0, std::sync::atomic::Ordering::Relaxed);
+    groups
+        .segment
+        .slot(process)
+        .control
+        .group_wanted
+        .store(front.0, std::sync::atomic::Ordering::Relaxed);
     assert!(refused(&mut groups, "/web/front").contains("processes"));
     groups.segment.regroup(process);
     groups.set(front, [("swap.max", "0")]).expect("set");
@@ -115,7 +120,7 @@ fn areas_of_excluded_tiers_are_leased_from_by_nobody_in_the_group() {
     let a = groups.find(&path("/a")).expect("a");
     groups.set(a, [("swap.tiers", "-SSD")]).expect("set");
     let process = segment.claim(10, 0).expect("slot");
-    segment.slot(process).group_wanted.store(a.0, std::sync::atomic::Ordering::Relaxed);
+    segment.slot(process).control.group_wanted.store(a.0, std::sync::atomic::Ordering::Relaxed);
     segment.regroup(process);
     let area =
         || segment.place_of(segment.lease_charged(process).expect("extent")).expect("place").area;
@@ -182,7 +187,7 @@ fn growth_costs_what_swap_high_was_passed_by_here_or_above() {
     let segment = groups.segment;
     segment.add_area(swaptide_ipc::NewArea::of_file(0, 100)).expect("area");
     let process = segment.claim(10, 0).expect("slot");
-    segment.slot(process).group_wanted.store(b.0, std::sync::atomic::Ordering::Relaxed);
+    segment.slot(process).control.group_wanted.store(b.0, std::sync::atomic::Ordering::Relaxed);
     segment.regroup(process);
     for _ in 0..11 {
         segment.lease_charged(process).expect("extent");

@@ -21,7 +21,7 @@ pub(super) fn change_readahead(
     header: &Header,
     set: &[(String, String)],
 ) -> Result<Vec<(String, String)>, String> {
-    let words = [&header.page_cluster_plus, &header.largest_order_plus];
+    let words = [&header.swap_in.page_cluster_plus, &header.swap_in.largest_order_plus];
     let mut changes = Vec::new();
     for (key, value) in set {
         let at = READAHEAD.iter().position(|known| known == key);

@@ -31,7 +31,8 @@ pub(crate) struct Detaching {
 
 /// Bytes of a process that are out.
 fn out(slot: &ProcSlot) -> u64 {
-    ProcSlot::bytes(&slot.swapped_pool_bytes) + ProcSlot::bytes(&slot.swapped_file_bytes)
+    ProcSlot::bytes(&slot.usage.swapped_pool_bytes)
+        + ProcSlot::bytes(&slot.usage.swapped_file_bytes)
 }
 
 /// Memory that can be had.
@@ -67,8 +68,8 @@ impl MemoryController {
             return Err(format!("detach: {} runs with --strict, which would end it", run.program));
         }
         for slot in slots {
-            slot.detach.store(1, Relaxed);
-            slot.limit_bytes.store(NO_LIMIT, Relaxed);
+            slot.control.detach.store(1, Relaxed);
+            slot.control.limit_bytes.store(NO_LIMIT, Relaxed);
             slot.wake();
         }
         Ok(())
@@ -84,7 +85,7 @@ impl MemoryController {
     /// Those that are not let go yet are managed as before.
     pub(crate) fn keep_after_all(&mut self, pids: &BTreeSet<u32>) {
         for slot in self.slots_of(pids) {
-            slot.detach.store(0, Relaxed);
+            slot.control.detach.store(0, Relaxed);
             slot.wake();
         }
     }

@@ -98,7 +98,7 @@ impl Watch {
 
 /// How the process of a slot stands to the budget.
 fn standing(slot: &ProcSlot) -> Standing {
-    match (slot.state(), slot.engage.load(Relaxed)) {
+    match (slot.state(), slot.control.engage.load(Relaxed)) {
         (ProcState::Engaged, _) => Standing::Engaged,
         (ProcState::Watching, 0) if slot.engage_now.load(Relaxed) != 0 => Standing::Asking,
         (ProcState::Watching, 0) => Standing::Watching,
@@ -135,7 +135,7 @@ impl MemoryController {
         let of_shared = |slot: SlotIndex| match self.shared {
             Some(shared) => shared.resident_bytes(slot),
             // Another process's pager says how it stands.
-            None => self.segment.slot(slot).shared_bytes.load(Relaxed).min(self.most_shared),
+            None => self.segment.slot(slot).usage.shared_bytes.load(Relaxed).min(self.most_shared),
         };
         let used = self.tree.used(pid) + member.slot.map_or(0, of_shared);
         let in_its_runs_group =
@@ -164,7 +164,7 @@ impl MemoryController {
         {
             kept.totals.refused += 1;
         }
-        let (shared, pool) = (self.tree.shared(pid), ProcSlot::bytes(&slot.pool_bytes));
+        let (shared, pool) = (self.tree.shared(pid), ProcSlot::bytes(&slot.usage.pool_bytes));
         let was = self.watches.get(&index).is_some_and(|watch| watch.pid == pid && watch.of_family);
         let enough = if was { MIN_COW_GROUP_BYTES / 2 } else { MIN_COW_GROUP_BYTES };
         let of_family = shared >= enough && pool >= enough;
@@ -194,8 +194,8 @@ impl MemoryController {
             stalled_us,
             ..Watch::default()
         };
-        let swapped =
-            ProcSlot::bytes(&slot.swapped_pool_bytes) + ProcSlot::bytes(&slot.swapped_file_bytes);
+        let swapped = ProcSlot::bytes(&slot.usage.swapped_pool_bytes)
+            + ProcSlot::bytes(&slot.usage.swapped_file_bytes);
         let watch = self.watches.entry(index).or_insert_with(new);
         if watch.pid != pid {
             *watch = new();
@@ -210,9 +210,9 @@ impl MemoryController {
         } else {
             0.0
         };
-        let limit = ProcSlot::bytes(&slot.limit_bytes).saturating_sub(watch.lent);
-        let moves =
-            [&slot.managed_bytes, &slot.shared_bytes, &slot.pool_bytes].map(ProcSlot::bytes);
+        let limit = ProcSlot::bytes(&slot.control.limit_bytes).saturating_sub(watch.lent);
+        let moves = [&slot.usage.managed_bytes, &slot.usage.shared_bytes, &slot.usage.pool_bytes]
+            .map(ProcSlot::bytes);
         let fixed = moves.iter().fold(used, |rest, bytes| rest.saturating_sub(*bytes));
         // A process that waits for a slow device moves few bytes, and wants what is out no less.
         let pressure = watch.pressure.max(watch.stalled_lately.of_bytes(swapped));
@@ -262,6 +262,7 @@ impl MemoryController {
         watch.word = watch.word.wrapping_add(1).max(1);
         self.segment
             .slot(index)
+            .control
             .cow_hint
             .store(if watch.of_family { watch.word } else { 0 }, Relaxed);
         Sharing {

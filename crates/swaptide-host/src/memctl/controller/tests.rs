@@ -89,15 +89,15 @@ fn a_process_that_fills_the_budget_is_asked_to_be_managed_and_gets_a_limit() {
     let slot = segment.slot(index);
     let mut roomy = keeper(&child, segment, no_areas(segment), 512 << 20, false);
     roomy.tick();
-    assert_eq!(slot.engage.load(Relaxed), 0, "it fits");
+    assert_eq!(slot.control.engage.load(Relaxed), 0, "it fits");
     let root = child.id();
     let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
     keeper.tick();
-    assert_eq!((slot.engage.load(Relaxed), slot.wake_seq.load(Relaxed)), (1, 1));
-    let limit = slot.limit_bytes.load(Relaxed);
+    assert_eq!((slot.control.engage.load(Relaxed), slot.control.wake_seq.load(Relaxed)), (1, 1));
+    let limit = slot.control.limit_bytes.load(Relaxed);
     assert!(limit > 55 << 20 && limit < 64 << 20, "{limit}");
     keeper.tick();
-    assert_eq!(slot.wake_seq.load(Relaxed), 1, "no bell without news");
+    assert_eq!(slot.control.wake_seq.load(Relaxed), 1, "no bell without news");
     assert!(keeper.totals(root).peak_resident > 60 << 20);
     end(child);
 }
@@ -139,7 +139,7 @@ fn who_waits_for_a_slow_device_presses_for_what_is_out_though_few_bytes_move() {
     let child = sleeper();
     let slot = segment.slot(segment.claim(child.id(), 0).expect("slot"));
     slot.set_state(ProcState::Engaged);
-    slot.swapped_file_bytes.store(100 << 20, Relaxed);
+    slot.usage.swapped_file_bytes.store(100 << 20, Relaxed);
     let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
     keeper.tick();
     let pressure = |keeper: &mut MemoryController| {
@@ -155,10 +155,10 @@ fn who_waits_for_a_slow_device_presses_for_what_is_out_though_few_bytes_move() {
     slot.count(Counter::StallUs, 1_000_000);
     assert!((40..50).contains(&pressure(&mut keeper)), "half of the time, since two seconds");
     // A wait that continues.
-    slot.stalled_since.store(now().0 - 3_000_000_000, Relaxed);
+    slot.usage.stalled_since.store(now().0 - 3_000_000_000, Relaxed);
     assert!(pressure(&mut keeper) > 85);
     // It ends, and was counted.
-    slot.stalled_since.store(0, Relaxed);
+    slot.usage.stalled_since.store(0, Relaxed);
     slot.count(Counter::StallUs, 3_000_000);
     assert!(pressure(&mut keeper) < 20, "nobody waits any more");
     assert_eq!(keeper.totals(child.id()).get(Counter::StallUs), 4_000_000);
@@ -174,7 +174,7 @@ fn who_waits_for_a_slow_device_presses_for_what_is_out_though_few_bytes_move() {
     while !proc_info(child.id()).expect("the child").stopped {
         std::thread::yield_now();
     }
-    slot.stalled_since.store(now().0 - 3_000_000_000, Relaxed);
+    slot.usage.stalled_since.store(now().0 - 3_000_000_000, Relaxed);
     assert_eq!(pressure(&mut keeper), 0);
     assert!(slot.stalls_for(now()) < Duration::from_secs(2), "nor is it counted when it goes on");
     end(child);
