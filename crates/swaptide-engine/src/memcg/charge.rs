@@ -46,17 +46,24 @@ const COW_GROUP_SLACK_1024: u32 = 16;
 /// What a fork leaves to each of the two, if there was that much.
 const MIN_FORK_SHARE_BYTES: u64 = 4 << 20;
 
+/// What compressed memory may take.
+struct PoolBounds {
+    /// Its share in 1/1024 of what is divided.
+    share: AtomicU32,
+    /// Bytes for all processes together; 0: no bound.
+    cap: AtomicU64,
+    /// Bytes that the other processes take of those.
+    used_by_others: AtomicU64,
+    /// Bytes that this process's may take for its group's sake.
+    group_max: AtomicU64,
+    acceptance: Acceptance,
+}
+
 /// See the module's description.
 pub struct Charge {
     limit: AtomicU64,
     grace: AtomicU64,
-    /// Share of compressed memory in 1/1024 of what is divided.
-    pool_share: AtomicU32,
-    pool_cap: AtomicU64,
-    /// Bytes that this process's pool may take for its group's sake.
-    pool_max: AtomicU64,
-    pool_of_others: AtomicU64,
-    acceptance: Acceptance,
+    bounds: PoolBounds,
     pages: AtomicU64,
     pool: AtomicU64,
     ready: AtomicU64,
@@ -78,11 +85,13 @@ impl Charge {
         Charge {
             limit: AtomicU64::new(limit),
             grace: AtomicU64::new(0),
-            pool_share: AtomicU32::new((pool_percent * 1024 / 100) as u32),
-            pool_cap: AtomicU64::new(pool_cap),
-            pool_max: AtomicU64::new(u64::MAX),
-            pool_of_others: AtomicU64::new(0),
-            acceptance: Acceptance::new(0, 0),
+            bounds: PoolBounds {
+                share: AtomicU32::new((pool_percent * 1024 / 100) as u32),
+                cap: AtomicU64::new(pool_cap),
+                used_by_others: AtomicU64::new(0),
+                group_max: AtomicU64::new(u64::MAX),
+                acceptance: Acceptance::new(0, 0),
+            },
             pages: AtomicU64::new(0),
             pool: AtomicU64::new(0),
             ready: AtomicU64::new(0),
@@ -97,7 +106,7 @@ impl Charge {
 
     /// The same with a rule by which compressed memory takes pages.
     pub(crate) fn with_acceptance(self, acceptance: Acceptance) -> Charge {
-        Charge { acceptance, ..self }
+        Charge { bounds: PoolBounds { acceptance, ..self.bounds }, ..self }
     }
 
     /// The limit in bytes.
@@ -107,12 +116,12 @@ impl Charge {
 
     /// Bytes that the pools of all processes may take together; 0 when only the limits bound them.
     pub fn pool_cap(&self) -> u64 {
-        self.pool_cap.load(Relaxed)
+        self.bounds.cap.load(Relaxed)
     }
 
     /// The pools of all other processes take `bytes`.
     pub(crate) fn others_pool(&self, bytes: u64) {
-        self.pool_of_others.store(bytes, Relaxed);
+        self.bounds.used_by_others.store(bytes, Relaxed);
     }
 
     /// Takes over what the supervisor wrote.
@@ -121,7 +130,9 @@ impl Charge {
         if limit != 0 && self.family.accepts_limit(limit) {
             self.limit.store(limit, Relaxed);
         }
-        self.pool_max.store(slot.control.pool_max_plus.load(Relaxed).wrapping_sub(1), Relaxed);
+        self.bounds
+            .group_max
+            .store(slot.control.pool_max_plus.load(Relaxed).wrapping_sub(1), Relaxed);
         self.family.on_hint(slot.control.cow_hint.load(Relaxed));
     }
 
@@ -292,26 +303,26 @@ impl Charge {
     pub fn pool_bound(&self) -> u64 {
         let cap = match self.pool_cap() {
             0 => u64::MAX,
-            cap => cap.saturating_sub(self.pool_of_others.load(Relaxed)),
+            cap => cap.saturating_sub(self.bounds.used_by_others.load(Relaxed)),
         };
-        cap.min(self.pool_max.load(Relaxed)).min(self.acceptance.bound(self.limit()))
+        cap.min(self.bounds.group_max.load(Relaxed)).min(self.bounds.acceptance.bound(self.limit()))
     }
 
     /// Whether compressed memory takes pages, now that it has `pool` bytes.
     pub(crate) fn ask_pool(&self, pool: u64) -> Verdict {
-        self.acceptance.ask(pool, self.pool_bound())
+        self.bounds.acceptance.ask(pool, self.pool_bound())
     }
 
     /// True while compressed memory refuses pages, as of the last one that was to be stored.
     pub(crate) fn pool_refuses(&self) -> bool {
-        self.acceptance.is_full()
+        self.bounds.acceptance.is_full()
     }
 
     /// Bytes down to which the oldest pages of compressed memory go to the swap areas.
     pub(crate) fn pool_goal(&self) -> u64 {
         let limit = self.pool_limit();
         if self.pool_refuses() {
-            limit.min(self.acceptance.threshold(self.pool_bound()))
+            limit.min(self.bounds.acceptance.threshold(self.pool_bound()))
         } else {
             limit
         }
@@ -335,18 +346,19 @@ impl Charge {
 
     /// The share of the compressed pool, in 1/1024 of [`Charge::divisible`].
     pub(crate) fn pool_share(&self) -> u32 {
-        self.pool_share.load(Relaxed)
+        self.bounds.share.load(Relaxed)
     }
 
     /// Gives the compressed pool another share.
     pub(crate) fn set_pool_share(&self, share: u32) {
-        self.pool_share.store(share, Relaxed);
+        self.bounds.share.store(share, Relaxed);
     }
 
     /// True when compressed memory is so far above its share that nothing may go to it before
     /// something went to the file.
     pub(crate) fn pool_overflows(&self) -> bool {
-        let margin = (self.limit() / 32).min((self.pool_max.load(Relaxed) / 8).max(256 << 10));
+        let margin =
+            (self.limit() / 32).min((self.bounds.group_max.load(Relaxed) / 8).max(256 << 10));
         self.pool() > self.pool_limit() + margin
     }
 
@@ -377,7 +389,9 @@ impl Charge {
             // child would have as well.
             let has = (u128::from(self.pool()) * 1024 / u128::from(self.divisible().max(1))) as u32
                 + COW_GROUP_SLACK_1024;
-            self.pool_share.fetch_max(has.min(crate::memcg::pool_sizing::MAX_SHARE_1024), Relaxed);
+            self.bounds
+                .share
+                .fetch_max(has.min(crate::memcg::pool_sizing::MAX_SHARE_1024), Relaxed);
         }
     }
 

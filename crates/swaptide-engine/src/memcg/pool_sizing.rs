@@ -42,27 +42,49 @@ const WRITE_NS: u64 = 8_000;
 /// Pages that compressed memory keeps in one, as a rule.
 const PAGES_FOR_ONE: u64 = 3;
 
-/// See the module's description. Distances and ages are in pages taken out.
-pub struct PoolSizer {
-    near: u64,
-    next: u64,
-    tail: u64,
-    missed: u64,
+/// Refaults since the last decisions, by what would have spared them.
+#[derive(Default)]
+struct Refaults {
+    /// All of them.
     seen: u64,
-    /// Smoothed cost of reading a page from the file.
+    /// A resident part larger by a step.
+    near: u64,
+    /// By two steps.
+    next: u64,
+    /// Compressed memory smaller by a step would have made them refaults from the file.
+    tail: u64,
+    /// Compressed memory larger by a step.
+    missed: u64,
+}
+
+/// What swap-in costs; smoothed.
+struct SwapInCosts {
+    /// Nanoseconds for a page from the file.
     file_ns: u64,
-    /// Smoothed cost of loading a page that is compressed with zstd.
+    /// Nanoseconds for a page that is compressed with zstd.
     zstd_ns: u64,
-    /// Of all loads from compressed memory, how many are such, smoothed, in 1/1024.
+    /// Of all loads from compressed memory, how many are such, in 1/1024.
     zstd_part: u64,
-    /// Smoothed pages that a swap-in fault brings, in 1/16.
+    /// Pages that a swap-in fault brings, in 1/16.
     pages_16: u64,
+}
+
+/// The distances that tell the kinds of refaults apart.
+struct Distances {
     near_below: u64,
     tail_from: u64,
     missed_below: u64,
-    /// The distance of the oldest page of compressed memory.
+    /// That of the oldest page of compressed memory.
     age: u64,
-    /// Refaults from the file of distances below twice that age, and of larger ones; smoothed.
+}
+
+/// See the module's description. Distances and ages are in pages taken out.
+pub struct PoolSizer {
+    refaults: Refaults,
+    costs: SwapInCosts,
+    distances: Distances,
+    /// Refaults from the file of distances below twice the age of compressed memory's oldest page,
+    /// and of larger ones; smoothed.
     soon: u64,
     late: u64,
     /// What a larger resident part would have saved so far, in nanoseconds.
@@ -111,19 +133,9 @@ impl PoolSizer {
     /// Nothing seen.
     pub fn new() -> PoolSizer {
         PoolSizer {
-            near: 0,
-            next: 0,
-            tail: 0,
-            missed: 0,
-            seen: 0,
-            file_ns: 60_000,
-            zstd_ns: 10_000,
-            zstd_part: 0,
-            pages_16: 16,
-            near_below: 0,
-            tail_from: u64::MAX,
-            missed_below: 0,
-            age: 0,
+            refaults: Refaults::default(),
+            costs: SwapInCosts { file_ns: 60_000, zstd_ns: 10_000, zstd_part: 0, pages_16: 16 },
+            distances: Distances { near_below: 0, tail_from: u64::MAX, missed_below: 0, age: 0 },
             soon: 0,
             late: 0,
             regret: 0,
@@ -133,36 +145,30 @@ impl PoolSizer {
     /// Forgets what came back since the last decision, and what a larger resident part would have
     /// saved.
     pub fn forget(&mut self) {
-        for count in [
-            &mut self.near,
-            &mut self.next,
-            &mut self.tail,
-            &mut self.missed,
-            &mut self.seen,
-            &mut self.regret,
-        ] {
-            *count = 0;
-        }
+        self.refaults = Refaults::default();
+        self.regret = 0;
     }
 
     /// A page came back after `distance` pages were taken out, from the file or from compressed
     /// memory.
     pub fn refault(&mut self, distance: u64, from_file: bool) {
-        self.seen += 1;
-        if distance < self.near_below {
-            self.near += 1;
-        } else if distance < 2 * self.near_below {
-            self.next += 1;
+        self.refaults.seen += 1;
+        if distance < self.distances.near_below {
+            self.refaults.near += 1;
+        } else if distance < 2 * self.distances.near_below {
+            self.refaults.next += 1;
         }
-        if from_file && distance >= self.age {
-            *(if distance < 2 * self.age { &mut self.soon } else { &mut self.late }) += 1;
+        if from_file && distance >= self.distances.age {
+            *(if distance < 2 * self.distances.age { &mut self.soon } else { &mut self.late }) += 1;
             if self.soon + self.late > MAX_GHOST_REFAULTS {
                 (self.soon, self.late) = (self.soon / 2, self.late / 2);
             }
         }
         match from_file {
-            true if (self.age..self.missed_below).contains(&distance) => self.missed += 1,
-            false if distance >= self.tail_from => self.tail += 1,
+            true if (self.distances.age..self.distances.missed_below).contains(&distance) => {
+                self.refaults.missed += 1
+            }
+            false if distance >= self.distances.tail_from => self.refaults.tail += 1,
             _ => {}
         }
     }
@@ -171,7 +177,7 @@ impl PoolSizer {
     /// it: should it go out again unchanged, it goes where it came from. One that comes back sooner
     /// is wanted often, and belongs into compressed memory.
     pub(crate) fn belongs_to_file(&self, distance: u64) -> bool {
-        distance >= self.age
+        distance >= self.distances.age
     }
 
     /// False when the pages that come back from the file had been out for much longer than
@@ -182,63 +188,67 @@ impl PoolSizer {
 
     /// A fault brought in `pages`.
     pub fn fault(&mut self, pages: usize) {
-        self.pages_16 = (self.pages_16 * 63 + 16 * pages as u64) / 64;
+        self.costs.pages_16 = (self.costs.pages_16 * 63 + 16 * pages as u64) / 64;
     }
 
     /// `pages` were read from the file in `ns` nanoseconds.
     pub fn read(&mut self, pages: usize, ns: u64) {
-        self.file_ns = (self.file_ns * 31 + ns / pages.max(1) as u64) / 32;
+        self.costs.file_ns = (self.costs.file_ns * 31 + ns / pages.max(1) as u64) / 32;
     }
 
     /// Pages were loaded from compressed memory.
     pub fn loaded(&mut self, loads: Loads) {
         if loads.pages > 0 {
             let part = u64::from(loads.zstd) * 1024 / u64::from(loads.pages);
-            self.zstd_part = (self.zstd_part * 15 + part) / 16;
+            self.costs.zstd_part = (self.costs.zstd_part * 15 + part) / 16;
         }
         if loads.timed > 0 {
-            self.zstd_ns = (self.zstd_ns * 31 + loads.zstd_ns / u64::from(loads.timed)) / 32;
+            self.costs.zstd_ns =
+                (self.costs.zstd_ns * 31 + loads.zstd_ns / u64::from(loads.timed)) / 32;
         }
     }
 
     /// The share from now on. Called every some ten milliseconds.
     pub fn decide(&mut self, at: PoolSample) -> u32 {
         let step_bytes = at.limit / 1024 * u64::from(SHARE_STEP_1024);
-        let share = if self.seen < MIN_REFAULTS { at.share } else { self.choose(&at) };
-        if self.seen >= MIN_REFAULTS {
+        let share = if self.refaults.seen < MIN_REFAULTS { at.share } else { self.choose(&at) };
+        if self.refaults.seen >= MIN_REFAULTS {
+            let seen = &mut self.refaults;
             for count in
-                [&mut self.near, &mut self.next, &mut self.tail, &mut self.missed, &mut self.seen]
+                [&mut seen.near, &mut seen.next, &mut seen.tail, &mut seen.missed, &mut seen.seen]
             {
                 *count /= 2;
             }
         }
-        self.near_below = step_bytes / 4096;
+        self.distances.near_below = step_bytes / 4096;
         // A step's worth of the pool, as a part of its age.
         let part = (at.oldest as u128 * u128::from(step_bytes)
             / u128::from(at.pool.max(step_bytes))) as u64;
-        self.tail_from = at.oldest - part.min(at.oldest);
-        self.missed_below = at.oldest + part;
-        self.age = at.oldest;
+        self.distances.tail_from = at.oldest - part.min(at.oldest);
+        self.distances.missed_below = at.oldest + part;
+        self.distances.age = at.oldest;
         share
     }
 
     fn choose(&mut self, at: &PoolSample) -> u32 {
         let step_pages = at.limit / 1024 * u64::from(SHARE_STEP_1024) / 4096;
-        let delivery = FAULT_NS * 16 / self.pages_16.max(16);
-        let from_pool = delivery + POOL_NS + self.zstd_ns * self.zstd_part / 1024;
-        let from_old = POOL_NS / 2 + if at.settled { self.zstd_ns } else { 0 };
-        let more_from_file = (self.file_ns + WRITE_NS).saturating_sub(from_old).max(1000);
-        let near =
-            self.next.max(self.near * self.near_below / (at.resident + self.near_below).max(1));
+        let delivery = FAULT_NS * 16 / self.costs.pages_16.max(16);
+        let from_pool = delivery + POOL_NS + self.costs.zstd_ns * self.costs.zstd_part / 1024;
+        let from_old = POOL_NS / 2 + if at.settled { self.costs.zstd_ns } else { 0 };
+        let more_from_file = (self.costs.file_ns + WRITE_NS).saturating_sub(from_old).max(1000);
+        let near = self.refaults.next.max(
+            self.refaults.near * self.distances.near_below
+                / (at.resident + self.distances.near_below).max(1),
+        );
         let resident = near * from_pool;
-        let shrinking_costs = self.tail * more_from_file;
-        let growing_gains = self.missed * more_from_file;
+        let shrinking_costs = self.refaults.tail * more_from_file;
+        let growing_gains = self.refaults.missed * more_from_file;
         // A quarter more is worth a move; less is chance.
         // What was decided last is not done yet: write-back takes its time.
         let behind = at.pool > at.limit / 1024 * u64::from(at.share + 2 * SHARE_STEP_1024);
         if !behind
             && resident > shrinking_costs + shrinking_costs / 4
-            && near * 64 > self.seen
+            && near * 64 > self.refaults.seen
             && resident > growing_gains
         {
             // Half of what is counted was counted before.
@@ -256,7 +266,8 @@ impl PoolSizer {
                 .max(MIN_SHARE_1024);
         }
         self.regret -= self.regret / 8;
-        if growing_gains > resident + resident / 4 && self.missed * 64 > self.seen {
+        if growing_gains > resident + resident / 4 && self.refaults.missed * 64 > self.refaults.seen
+        {
             return (at.share + SHARE_STEP_1024).min(MAX_SHARE_1024);
         }
         at.share

@@ -219,6 +219,33 @@ impl Times {
     }
 }
 
+/// What others take of the CPU, while the handler and one thread take turns.
+struct CrowdWatch {
+    /// The handler's times and the thread's, while there is a conversation; and what they were at
+    /// the last look.
+    own: Option<ThreadTimes>,
+    theirs: Option<ThreadTimes>,
+    looked: Option<Times>,
+    /// Faults until the next look.
+    look_in: u32,
+    /// Looks in a row that saw a crowd.
+    crowded: u32,
+    /// When the fault was read that is being answered, and whether it was long in coming.
+    began: Nanos,
+    late: bool,
+}
+
+/// The handler's stay in the idle class, or out of it.
+struct IdleStay {
+    /// The handler is in the idle class.
+    inside: bool,
+    /// Faults answered since it went there.
+    served: u32,
+    /// Not before then does it go there again.
+    retry_at: Nanos,
+    stay_out_ns: u64,
+}
+
 /// See the module's description.
 pub struct HandlerCpu {
     allowed: Option<CpuSet>,
@@ -234,26 +261,10 @@ pub struct HandlerCpu {
     /// Messages that were waited for elsewhere, since the handler was last seen to be where the
     /// thread is.
     apart: u32,
-    /// The handler is in the idle class.
-    idle: bool,
-    /// The handler's times and the thread's, while there is a conversation; and what they were at
-    /// the last look.
-    own: Option<ThreadTimes>,
-    theirs: Option<ThreadTimes>,
-    looked: Option<Times>,
-    /// Faults until the next look at what others take; looks in a row that saw a crowd; when the
-    /// fault was read that is being answered, and whether it was long in coming.
-    look_around: u32,
-    crowded: u32,
-    began: Nanos,
-    late: bool,
     /// The last answer.
     last: Nanos,
-    /// Faults answered since the handler went to the idle class.
-    served: u32,
-    /// Not before then does the handler go to the idle class again.
-    retry_at: Nanos,
-    stay_out_ns: u64,
+    crowd: CrowdWatch,
+    idle: IdleStay,
 }
 
 impl Default for HandlerCpu {
@@ -277,18 +288,22 @@ impl HandlerCpu {
             every: MIN_LOOK_FAULTS,
             row: 0,
             apart: 0,
-            idle: false,
-            own: None,
-            theirs: None,
-            looked: None,
-            look_around: 0,
-            crowded: 0,
-            began: Nanos(0),
-            late: false,
             last: Nanos(0),
-            served: 0,
-            retry_at: Nanos(0),
-            stay_out_ns: MIN_STAY_OUT_NS,
+            crowd: CrowdWatch {
+                own: None,
+                theirs: None,
+                looked: None,
+                look_in: 0,
+                crowded: 0,
+                began: Nanos(0),
+                late: false,
+            },
+            idle: IdleStay {
+                inside: false,
+                served: 0,
+                retry_at: Nanos(0),
+                stay_out_ns: MIN_STAY_OUT_NS,
+            },
         }
     }
 
@@ -318,12 +333,12 @@ impl HandlerCpu {
     /// The CPU that workers must keep away from: with a handler in the idle class it seems to be
     /// free; `NO_CPU` if there is none.
     pub(crate) fn own_cpu(&self) -> u32 {
-        if self.idle { self.bound.unwrap_or(NO_CPU) } else { NO_CPU }
+        if self.idle.inside { self.bound.unwrap_or(NO_CPU) } else { NO_CPU }
     }
 
     /// True while the handler is in the idle class.
     pub(crate) fn is_idle(&self) -> bool {
-        self.idle
+        self.idle.inside
     }
 
     /// A fault of thread `tid` was read; it is `now`. `workers`: their ids; 0: none.
@@ -334,13 +349,14 @@ impl HandlerCpu {
         self.row = if tid == self.tid { self.row.saturating_add(1) } else { 0 };
         self.follow_cpu(tid, workers);
         let gap = now.since(self.last).as_nanos() as u64;
-        self.began = now;
-        self.late = gap > SLOW_ANSWER_NS;
-        if !self.idle {
-            if self.row == FAULTS_BEFORE_IDLE_CLASS / 2 && self.retry_at != NO_RETURN {
+        self.crowd.began = now;
+        self.crowd.late = gap > SLOW_ANSWER_NS;
+        if !self.idle.inside {
+            if self.row == FAULTS_BEFORE_IDLE_CLASS / 2 && self.idle.retry_at != NO_RETURN {
                 self.listen(now);
             }
-            if self.row >= FAULTS_BEFORE_IDLE_CLASS && gap < MAX_GAP_NS && now >= self.retry_at {
+            if self.row >= FAULTS_BEFORE_IDLE_CLASS && gap < MAX_GAP_NS && now >= self.idle.retry_at
+            {
                 self.enter(now);
             }
         } else if self.row == 0 || TAKEN_OUT_OF_IDLE.swap(false, Relaxed) {
@@ -354,42 +370,48 @@ impl HandlerCpu {
     /// The thread is about to be woken; it is `now`.
     pub(crate) fn answered(&mut self, now: Nanos) {
         self.last = now;
-        if !self.idle {
+        if !self.idle.inside {
             return;
         }
-        self.served = self.served.saturating_add(1);
-        self.look_around = self.look_around.saturating_sub(1);
-        if self.look_around > 0
-            && !self.late
-            && now.since(self.began).as_nanos() as u64 <= SLOW_ANSWER_NS
+        self.idle.served = self.idle.served.saturating_add(1);
+        self.crowd.look_in = self.crowd.look_in.saturating_sub(1);
+        if self.crowd.look_in > 0
+            && !self.crowd.late
+            && now.since(self.crowd.began).as_nanos() as u64 <= SLOW_ANSWER_NS
         {
             return;
         }
-        self.crowded = if self.is_crowded(now) { self.crowded + 1 } else { 0 };
-        self.look_around = if self.crowded > 0 { CROWD_RECHECK_FAULTS } else { CROWD_CHECK_FAULTS };
-        if self.crowded >= CROWD_CHECKS {
+        self.crowd.crowded = if self.is_crowded(now) { self.crowd.crowded + 1 } else { 0 };
+        self.crowd.look_in =
+            if self.crowd.crowded > 0 { CROWD_RECHECK_FAULTS } else { CROWD_CHECK_FAULTS };
+        if self.crowd.crowded >= CROWD_CHECKS {
             self.leave(now);
         }
     }
 
     /// A conversation has begun: notes the times of both from now on.
     fn listen(&mut self, now: Nanos) {
-        if self.own.is_none() {
-            self.own = ThreadTimes::open(gettid().0);
+        if self.crowd.own.is_none() {
+            self.crowd.own = ThreadTimes::open(gettid().0);
         }
-        self.theirs = ThreadTimes::open(self.tid);
-        self.looked = self.times(now);
+        self.crowd.theirs = ThreadTimes::open(self.tid);
+        self.crowd.looked = self.times(now);
     }
 
     fn times(&self, at: Nanos) -> Option<Times> {
-        Some(Times { own: self.own.as_ref()?.read()?, theirs: self.theirs.as_ref()?.read()?, at })
+        Some(Times {
+            own: self.crowd.own.as_ref()?.read()?,
+            theirs: self.crowd.theirs.as_ref()?.read()?,
+            at,
+        })
     }
 
     /// True when others took more of the time since the last look than they may, or that is
     /// unknown.
     fn is_crowded(&mut self, now: Nanos) -> bool {
         let times = self.times(now);
-        let (Some(then), Some(now)) = (std::mem::replace(&mut self.looked, times), times) else {
+        let (Some(then), Some(now)) = (std::mem::replace(&mut self.crowd.looked, times), times)
+        else {
             return true;
         };
         now.taken_since(then) > now.at.since(then.at).as_nanos() as u64 / CROWD_DIVISOR
@@ -398,25 +420,25 @@ impl HandlerCpu {
     /// To the idle class, if it can be left again.
     fn enter(&mut self, now: Nanos) {
         if self.is_crowded(now) {
-            self.retry_at = Nanos(now.0.saturating_add(CROWD_RETRY_NS));
+            self.idle.retry_at = Nanos(now.0.saturating_add(CROWD_RETRY_NS));
             return;
         }
         // Without a privilege there is no way back. A thread that was given precedence at its start
         // (a negative nice value) has it.
         TAKEN_OUT_OF_IDLE.store(false, Relaxed);
         if own_nice() >= 0 || !idle_class(true) {
-            self.retry_at = NO_RETURN;
+            self.idle.retry_at = NO_RETURN;
             return;
         }
-        self.served = 0;
-        self.idle = true;
-        self.crowded = 0;
+        self.idle.served = 0;
+        self.idle.inside = true;
+        self.crowd.crowded = 0;
     }
 
     /// What `f` does is done in the normal class: the kernel may make threads for it, which would
     /// starve in this one.
     pub(crate) fn normally<T>(&self, f: impl FnOnce() -> T) -> T {
-        if !self.idle {
+        if !self.idle.inside {
             return f();
         }
         idle_class(false);
@@ -427,15 +449,15 @@ impl HandlerCpu {
 
     /// Back to the normal class.
     pub fn leave(&mut self, now: Nanos) {
-        if !self.idle {
+        if !self.idle.inside {
             return;
         }
-        let away = if self.served >= MIN_STAY_FAULTS {
-            self.stay_out_ns = MIN_STAY_OUT_NS;
+        let away = if self.idle.served >= MIN_STAY_FAULTS {
+            self.idle.stay_out_ns = MIN_STAY_OUT_NS;
             CROWD_RETRY_NS
         } else {
-            self.stay_out_ns = (2 * self.stay_out_ns).min(MAX_STAY_OUT_NS);
-            self.stay_out_ns
+            self.idle.stay_out_ns = (2 * self.idle.stay_out_ns).min(MAX_STAY_OUT_NS);
+            self.idle.stay_out_ns
         };
         self.leave_until(Nanos(now.0.saturating_add(away)));
     }
@@ -443,9 +465,9 @@ impl HandlerCpu {
     /// Back to the normal class, at least until then.
     fn leave_until(&mut self, until: Nanos) {
         idle_class(false);
-        self.idle = false;
+        self.idle.inside = false;
         self.row = 0;
-        self.retry_at = until;
+        self.idle.retry_at = until;
     }
 
     fn follow_cpu(&mut self, tid: u32, workers: &[AtomicU32]) {
@@ -478,7 +500,7 @@ impl HandlerCpu {
         }
         let allowed = *allowed;
         let go = || {
-            if self.idle {
+            if self.idle.inside {
                 self.move_worker_away(cpu, workers);
             }
             set_own_affinity(cpu).is_ok()
@@ -500,9 +522,9 @@ mod tests {
     fn a_stay_is_worth_what_it_answered() {
         let mut place = HandlerCpu::new();
         let mut away = |served| {
-            (place.idle, place.served) = (true, served);
+            (place.idle.inside, place.idle.served) = (true, served);
             place.leave(Nanos(7));
-            (place.retry_at.0 - 7, place.stay_out_ns)
+            (place.idle.retry_at.0 - 7, place.idle.stay_out_ns)
         };
         assert_eq!(
             [away(0).0, away(MIN_STAY_FAULTS - 1).0],
