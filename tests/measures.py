@@ -29,15 +29,14 @@ MAX_FUNCTION_LINES = 80
 SHOWN = 3
 
 # Types that stay past a limit, by crate and name, with the record in docs/adr that says why.
-KNOWN = {}
+KNOWN = {
+    "swaptide-ipc::Segment": "0012",
+}
 
 # Types that are still past a limit: fields, files with an `impl` block. Neither may grow.
 BASELINE = {
     "swaptide-core::SwapDevice": (15, 5),
-    "swaptide-engine::Engine": (31, 2),
-    "swaptide-engine::Mm": (20, 1),
     "swaptide-host::MemoryController": (20, 3),
-    "swaptide-ipc::Segment": (4, 3),
     "swaptide-shared::Inner": (12, 3),
     "swaptide-store::FileDevice": (10, 3),
 }

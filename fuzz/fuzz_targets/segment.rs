@@ -185,7 +185,7 @@ fuzz_target!(|data: &[u8]| {
                     && let Ok(index) = groups.ensure(&path, 0)
                 {
                     let _ = groups.set(index, [("swap.max", "4M")]);
-                    segment.slot(slot).group_wanted.store(index.0, SeqCst);
+                    segment.slot(slot).control.group_wanted.store(index.0, SeqCst);
                 }
             }
             13 => segment.regroup(slot),

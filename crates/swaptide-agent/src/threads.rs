@@ -20,7 +20,7 @@ pub(crate) fn start_workers(engine: &'static Engine) {
     }
     // Without it the process is only slow to end, in a case that hardly any program has.
     let watching = spawn_with(64 << 10, watch, 0);
-    engine.workers.store(running, Release);
+    engine.workers.running.store(running, Release);
     engine.slot().engine_threads.store(running + 1 + u32::from(watching), Relaxed);
 }
 
@@ -49,7 +49,7 @@ extern "C" fn worker(index: usize) {
     // Made by the handler, whose place in the queue it inherits and does not need.
     go_normally();
     let Some(engine) = engine() else { exit_thread() };
-    Box::leak(Box::new(Worker::new(engine.scheme))).run(engine, index);
+    Box::leak(Box::new(Worker::new(engine.devices.scheme))).run(engine, index);
     // The program was detached.
     exit_watch::forget(gettid());
 }

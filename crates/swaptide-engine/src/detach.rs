@@ -124,7 +124,7 @@ fn is_possible(path: &FaultPath) -> bool {
     mm.table.swapped() == 0
         && mm.jobs.in_flight == 0
         && path.remote.is_empty()
-        && mm.late.is_empty()
+        && mm.changes.late.is_empty()
         && path.reader.fork.untracked.is_empty()
         && path.reader.requests.is_empty()
         && !path.reader.fork.phase.is_under_way()
@@ -165,12 +165,12 @@ pub(crate) fn detach(path: &mut FaultPath) -> bool {
         // end.
         unsafe { engine.close_uffd() };
         mm.table = PageTable::new();
-        if engine.followed {
+        if engine.fork.followed {
             let all = VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) };
             dontfork::restore(mm.shielded(), all);
         }
         (mm.regions, mm.armed) = (VmaSet::default(), VmaSet::default());
-        mm.owed.clear();
+        mm.changes.owed.clear();
     }
     path.installer.discard_fresh();
     engine.devices.file.device.clear();
@@ -178,8 +178,8 @@ pub(crate) fn detach(path: &mut FaultPath) -> bool {
     engine.devices.pool.trim();
     engine.publish_slot();
     engine.retired.store(true, Release);
-    engine.park.store(0, Release);
-    futex::wake(&engine.park, u32::MAX >> 1, futex::Scope::Private);
+    engine.workers.park.store(0, Release);
+    futex::wake(&engine.workers.park, u32::MAX >> 1, futex::Scope::Private);
     engine.far.call();
     true
 }

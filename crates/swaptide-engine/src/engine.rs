@@ -10,7 +10,6 @@ use std::time::Duration;
 
 use swaptide_core::{Expect, FolioId, Shadow, SlotContent as TableSlot, SwapEntry};
 use swaptide_ipc::{AreaId, Counter, OfOrder, ProcSlot, Segment, SlotIndex};
-use swaptide_store::codec::Scheme;
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::sock::Conn;
@@ -81,6 +80,46 @@ pub struct Start {
     pub references: &'static References,
 }
 
+/// What is known of the staging frames. As long as frames were ever used ([`Mm::reach`]): what is
+/// not touched of this memory costs nothing.
+pub struct FrameOwners {
+    /// For each frame in use: its page.
+    pub owner: Vec<PageNo>,
+    /// For the first frame of each folio in the swap cache: its first swap entry.
+    pub base: Vec<SwapEntry>,
+    /// For each frame in use: the entry whose slot may hold the same data from before, if any.
+    pub kept: Vec<Option<SwapEntry>>,
+}
+
+/// Changes of mappings between the kernel and the page table.
+pub struct VmaChanges {
+    /// Some were read and are noted by the handler, not applied: the kernel does not refuse moves
+    /// for them any more, and where a word says that a page is, another may be. Nothing is taken
+    /// out.
+    pub behind: bool,
+    /// Those that were read before one that happened earlier (see [`crate::events::apply`]).
+    pub late: Vec<Event>,
+    /// Old places of moves that were read, until it was read as well that they were left (see
+    /// [`crate::events::apply`]).
+    pub owed: Vec<VirtRange>,
+    /// Those that were applied since a moment in which none was under way: a child whose fork is
+    /// read later may not have them (see [`crate::fork::layout`]).
+    pub recent: Vec<VmaChange>,
+}
+
+/// Counts of pages and forks that serve as clocks.
+#[derive(Default)]
+pub struct MmClocks {
+    /// Pages taken out so far: what shadows hold, in steps of [`SHADOW_STEP_PAGES`].
+    pub evicted: u64,
+    /// Pages that became the program's so far.
+    pub arrived: u64,
+    /// For so many of them others were copied that a fork had left shared.
+    pub copied_for: u64,
+    /// Raised at each fork: what was made own before it is no longer.
+    pub forks: u32,
+}
+
 /// What the memory lock guards.
 pub struct Mm {
     /// What every page is.
@@ -92,43 +131,20 @@ pub struct Mm {
     pub armed: VmaSet,
     /// Staging frames.
     pub staging: Staging,
+    /// What they hold.
+    pub frames: FrameOwners,
     /// Orders of reclaim.
     pub queues: Queues,
-    /// For each staging frame in use: its page. This and the next two are as long as frames were
-    /// ever used ([`Mm::reach`]): what is not touched of their memory costs nothing.
-    pub owner: Vec<PageNo>,
-    /// For the first frame of each folio in the swap cache: its first swap entry.
-    pub base: Vec<SwapEntry>,
-    /// For each staging frame in use: the entry whose slot may hold the same data from before, if
-    /// any.
-    pub kept: Vec<Option<SwapEntry>>,
     /// A range that is being detached: nothing of it is taken out.
     pub held: VirtRange,
-    /// Changes of mappings were read and are noted by the handler, not applied: the kernel does not
-    /// refuse moves for them any more, and where a word says that a page is, another may be.
-    /// Nothing is taken out.
-    pub behind: bool,
-    /// Changes of mappings that were read before one that happened earlier (see
-    /// [`crate::events::apply`]).
-    pub late: Vec<Event>,
-    /// Old places of moves that were read, until it was read as well that they were left (see
-    /// [`crate::events::apply`]).
-    pub owed: Vec<VirtRange>,
-    /// Changes that were applied since a moment in which no change was under way: a child whose
-    /// fork is read later may not have them (see [`crate::fork::layout`]).
-    pub recent: Vec<VmaChange>,
+    /// Changes of mappings.
+    pub changes: VmaChanges,
     /// Batches on their way.
     pub jobs: Jobs,
     /// What refaults say of the division between resident and compressed memory.
     pub split: PoolSizer,
-    /// Pages taken out so far: the clock that shadows hold, in steps of [`SHADOW_STEP_PAGES`].
-    pub evicted: u64,
-    /// Pages that became the program's so far.
-    pub came: u64,
-    /// For so many of them others were copied that a fork had left shared.
-    pub copied_for: u64,
-    /// Raised at each fork: what was made own before it is no longer.
-    pub forks: u32,
+    /// Clocks.
+    pub clocks: MmClocks,
     /// Pages that threads must get to use.
     pub grace: Grace,
 }
@@ -144,6 +160,15 @@ pub(crate) struct KnownApart {
     pub(crate) is_found: AtomicBool,
 }
 
+/// Kinds of memory that the program has had.
+#[derive(Default)]
+pub struct KnownMemory {
+    /// Guard pages (see [`crate::fault::install`]).
+    pub guarded: AtomicBool,
+    /// Memory that children are not to have (see [`crate::vma::apart`]).
+    pub(crate) apart: KnownApart,
+}
+
 /// Swap space that took nothing.
 #[derive(Default)]
 struct SwapFull {
@@ -151,6 +176,53 @@ struct SwapFull {
     is_told: AtomicBool,
     /// Until then nothing is written to the swap file: it took nothing a moment ago.
     file_rests_until: AtomicU64,
+}
+
+/// The threads that reclaim.
+#[derive(Default)]
+pub struct Workers {
+    /// Those that run.
+    pub running: AtomicU32,
+    /// Those that do not wait on `work`.
+    pub awake: AtomicU32,
+    /// Futex word on which idle ones wait: raised when there may be work.
+    pub work: AtomicU32,
+    /// Odd while pages are chosen and taken out: see [`Engine::await_taking`].
+    pub(crate) taking: AtomicU32,
+    /// Not 0: they stand still at their next safe point.
+    pub park: AtomicU32,
+    /// Those standing still.
+    pub parked: AtomicU32,
+    /// The thread ids of the first ones, for the handler to place them; 0: none.
+    pub tids: [AtomicU32; PLACED_WORKERS],
+    /// One is to find a check failed (injected).
+    pub fails: AtomicBool,
+}
+
+/// What others know of the handler's thread.
+pub struct HandlerThread {
+    /// Its id; 0 before there is one.
+    pub tid: AtomicU32,
+    /// The CPU that workers keep away from (see [`crate::sched::handler_cpu`]).
+    pub cpu: AtomicU32,
+    /// Raised when it begins to wait for messages and when it continues: odd while it waits.
+    pub turns: AtomicU32,
+}
+
+/// What may be known of the staging frames without the memory lock.
+pub struct FrameMarks {
+    /// The address of the first.
+    base: VirtAddr,
+    /// A bit for each frame in use whose page is no longer swapped: it was copied back, or given
+    /// up. Changed under the memory lock; who stores a batch may look without it, to spare work.
+    pub cancelled: Box<[AtomicU64]>,
+}
+
+/// What is another one in a forked child.
+struct OwnNames {
+    uffd: AtomicPtr<Uffd>,
+    /// The place in the segment; the devices have it, too.
+    index: Arc<AtomicU32>,
 }
 
 /// See the module's description.
@@ -167,55 +239,23 @@ pub struct Engine {
     pub bells: HandlerRequests,
     /// Forks.
     pub fork: ForkControl,
-    /// The kernel does not report forks: they are followed ([`crate::mm::dontfork`]).
-    pub followed: bool,
     /// Pages that were sent for.
     pub(crate) far: RemoteReads,
-    /// Futex word on which idle workers wait: raised when there may be work.
-    pub work: AtomicU32,
-    /// Odd while pages are chosen and taken out: see [`Engine::await_taking`].
-    pub(crate) taking: AtomicU32,
-    /// Workers that do not wait there.
-    pub awake: AtomicU32,
-    /// Not 0: workers stand still at their next safe point.
-    pub park: AtomicU32,
-    /// Workers standing still.
-    pub parked: AtomicU32,
-    /// Workers running.
-    pub workers: AtomicU32,
-    /// The threads of the first workers, for the handler to place them; 0: none.
-    pub worker_tids: [AtomicU32; PLACED_WORKERS],
-    /// A worker is to find a check failed (injected).
-    pub fails: AtomicBool,
-    /// The handler's thread.
-    pub handler_tid: AtomicU32,
+    /// The threads that reclaim.
+    pub workers: Workers,
+    /// The thread that serves faults.
+    pub handler: HandlerThread,
     /// The program was detached: workers end where they stand still.
     pub retired: AtomicBool,
-    /// The program has had guard pages (see [`crate::fault::install`]).
-    pub guarded: AtomicBool,
-    /// What is known of memory that children are not to have (see [`crate::vma::apart`]).
-    pub(crate) apart: KnownApart,
-    /// The CPU that workers keep away from (see [`crate::sched::handler_cpu`]).
-    pub handler_cpu: AtomicU32,
-    /// Raised when the handler begins to wait for messages and when it continues: odd while it
-    /// waits.
-    pub turns: AtomicU32,
-    /// A bit for each staging frame in use whose page is no longer swapped: it was copied back, or
-    /// given up. Changed under the memory lock; who stores a batch may look without it, to spare
-    /// work.
-    pub cancelled: Box<[AtomicU64]>,
+    /// What kinds of memory the program has had.
+    pub known: KnownMemory,
+    /// Marks of staging frames.
+    pub frames: FrameMarks,
+    /// Swap space that took nothing.
     swap_full: SwapFull,
-    /// How pages are compressed.
-    pub scheme: Scheme,
-    /// Where this process's children write which way they went ([`crate::readahead::history`]).
-    pub(crate) childrens_book: Lock<Option<SharedMissHistory>>,
-    /// Pages that compressed memory had populated when that was told last.
-    pool_populated: AtomicU64,
     /// What the engine was started with.
     pub start: Start,
-    staging_base: VirtAddr,
-    uffd: AtomicPtr<Uffd>,
-    index: Arc<AtomicU32>,
+    own: OwnNames,
 }
 
 impl Engine {
@@ -262,54 +302,46 @@ impl Engine {
                 regions: VmaSet::default(),
                 armed: VmaSet::default(),
                 staging,
+                frames: FrameOwners {
+                    owner: Vec::with_capacity(frames),
+                    base: Vec::with_capacity(frames),
+                    kept: Vec::with_capacity(frames),
+                },
                 queues: Queues::default(),
-                owner: Vec::with_capacity(frames),
-                base: Vec::with_capacity(frames),
-                kept: Vec::with_capacity(frames),
                 held: NO_RANGE,
-                behind: false,
-                late: Vec::with_capacity(64),
-                owed: Vec::with_capacity(256),
-                recent: Vec::with_capacity(64),
+                changes: VmaChanges {
+                    behind: false,
+                    late: Vec::with_capacity(64),
+                    owed: Vec::with_capacity(256),
+                    recent: Vec::with_capacity(64),
+                },
                 jobs: Jobs::default(),
                 split: PoolSizer::new(),
-                evicted: 0,
-                came: 0,
-                copied_for: 0,
-                forks: 0,
+                clocks: MmClocks::default(),
                 grace: Grace::default(),
             }),
             devices,
             charge,
             small: Small::default(),
             bells,
-            fork: ForkControl::new(),
-            followed,
+            fork: ForkControl::new(followed),
             far: RemoteReads::new()
                 .map_err(|e| EngineError::Memory("the buffers for remote pages", e))?,
-            work: AtomicU32::new(0),
-            taking: AtomicU32::new(0),
-            awake: AtomicU32::new(0),
-            park: AtomicU32::new(0),
-            parked: AtomicU32::new(0),
-            workers: AtomicU32::new(0),
-            worker_tids: [const { AtomicU32::new(0) }; PLACED_WORKERS],
-            fails: AtomicBool::new(false),
-            handler_tid: AtomicU32::new(0),
+            workers: Workers::default(),
+            handler: HandlerThread {
+                tid: AtomicU32::new(0),
+                cpu: AtomicU32::new(crate::sched::handler_cpu::NO_CPU),
+                turns: AtomicU32::new(0),
+            },
             retired: AtomicBool::new(false),
-            guarded: AtomicBool::new(false),
-            apart: KnownApart::default(),
-            handler_cpu: AtomicU32::new(crate::sched::handler_cpu::NO_CPU),
-            turns: AtomicU32::new(0),
-            cancelled: (0..frames.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
+            known: KnownMemory::default(),
+            frames: FrameMarks {
+                base: staging_base,
+                cancelled: (0..frames.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
+            },
             swap_full: SwapFull::default(),
-            childrens_book: Lock::new(None),
-            pool_populated: AtomicU64::new(0),
-            scheme: Scheme::from_number(header.pool.codec.load(Relaxed)),
             start,
-            staging_base,
-            uffd: AtomicPtr::new(Box::into_raw(Box::new(uffd))),
-            index,
+            own: OwnNames { uffd: AtomicPtr::new(Box::into_raw(Box::new(uffd))), index },
         })
     }
 
@@ -320,25 +352,25 @@ impl Engine {
 
     /// The number of that place.
     pub(crate) fn slot_index(&self) -> SlotIndex {
-        SlotIndex(self.index.load(Relaxed))
+        SlotIndex(self.own.index.load(Relaxed))
     }
 
     /// The program's userfaultfd.
     pub fn uffd(&self) -> &'static Uffd {
         // SAFETY: the pointer comes from a box that is never freed, and is replaced only in a
         // forked child before its threads start.
-        unsafe { &*self.uffd.load(Acquire) }
+        unsafe { &*self.own.uffd.load(Acquire) }
     }
 
     /// In a forked child: its own userfaultfd. The parent's number means nothing here; it is
     /// forgotten, not closed.
     pub(crate) fn set_uffd(&self, uffd: Uffd) {
-        self.uffd.store(Box::into_raw(Box::new(uffd)), Release);
+        self.own.uffd.store(Box::into_raw(Box::new(uffd)), Release);
     }
 
     /// In a forked child: its own place in the segment.
     pub(crate) fn set_index(&self, index: SlotIndex) {
-        self.index.store(index.0, Relaxed);
+        self.own.index.store(index.0, Relaxed);
     }
 
     /// Adds to a counter.
@@ -357,16 +389,16 @@ impl Engine {
 
     /// The address of a staging frame, without the memory lock.
     pub(crate) fn frame_addr(&self, frame: FrameNo) -> VirtAddr {
-        self.staging_base.offset(frame.0 as usize * PAGE_SIZE)
+        self.frames.base.offset(frame.0 as usize * PAGE_SIZE)
     }
 
     /// Waits while pages are chosen and taken out that were looked at before this call. What is
     /// pinned by then is not chosen any more.
     pub fn await_taking(&self, pause: fn()) {
         fence(SeqCst);
-        let seen = self.taking.load(SeqCst);
+        let seen = self.workers.taking.load(SeqCst);
         // It is as long as a batch of moves takes, and never waits for a thread of the program.
-        while seen % 2 == 1 && self.taking.load(SeqCst) == seen {
+        while seen % 2 == 1 && self.workers.taking.load(SeqCst) == seen {
             pause();
         }
     }
@@ -392,7 +424,7 @@ impl Engine {
     /// A fork has left all pages shared with another process. The memory lock must be free.
     pub(crate) fn is_shared_anew(&self) {
         let mm = &mut *self.mm.lock();
-        mm.forks = mm.forks.wrapping_add(1);
+        mm.clocks.forks = mm.clocks.forks.wrapping_add(1);
         mm.queues.forget_own(&mut mm.table);
     }
 
@@ -463,8 +495,8 @@ impl Engine {
 
     /// Wakes idle workers.
     pub(crate) fn call_workers(&self) {
-        if self.work.swap(1, Release) == 0 {
-            futex::wake(&self.work, 1, futex::Scope::Private);
+        if self.workers.work.swap(1, Release) == 0 {
+            futex::wake(&self.workers.work, 1, futex::Scope::Private);
         }
     }
 
@@ -472,7 +504,7 @@ impl Engine {
     /// its CPU: then every microsecond that the two are parted counts, and what workers do has
     /// time.
     pub(crate) fn single_faulter(&self) -> bool {
-        self.handler_cpu.load(Relaxed) != crate::sched::handler_cpu::NO_CPU
+        self.handler.cpu.load(Relaxed) != crate::sched::handler_cpu::NO_CPU
             && self.charge.is_sparse()
     }
 
@@ -488,10 +520,11 @@ impl Engine {
             (mm.table.present(), mm.staging.full_frames(), mm.table.swapped(), mm.table.bytes())
         };
         self.charge.set_aside(
-            self.childrens_book.lock().as_ref().map_or(0, SharedMissHistory::used_bytes),
+            self.fork.childrens_history.lock().as_ref().map_or(0, SharedMissHistory::used_bytes),
         );
         let populated = self.devices.pool.populated();
-        let fresh = populated.saturating_sub(self.pool_populated.swap(populated, Relaxed));
+        let fresh =
+            populated.saturating_sub(self.devices.populated_counted.swap(populated, Relaxed));
         self.count(Counter::EngineFaults, fresh as usize);
         let slot = self.slot();
         let file_pages = self.devices.file.slots.usage().used as usize;
@@ -537,17 +570,17 @@ impl Engine {
 
     /// True when the page of a staging frame is no longer swapped.
     pub(crate) fn is_cancelled(&self, frame: FrameNo) -> bool {
-        self.cancelled[frame.0 as usize / 64].load(Relaxed) >> (frame.0 % 64) & 1 == 1
+        self.frames.cancelled[frame.0 as usize / 64].load(Relaxed) >> (frame.0 % 64) & 1 == 1
     }
 
     /// Notes that the page of a staging frame is no longer swapped. The memory lock is held.
     fn cancel(&self, frame: FrameNo) {
-        self.cancelled[frame.0 as usize / 64].fetch_or(1 << (frame.0 % 64), Relaxed);
+        self.frames.cancelled[frame.0 as usize / 64].fetch_or(1 << (frame.0 % 64), Relaxed);
     }
 
     /// Forgets such a note. The memory lock is held.
     pub(crate) fn uncancel(&self, frame: FrameNo) {
-        self.cancelled[frame.0 as usize / 64].fetch_and(!(1 << (frame.0 % 64)), Relaxed);
+        self.frames.cancelled[frame.0 as usize / 64].fetch_and(!(1 << (frame.0 % 64)), Relaxed);
     }
 
     /// A page's swap entry is not needed any more: its data is dropped, now or by the thread that
@@ -586,7 +619,7 @@ impl Engine {
         if !self.far.are_all_there() && !self.retired.load(Relaxed) {
             crate::fatal("a reader thread has ended");
         }
-        let handler = self.handler_tid.load(Relaxed);
+        let handler = self.handler.tid.load(Relaxed);
         if handler != 0
             && !self.retired.load(Relaxed)
             && !swaptide_sys::thread::lives(swaptide_sys::thread::Tid(handler))
@@ -598,15 +631,15 @@ impl Engine {
     /// Waits while the workers shall stand still. Called by workers where nothing of theirs is half
     /// done. False when they shall end.
     pub(crate) fn quiescent_point(&self) -> bool {
-        if self.park.load(Acquire) == 0 {
+        if self.workers.park.load(Acquire) == 0 {
             return true;
         }
-        self.parked.fetch_add(1, Release);
-        futex::wake(&self.parked, 1, futex::Scope::Private);
-        while self.park.load(Acquire) != 0 {
-            futex::wait(&self.park, 1, None, futex::Scope::Private);
+        self.workers.parked.fetch_add(1, Release);
+        futex::wake(&self.workers.parked, 1, futex::Scope::Private);
+        while self.workers.park.load(Acquire) != 0 {
+            futex::wait(&self.workers.park, 1, None, futex::Scope::Private);
         }
-        self.parked.fetch_sub(1, Release);
+        self.workers.parked.fetch_sub(1, Release);
         !self.retired.load(Acquire)
     }
 }
@@ -614,24 +647,24 @@ impl Engine {
 impl Mm {
     /// All that may bear the shield against forks that are not followed ([`crate::mm::dontfork`]).
     pub(crate) fn shielded(&self) -> impl Iterator<Item = VirtRange> + '_ {
-        self.regions.iter().chain(self.armed.iter()).chain(self.owed.iter().copied())
+        self.regions.iter().chain(self.armed.iter()).chain(self.changes.owed.iter().copied())
     }
 
     /// Makes room for what is known of the frames before `end`. The memory is reserved: nothing is
     /// allocated.
     pub fn reach(&mut self, end: FrameNo) {
         let end = end.0 as usize;
-        if self.owner.len() < end {
+        if self.frames.owner.len() < end {
             let frames = end.next_multiple_of(PAGES_PER_LEAF);
-            self.owner.resize(frames, PageNo(0));
-            self.base.resize(frames, crate::backing::devices::NO_ENTRY);
-            self.kept.resize(frames, None);
+            self.frames.owner.resize(frames, PageNo(0));
+            self.frames.base.resize(frames, crate::backing::devices::NO_ENTRY);
+            self.frames.kept.resize(frames, None);
         }
     }
 
     /// Looks again which pages of a chunk are shared with other processes. Gives those that were
-    /// known as such and no longer are: they can continuece they were faulted for writing, which
-    /// then copies nothing; the kernel does not move them before.
+    /// known as such and no longer are: a write fault on one of them copies nothing, and after it
+    /// the kernel moves the page.
     pub(crate) fn review(&mut self, chunk: ChunkNo) -> u16 {
         let were = self.table.unshare(chunk);
         if were == 0 {
@@ -652,7 +685,7 @@ impl Mm {
 
     /// The staging frame that holds the page of a swap entry whose slot holds a folio.
     pub(crate) fn frame_of(&self, entry: SwapEntry, folio: FolioId) -> FrameNo {
-        let base = self.base[folio.0 as usize];
+        let base = self.frames.base[folio.0 as usize];
         let step = entry.offset().0.wrapping_sub(base.offset().0);
         if base.ty() != entry.ty() || step >= 512 {
             crate::fatal(&format!(
@@ -664,14 +697,14 @@ impl Mm {
 
     /// A page is the program's again (or for the first time).
     pub(crate) fn mark_present(&mut self, page: PageNo) {
-        self.came += 1;
+        self.clocks.arrived += 1;
         self.table.set(page, PageState::Present);
         self.queues.arrived(&mut self.table, page.chunk());
     }
 
     /// A page is the program's again and its slot stays as it is.
     pub(crate) fn mark_clean(&mut self, page: PageNo, entry: SwapEntry) {
-        self.came += 1;
+        self.clocks.arrived += 1;
         self.table.set(page, PageState::PresentClean(entry));
         self.queues.arrived(&mut self.table, page.chunk());
         if entry.ty() == POOL {
@@ -758,7 +791,7 @@ impl Mm {
 
     /// The shadow of what goes out now.
     pub fn shadow(&self) -> Shadow {
-        Shadow((self.evicted / SHADOW_STEP_PAGES) as u32 & SHADOW_MASK)
+        Shadow((self.clocks.evicted / SHADOW_STEP_PAGES) as u32 & SHADOW_MASK)
     }
 
     /// Writes the entry of a page whose data moved from compressed memory to the file. The old slot

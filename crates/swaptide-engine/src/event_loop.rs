@@ -89,7 +89,7 @@ impl Handler {
     /// out: [`Handler::detach`] does it then, or this is called again.
     pub fn run(&mut self) {
         let engine = self.engine;
-        engine.handler_tid.store(gettid().0, Relaxed);
+        engine.handler.tid.store(gettid().0, Relaxed);
         // One is answered before this can return, for what is asked meanwhile must be read.
         let mut answers = 1u32;
         loop {
@@ -117,7 +117,7 @@ impl Handler {
                 answers = answers.wrapping_add(1);
                 let path = &mut self.pager.path;
                 path.worker.balance(engine);
-                path.tests.after_answer(&engine.start.segment.header, &engine.fails);
+                path.tests.after_answer(&engine.start.segment.header, &engine.workers.fails);
             }
         }
     }

@@ -53,9 +53,9 @@ impl Pager {
         path.stall.answers_since(Some(started));
         if !path.reader.fork.is_busy() {
             // In the idle class it could keep a fork waiting.
-            path.reader.cpu.follow(fault.tid, started, &engine.worker_tids);
+            path.reader.cpu.follow(fault.tid, started, &engine.workers.tids);
         }
-        engine.handler_cpu.store(path.reader.cpu.own_cpu(), Relaxed);
+        engine.handler.cpu.store(path.reader.cpu.own_cpu(), Relaxed);
         let served = path.serve(page, fault, started);
         path.stall.answers_since(None);
         path.installer.asked = None;
@@ -108,7 +108,7 @@ impl Pager {
                     // kernel refuses because a change is unread.
                     let is_settled = !path.reader.fork.notes_events() && {
                         let mm = engine.mm.lock();
-                        mm.late.is_empty() && !mm.regions.overlaps(range_of(page, 1))
+                        mm.changes.late.is_empty() && !mm.regions.overlaps(range_of(page, 1))
                     };
                     if is_settled && adopter.is_apart(engine, fault.addr) {
                         let _ = path.reader.uffd.zero_pages(range_of(page, 1), true);

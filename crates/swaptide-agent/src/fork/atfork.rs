@@ -90,7 +90,7 @@ pub(crate) extern "C" fn prepare() {
     FORK_MASK.store(mask, Relaxed);
     FORKING.store(gettid().0, Relaxed);
     PARENT.store(this, Relaxed);
-    if engine().is_some_and(|engine| engine.followed && !trampoline::follow(engine)) {
+    if engine().is_some_and(|engine| engine.fork.followed && !trampoline::follow(engine)) {
         // Nobody would see to it that the child is served: all comes back, and stays.
         detach_before_fork(
             "cannot follow a fork (ptrace is not permitted, or the descriptor table is full): \
@@ -99,7 +99,7 @@ pub(crate) extern "C" fn prepare() {
     }
     if let Some(engine) = engine() {
         engine.fork.forker.store(gettid().0, Release);
-        if !engine.followed {
+        if !engine.fork.followed {
             engine.fork.open_ends();
         }
         engine.bells.submit(HandlerRequest::ForkPrepare);

@@ -99,7 +99,7 @@ fn matters(advice: c_int) -> bool {
 fn is_mark(advice: c_int) -> bool {
     matches!(advice as u32, k::MADV_NORMAL | k::MADV_RANDOM | k::MADV_SEQUENTIAL)
         && !seccomp::is()
-        && process::engine().is_some_and(|engine| engine.followed)
+        && process::engine().is_some_and(|engine| engine.fork.followed)
 }
 
 /// Gives advice of which the mark is one to what has a file. Answers with the kernel's word.
@@ -181,7 +181,7 @@ pub(crate) fn advise(addr: usize, len: usize, advice: c_int) -> isize {
         _ => {
             let engine = process::engine();
             if let Some(engine) = engine.filter(|_| advice == MADV_GUARD_INSTALL) {
-                engine.guarded.store(true, Relaxed);
+                engine.known.guarded.store(true, Relaxed);
             }
             let result = call(advice as usize);
             if result == 0 && engine.is_some() {

@@ -138,7 +138,7 @@ fn before_clone(flags: u64) {
         }
         return;
     }
-    if flags & CLONE_VM == 0 && process::engine().is_some_and(|engine| engine.followed) {
+    if flags & CLONE_VM == 0 && process::engine().is_some_and(|engine| engine.fork.followed) {
         // Nobody tells of this fork, and nobody follows it: its child must find nothing missing.
         process::detach();
     }

@@ -25,7 +25,7 @@ use swaptide_core::{
 use swaptide_ipc::{
     AreaId, AreaMask, AreaState, ExportFacts, ExtentId, Segment, SlotIndex, Transport,
 };
-use swaptide_store::codec::Unpacker;
+use swaptide_store::codec::{Scheme, Unpacker};
 use swaptide_store::file::{
     AreaDirectory, EXTENT_BYTES, Extent, ExtentSource, FileDevice, FilePlace, HandedOver,
     InjectedFault, Leaving, Location, MAX_AREAS, Opened, ServerId,
@@ -284,6 +284,10 @@ pub struct Devices {
     pub pool: Zram,
     /// What is beyond compressed memory, if anything is at the moment ([`Devices::is_backed`]).
     pub file: FileTier,
+    /// How pages are compressed.
+    pub scheme: Scheme,
+    /// Pages that compressed memory had populated when that was counted last.
+    pub(crate) populated_counted: AtomicU64,
     segment: &'static Segment,
 }
 
@@ -432,7 +436,15 @@ impl Devices {
         };
         file.look_for_remote();
         file.open_files();
-        Ok(Devices { pool_slots, pool, file, segment })
+        let scheme = Scheme::from_number(segment.header.pool.codec.load(Relaxed));
+        Ok(Devices {
+            pool_slots,
+            pool,
+            file,
+            scheme,
+            populated_counted: AtomicU64::new(0),
+            segment,
+        })
     }
 
     /// Whether there is anything beyond compressed memory that takes pages.

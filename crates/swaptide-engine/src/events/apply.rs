@@ -81,8 +81,8 @@ fn hull(a: VirtRange, b: VirtRange) -> VirtRange {
 
 /// Keeps a change of the table for the child of a fork that is read later and may be older.
 pub fn remember(mm: &mut Mm, change: VmaChange) {
-    if mm.recent.len() < MAX_RECENT_CHANGES {
-        mm.recent.push(change);
+    if mm.changes.recent.len() < MAX_RECENT_CHANGES {
+        mm.changes.recent.push(change);
     }
 }
 
@@ -106,7 +106,7 @@ fn in_use(mm: &Mm, range: VirtRange) -> bool {
 /// what waits already.
 fn must_wait(mm: &Mm, event: &Event, late: &[Event]) -> bool {
     if remap_target(event).is_some_and(|target| {
-        in_use(mm, target) || mm.owed.iter().any(|owed| overlap(*owed, target))
+        in_use(mm, target) || mm.changes.owed.iter().any(|owed| overlap(*owed, target))
     }) {
         return true;
     }
@@ -140,26 +140,28 @@ fn must_wait(mm: &Mm, event: &Event, late: &[Event]) -> bool {
 /// The place in the list of what is owed that an event fulfils.
 fn pending_unmap_of(mm: &Mm, event: &Event) -> Option<usize> {
     match event {
-        Event::Unmap(range) => {
-            mm.owed.iter().position(|owed| range.start <= owed.start && owed.end <= range.end)
-        }
+        Event::Unmap(range) => mm
+            .changes
+            .owed
+            .iter()
+            .position(|owed| range.start <= owed.start && owed.end <= range.end),
         _ => None,
     }
 }
 
 /// Applies a change of mappings, or keeps it until what happened before it was read (rule 4).
 pub(crate) fn apply(engine: &Engine, mm: &mut Mm, event: Event) {
-    if must_wait(mm, &event, &mm.late) {
-        mm.late.push(event);
+    if must_wait(mm, &event, &mm.changes.late) {
+        mm.changes.late.push(event);
         return;
     }
     apply_now(engine, mm, event);
     let mut at = 0;
-    while at < mm.late.len() {
-        if must_wait(mm, &mm.late[at], &mm.late[..at]) {
+    while at < mm.changes.late.len() {
+        if must_wait(mm, &mm.changes.late[at], &mm.changes.late[..at]) {
             at += 1;
         } else {
-            let event = mm.late.remove(at);
+            let event = mm.changes.late.remove(at);
             apply_now(engine, mm, event);
             at = 0;
         }
@@ -169,17 +171,17 @@ pub(crate) fn apply(engine: &Engine, mm: &mut Mm, event: Event) {
 /// No place that was moved away from is still to be told of: those that were not are still mapped
 /// (`MREMAP_DONTUNMAP`), and armed.
 fn none_is_owed(mm: &mut Mm) {
-    for at in 0..mm.owed.len() {
-        mm.armed.insert(mm.owed[at]);
+    for at in 0..mm.changes.owed.len() {
+        mm.armed.insert(mm.changes.owed[at]);
     }
-    mm.owed.clear();
+    mm.changes.owed.clear();
 }
 
 /// Applies what is late: the kernel has said that no event is on its way.
 pub(crate) fn apply_late(engine: &Engine, mm: &mut Mm) {
     none_is_owed(mm);
-    while !mm.late.is_empty() {
-        let event = mm.late.remove(0);
+    while !mm.changes.late.is_empty() {
+        let event = mm.changes.late.remove(0);
         apply_now(engine, mm, event);
     }
 }
@@ -202,7 +204,7 @@ pub(crate) fn apply_now(engine: &Engine, mm: &mut Mm, event: Event) {
         _ => {}
     }
     while let Some(at) = pending_unmap_of(mm, &event) {
-        mm.owed.swap_remove(at);
+        mm.changes.owed.swap_remove(at);
     }
     match event {
         Event::Remove(range) => drop_pages(mm, engine, range),
@@ -244,7 +246,7 @@ fn remapped(engine: &Engine, mm: &mut Mm, from: VirtAddr, to: VirtAddr, len: usi
                 match engine.devices.slots(entry.ty()).lookup(entry.offset()) {
                     TableSlot::Folio(folio) => {
                         let frame = mm.frame_of(entry, folio);
-                        mm.owner[frame.0 as usize] = moved;
+                        mm.frames.owner[frame.0 as usize] = moved;
                     }
                     _ => mm.queues.pooled(&mut mm.table, moved.chunk()),
                 }
@@ -260,15 +262,15 @@ fn remapped(engine: &Engine, mm: &mut Mm, from: VirtAddr, to: VirtAddr, len: usi
     }
     mm.regions.remove(source);
     mm.armed.remove(source);
-    if mm.owed.len() == MAX_PENDING_UNMAPS {
-        let left = mm.owed.remove(0);
+    if mm.changes.owed.len() == MAX_PENDING_UNMAPS {
+        let left = mm.changes.owed.remove(0);
         mm.armed.insert(left);
     }
-    mm.owed.push(source);
+    mm.changes.owed.push(source);
     if managed {
         mm.armed.remove(target);
         mm.regions.insert(target);
-        if engine.followed && engine.fork.phase.load(Relaxed) == NO_FORK {
+        if engine.fork.followed && engine.fork.phase.load(Relaxed) == NO_FORK {
             // It may have been open while it moved.
             let _ = dontfork::deny(target);
         }

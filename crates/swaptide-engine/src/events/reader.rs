@@ -93,7 +93,7 @@ impl UffdReader {
             cpu: HandlerCpu::new(),
             pending: VecDeque::with_capacity(MAX_PENDING_FAULTS),
             requests: Vec::with_capacity(64),
-            fork: ForkState::new(engine.followed)
+            fork: ForkState::new(engine.fork.followed)
                 .map_err(|e| EngineError::Memory("pages that come in during forks", e))?,
             remote_event: engine
                 .far
@@ -123,7 +123,7 @@ impl UffdReader {
         let mut messages = Message::buffer::<MESSAGES_PER_READ>();
         let engine = self.engine;
         // It comes to its turn, though it did not wait.
-        engine.turns.fetch_add(2, Relaxed);
+        engine.handler.turns.fetch_add(2, Relaxed);
         let mut mm = engine.mm.lock();
         match self.uffd.read(&mut messages) {
             Ok(n) => {
@@ -149,15 +149,15 @@ impl UffdReader {
         // When nothing is under way, no fork is that could be older than what was applied, but one
         // that was read just now: its thread may have gone on.
         let met = self.fork.populating || !self.fork.untracked.is_empty();
-        if !mm.recent.is_empty()
+        if !mm.changes.recent.is_empty()
             && !self.fork.phase.is_deferring()
             && !met
             && self.uffd.coverage(engine.bells.range()) != Coverage::Changing
         {
-            mm.recent.clear();
+            mm.changes.recent.clear();
         }
         engine.publish_usage(&mm);
-        let is_late = !mm.late.is_empty();
+        let is_late = !mm.changes.late.is_empty();
         drop(mm);
         if is_late && !met {
             self.read_late();
@@ -192,7 +192,7 @@ impl UffdReader {
             return false;
         }
         let began = now();
-        while engine.awake.load(Relaxed) != 0 && now().since(began) < BUSY_WAIT {
+        while engine.workers.awake.load(Relaxed) != 0 && now().since(began) < BUSY_WAIT {
             let polled = poll_readable(&[self.uffd.as_fd()], Some(Duration::ZERO));
             if polled.is_ok_and(|ready| ready != 0) {
                 self.cpu.later();
@@ -205,11 +205,11 @@ impl UffdReader {
     /// Waits for a message, and if `awaits_remote` for a remote page to be back. False if no
     /// message came. Others can see that the handler waits, and does not starve.
     fn wait(&mut self, timeout: Option<Duration>) -> bool {
-        self.engine.turns.fetch_add(1, Relaxed);
+        self.engine.handler.turns.fetch_add(1, Relaxed);
         let fds = [self.uffd.as_fd(), self.remote_event.as_fd()];
         let awaited = if std::mem::take(&mut self.awaits_remote) { &fds } else { &fds[..1] };
         let ready = matches!(poll_readable(awaited, timeout), Ok(ready) if ready & 1 != 0);
-        self.engine.turns.fetch_add(1, Relaxed);
+        self.engine.handler.turns.fetch_add(1, Relaxed);
         ready
     }
 
@@ -236,7 +236,7 @@ impl UffdReader {
                 apply_late(engine, &mut mm);
             }
             engine.publish_usage(&mm);
-            if mm.late.is_empty() || self.check_untracked().is_err() {
+            if mm.changes.late.is_empty() || self.check_untracked().is_err() {
                 return;
             }
         }
@@ -284,7 +284,7 @@ impl UffdReader {
             // What follows a fork event may be earlier than the fork: the child must be looked at
             // first.
             (event, None) if self.fork.notes_events() || !self.fork.untracked.is_empty() => {
-                mm.behind = true;
+                mm.changes.behind = true;
                 self.fork.note(&event);
             }
             (event, None) => apply(engine, mm, event),
@@ -325,9 +325,9 @@ impl UffdReader {
         for event in self.fork.noted.drain(..).filter_map(VmaChange::event) {
             apply(engine, &mut mm, event);
         }
-        mm.behind = false;
+        mm.changes.behind = false;
         engine.publish_usage(&mm);
-        let is_late = !mm.late.is_empty();
+        let is_late = !mm.changes.late.is_empty();
         drop(mm);
         if is_late {
             let phase = self.fork.phase;
@@ -341,12 +341,13 @@ impl UffdReader {
 
     /// The record of pages that come in, while a fork is followed.
     pub(crate) fn record(&mut self) -> Option<&mut BroughtPages> {
-        (self.fork.phase.is_deferring() && self.engine.followed).then_some(&mut self.fork.brought)
+        (self.fork.phase.is_deferring() && self.engine.fork.followed)
+            .then_some(&mut self.fork.brought)
     }
 
     /// True for a fault of a worker, which faults pages for writing.
     pub(crate) fn is_of_worker(&self, fault: Fault) -> bool {
-        self.engine.worker_tids.iter().any(|tid| tid.load(Relaxed) == fault.tid)
+        self.engine.workers.tids.iter().any(|tid| tid.load(Relaxed) == fault.tid)
     }
 
     /// A fault is answered, and its thread about to be woken. Nothing that a fork copies is changed

@@ -43,7 +43,7 @@ pub(crate) fn make_room(
     let engine = reader.engine;
     let bytes = (n * PAGE_SIZE) as i64;
     for turn in 0..MAX_TURNS {
-        if engine.charge.room() >= bytes || engine.park.load(Relaxed) != 0 {
+        if engine.charge.room() >= bytes || engine.workers.park.load(Relaxed) != 0 {
             return Ok(());
         }
         stall.stalls(engine.slot());

@@ -10,8 +10,8 @@
 //! instruction is not seen: the words then keep what they were, and the guard is found when
 //! something is put there.
 //!
-//! Owns: the pages of zeros and the fresh pages for growth. [`crate::engine::Engine::guarded`] says
-//! that the program has had a guard.
+//! Owns: the pages of zeros and the fresh pages for growth.
+//! [`crate::engine::KnownMemory::guarded`] says that the program has had a guard.
 //!
 //! Invariants
 //! 1. A fill never replaces a guard. `UFFDIO_MOVE` and `UFFDIO_POISON` answer `EEXIST` on one;
@@ -165,7 +165,7 @@ impl Installer {
     /// far as no guard is in the way. [`Stop::Exists`] when the first page is a guard or is there.
     fn copy_in(&self, page: PageNo, from: VirtAddr, n: usize) -> Result<usize, Stop> {
         let is_asked = n == 1 && self.asked == Some(page);
-        let n = if is_asked && !self.engine.guarded.load(Relaxed) {
+        let n = if is_asked && !self.engine.known.guarded.load(Relaxed) {
             n
         } else {
             self.before_guard(page, n)
@@ -268,7 +268,7 @@ impl Installer {
                 page.addr()
             ));
         }
-        self.engine.guarded.store(true, Relaxed);
+        self.engine.known.guarded.store(true, Relaxed);
         mm.table.set(page, PageState::Empty);
         self.engine.release(mm, entry);
         Ok(1)

@@ -98,7 +98,7 @@ impl FaultPath {
             installer: Installer::new(engine)?,
             loader: Loader::new(engine),
             remote: InFlight::new(),
-            worker: Worker::new(engine.scheme),
+            worker: Worker::new(engine.devices.scheme),
             stall: Stall::default(),
             throttle: Throttle::new(),
             thrash: ThrashDetector::default(),

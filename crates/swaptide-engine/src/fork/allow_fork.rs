@@ -46,7 +46,7 @@ pub(super) fn list_left(pager: &mut Pager) {
     let mut places = Vec::new();
     {
         let mut mm = engine.mm.lock();
-        places.append(&mut mm.owed);
+        places.append(&mut mm.changes.owed);
         places.extend(mm.armed.iter());
         for place in &places {
             mm.armed.insert(*place);

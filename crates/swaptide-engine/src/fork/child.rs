@@ -113,7 +113,7 @@ impl Engine {
         // thread's fault or event: it changes nothing that the lock guards then (invariant 1).
         // SAFETY: no other thread exists in this process.
         unsafe { self.mm.force_unlock() };
-        self.taking.store(0, Relaxed);
+        self.workers.taking.store(0, Relaxed);
         // SAFETY: as above; workers stood still, outside of the devices.
         unsafe { self.devices.pool.force_unlock() };
         // SAFETY: as above.
@@ -121,15 +121,15 @@ impl Engine {
         // SAFETY: as above.
         unsafe { self.far.forked() };
         // SAFETY: as above.
-        unsafe { self.childrens_book.force_unlock() };
-        self.park.store(0, Relaxed);
-        self.parked.store(0, Relaxed);
-        self.workers.store(0, Relaxed);
-        self.worker_tids.iter().for_each(|tid| tid.store(0, Relaxed));
-        self.work.store(0, Relaxed);
-        self.awake.store(0, Relaxed);
+        unsafe { self.fork.childrens_history.force_unlock() };
+        self.workers.park.store(0, Relaxed);
+        self.workers.parked.store(0, Relaxed);
+        self.workers.running.store(0, Relaxed);
+        self.workers.tids.iter().for_each(|tid| tid.store(0, Relaxed));
+        self.workers.work.store(0, Relaxed);
+        self.workers.awake.store(0, Relaxed);
         self.bells.reset();
-        self.handler_tid.store(0, Relaxed);
+        self.handler.tid.store(0, Relaxed);
     }
 
     /// Closes the userfaultfd of an engine that never began.
@@ -287,7 +287,7 @@ pub(crate) fn inherited(
     }
     engine.set_uffd(uffd);
     let mut pager = Pager::new(engine)?;
-    if let Some(book) = engine.childrens_book.lock().take() {
+    if let Some(book) = engine.fork.childrens_history.lock().take() {
         pager.path.prefetcher.inherit(book);
     }
     engine.mm.lock().staging.reopen()?;
@@ -295,15 +295,15 @@ pub(crate) fn inherited(
     engine.devices.file.inherit(std::mem::take(&mut left.areas), salt);
     {
         let mut mm = engine.mm.lock();
-        mm.behind = false;
-        mm.recent.clear();
+        mm.changes.behind = false;
+        mm.changes.recent.clear();
         // They are in their order; what the parent's threads owe is not owed here.
-        mm.owed.clear();
+        mm.changes.owed.clear();
         for event in std::mem::take(&mut left.changes).into_iter().filter_map(VmaChange::event) {
             apply_now(engine, &mut mm, event);
         }
         apply_late(engine, &mut mm);
-        mm.recent.clear();
+        mm.changes.recent.clear();
     }
     for page in std::mem::take(&mut left.served) {
         let mut mm = engine.mm.lock();
@@ -317,7 +317,7 @@ pub(crate) fn inherited(
         }
     }
     forget_missing(engine, &mut pager.path.installer.maps)?;
-    if engine.followed {
+    if engine.fork.followed {
         deny_fork(engine);
     }
     engine.charge.split_limit();

@@ -179,7 +179,7 @@ fn send_doubtful_ranges(reader: &mut UffdReader, conn: &Conn, torn: bool) -> Res
         reader.read_noting();
     }
     let late: Vec<VmaChange> =
-        reader.engine.mm.lock().late.iter().filter_map(VmaChange::of).collect();
+        reader.engine.mm.lock().changes.late.iter().filter_map(VmaChange::of).collect();
     let doubts: Vec<VirtRange> =
         reader.fork.noted.iter().chain(&late).copied().flat_map(ranges_of).collect();
     let (bytes, length) = encode(if quiet && !torn { &doubts } else { &[EVERYTHING] });

@@ -105,7 +105,7 @@ impl Forker {
             return false;
         }
         reader.fork.seen_waiting = false;
-        let is_outside = waits || !engine.followed;
+        let is_outside = waits || !engine.fork.followed;
         let mut fault = None;
         if !is_outside {
             // It may be in fork(2), or behind it: the table stays what the child may have.
@@ -133,7 +133,7 @@ impl Forker {
             pager.answer(fault);
         } else if reader.take_request(HandlerRequest::Fence) {
             pager.answer_fences();
-            if engine.followed {
+            if engine.fork.followed {
                 // What was listed just now is kept out of forks.
                 allow_fork_of_regions(&mut pager.path);
             }
@@ -156,7 +156,7 @@ fn answer_hint(pager: &mut Pager) {
     let engine = pager.path.engine;
     let mut is_done = true;
     if let Some((asked, range)) = engine.bells.take_hint() {
-        if engine.followed && asked == Hint::Release {
+        if engine.fork.followed && asked == Hint::Release {
             // The thread that asked for it asks again.
             engine.bells.refused.store(true, Release);
         } else {

@@ -384,8 +384,8 @@ pub(super) fn lay_out(path: &FaultPath, child: &mut UnmanagedChild, hooked: bool
         let mm = path.engine.mm.lock();
         (
             mm.regions.iter().collect(),
-            if hooked { Vec::new() } else { mm.recent.clone() },
-            mm.late.iter().filter_map(VmaChange::of).collect(),
+            if hooked { Vec::new() } else { mm.changes.recent.clone() },
+            mm.changes.late.iter().filter_map(VmaChange::of).collect(),
         )
     };
     noted.extend_from_slice(&path.reader.fork.noted);

@@ -50,7 +50,7 @@ impl ForkServer {
     pub(crate) fn settle(&mut self, pager: &mut Pager) {
         while !pager.path.reader.fork.untracked.is_empty() {
             self.populator.populate_untracked(pager);
-            if !pager.path.engine.mm.lock().late.is_empty() {
+            if !pager.path.engine.mm.lock().changes.late.is_empty() {
                 pager.path.reader.read_late();
             }
         }
@@ -95,7 +95,7 @@ impl ForkServer {
         let token = now().0.rotate_left(17) ^ u64::from(forker);
         engine.fork.token.store(token, Relaxed);
         let conn = engine.fork.take_end().or_else(|| engine.fork.fetch_end());
-        if engine.followed {
+        if engine.fork.followed {
             if conn.is_none() {
                 // A child that is followed sends its userfaultfd.
                 self.fork_is_over(pager);
@@ -152,7 +152,7 @@ impl ForkServer {
             }
             let timeout = if helped { Duration::ZERO } else { Duration::from_millis(1) };
             let read = match conn {
-                Some(conn) if engine.followed => {
+                Some(conn) if engine.fork.followed => {
                     receive_child_uffd(reader, conn, timeout, self.torn)
                 }
                 _ => reader.read_within(Some(timeout)),
@@ -166,10 +166,11 @@ impl ForkServer {
     pub(crate) fn park_workers(&mut self, pager: &mut Pager) {
         let engine = pager.path.engine;
         loop {
-            engine.park.store(1, Release);
-            engine.work.store(1, Release);
-            futex::wake(&engine.work, u32::MAX >> 1, futex::Scope::Private);
-            let stand_still = engine.parked.load(Acquire) == engine.workers.load(Acquire);
+            engine.workers.park.store(1, Release);
+            engine.workers.work.store(1, Release);
+            futex::wake(&engine.workers.work, u32::MAX >> 1, futex::Scope::Private);
+            let stand_still =
+                engine.workers.parked.load(Acquire) == engine.workers.running.load(Acquire);
             if stand_still && pager.path.remote.is_empty() && engine.far.is_settled() {
                 return;
             }
@@ -227,7 +228,7 @@ impl ForkServer {
         reader.apply_noted();
         self.settle(pager);
         let engine = pager.path.engine;
-        if engine.followed {
+        if engine.fork.followed {
             deny_fork(engine);
         }
         unpark_workers(engine);
@@ -237,7 +238,7 @@ impl ForkServer {
 
 /// A history of misses that this process's children share, if they are worth one.
 fn open_history(engine: &Engine) {
-    let mut history = engine.childrens_book.lock();
+    let mut history = engine.fork.childrens_history.lock();
     if history.is_none() && engine.charge.is_pool_worth_sharing() {
         // Without it, children begin their own.
         *history = SharedMissHistory::new(engine.charge.limit()).ok();
@@ -252,11 +253,11 @@ fn has_free_descriptor(engine: &Engine) -> bool {
 
 /// Lets the workers go on.
 pub(crate) fn unpark_workers(engine: &Engine) {
-    engine.park.store(0, Release);
-    futex::wake(&engine.park, u32::MAX >> 1, futex::Scope::Private);
+    engine.workers.park.store(0, Release);
+    futex::wake(&engine.workers.park, u32::MAX >> 1, futex::Scope::Private);
     // The next time they are parked, those that stand still are counted: none may be on its way out
     // of this one.
-    while engine.parked.load(Acquire) != 0 {
+    while engine.workers.parked.load(Acquire) != 0 {
         yield_now();
     }
 }

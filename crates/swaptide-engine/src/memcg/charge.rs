@@ -150,8 +150,8 @@ impl Charge {
         half
     }
 
-    /// The program does not get on within its limit (see [`crate::memcg::thrash`]): it may go a
-    /// little further past it.
+    /// The program makes no progress within its limit (see [`crate::memcg::thrash`]): it may exceed
+    /// it by a little more.
     pub(crate) fn grant_grace(&self) {
         let most = self.limit() / GRACE_DIVISOR;
         self.grace.store((self.grace.load(Relaxed) + GRACE_STEP).min(most), Relaxed);
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn who_does_not_get_on_gets_a_twentieth_more_and_gives_it_back() {
+    fn a_thrashing_program_gets_a_twentieth_more_and_gives_it_back() {
         let charge = Charge::new(40 << 20, 75, 0);
         charge.publish(40 << 8, 0, 0);
         assert_eq!(charge.headroom(), 0);

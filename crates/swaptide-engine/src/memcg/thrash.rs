@@ -1,4 +1,4 @@
-//! When a program cannot get on within its limit.
+//! When a program makes no progress within its limit.
 //!
 //! What is locked or pinned, or could not be adopted, stays resident and counts. Where that alone
 //! reaches the limit, whatever else comes in goes out at once, before the instruction that asked

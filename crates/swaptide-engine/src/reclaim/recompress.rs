@@ -98,7 +98,7 @@ impl Recompress {
         compressor: &mut Compressor,
         unpacker: &mut Unpacker,
     ) -> bool {
-        if engine.scheme.choice != Choice::Both {
+        if engine.devices.scheme.choice != Choice::Both {
             return false;
         }
         self.items.clear();

@@ -86,13 +86,13 @@ impl Batch {
         seen.clear();
         (self.refused, self.tried) = (false, false);
         self.pages = 0;
-        if mm.behind {
+        if mm.changes.behind {
             return 0;
         }
         let Some(slab) = mm.staging.take_empty() else { return 0 };
         self.tried = true;
         // Before the first look at what is pinned.
-        engine.taking.fetch_add(1, SeqCst);
+        engine.workers.taking.fetch_add(1, SeqCst);
         self.choose(engine, mm, want.min(CHUNKS_PER_LEAF));
         let mut moves = 0;
         for index in 0..self.runs.len() {
@@ -101,7 +101,7 @@ impl Batch {
             }
             self.pages += self.move_out(engine, mm, seen, slab, self.runs[index], &mut moves);
         }
-        engine.taking.fetch_add(1, SeqCst);
+        engine.workers.taking.fetch_add(1, SeqCst);
         for index in 0..self.chunks.len() {
             self.give_slots(engine, mm, slab, index);
         }
@@ -112,7 +112,7 @@ impl Batch {
         self.slab = Some(slab);
         mm.jobs.in_flight += self.pages;
         engine.charge.set_scattered(self.pages < DENSE_PAGES_PER_MOVE * moves);
-        mm.evicted += self.pages as u64;
+        mm.clocks.evicted += self.pages as u64;
         self.pages
     }
 
@@ -250,7 +250,7 @@ impl Batch {
                 Some(Errno::INVAL) if attempt > 1 => most = within_mapping(page, attempt),
                 Some(Errno::FAULT) if mm.staging.is_guard(page) => {
                     // A guard was installed past libc, and discarded the contents (see `guards`).
-                    engine.guarded.store(true, Relaxed);
+                    engine.known.guarded.store(true, Relaxed);
                     if let PageState::PresentClean(entry) = mm.table.set(page, PageState::Empty) {
                         engine.devices.drop_swapped(entry);
                     }
@@ -329,13 +329,13 @@ impl Batch {
         };
         leaving.entry = entry;
         mm.reach(FrameNo(frame.0 + (1 << order)));
-        mm.base[frame.0 as usize] = entry;
+        mm.frames.base[frame.0 as usize] = entry;
         for k in 0..1usize << order {
             let page = chunk.first().plus(first + k);
             let frame = FrameNo(frame.0 + k as u32);
-            mm.owner[frame.0 as usize] = page;
+            mm.frames.owner[frame.0 as usize] = page;
             engine.uncancel(frame);
-            mm.kept[frame.0 as usize] =
+            mm.frames.kept[frame.0 as usize] =
                 match mm.table.set(page, PageState::Swapped(entry_plus(entry, k as u32))) {
                     PageState::PresentClean(old) => {
                         self.kept.push((place + k, old));
@@ -494,7 +494,7 @@ impl Batch {
                 let place = leaving.place + k;
                 let frame = slab.frame(place);
                 !engine.is_cancelled(frame)
-                    && mm.kept[frame.0 as usize].is_none()
+                    && mm.frames.kept[frame.0 as usize].is_none()
                     && !self.is_beyond.has(place)
             });
             if plain {
@@ -507,7 +507,7 @@ impl Batch {
                 );
                 // The program may have moved them since they were taken.
                 for place in [leaving.place, leaving.place + n - 1] {
-                    let page = mm.owner[slab.frame(place).0 as usize];
+                    let page = mm.frames.owner[slab.frame(place).0 as usize];
                     mm.queues.pooled(&mut mm.table, page.chunk());
                 }
                 continue;
@@ -516,7 +516,7 @@ impl Batch {
                 let place = leaving.place + k;
                 let frame = slab.frame(place);
                 let entry = entry_plus(leaving.entry, k as u32);
-                if let Some(old) = mm.kept[frame.0 as usize].take() {
+                if let Some(old) = mm.frames.kept[frame.0 as usize].take() {
                     if self.unchanged.has(place) && !engine.is_cancelled(frame) {
                         self.return_to_old_slots(engine, mm, frame, entry, old, folio);
                         continue;
@@ -528,7 +528,7 @@ impl Batch {
                     engine.free_cancelled(frame, entry, folio);
                 } else if devices.pool.contains(Slot(entry.offset().0)) {
                     devices.to_shadow_with_zeros(entry, 1, folio, shadow, self.zeros.of(place, 1));
-                    let page = mm.owner[frame.0 as usize];
+                    let page = mm.frames.owner[frame.0 as usize];
                     mm.queues.pooled(&mut mm.table, page.chunk());
                 } else {
                     // It went to the file, and `finish_beyond` gave its page the new entry.
@@ -550,7 +550,7 @@ impl Batch {
         old: SwapEntry,
         folio: FolioId,
     ) {
-        let page = mm.owner[frame.0 as usize];
+        let page = mm.frames.owner[frame.0 as usize];
         if mm.table.get(page) != PageState::Swapped(entry) {
             crate::fatal(&format!(
                 "page {:?} went out as entry {entry:?} and is {:?}",
@@ -579,7 +579,7 @@ impl Batch {
                 continue;
             }
             debug_assert_eq!(place.ty(), FILE);
-            let page = mm.owner[frame.0 as usize];
+            let page = mm.frames.owner[frame.0 as usize];
             if mm.table.get(page) != PageState::Swapped(entry) {
                 crate::fatal(&format!(
                     "page {:?} was written to the file as entry {entry:?} and is {:?}",

@@ -91,7 +91,9 @@ impl Seen {
 /// Forgets the mapping of a page that was found not to be armed (invariant 3). False while a change
 /// of mappings is unread or late (invariant 2).
 pub(crate) fn forget(engine: &Engine, mm: &mut Mm, page: VirtRange) -> bool {
-    if !mm.late.is_empty() || engine.uffd().coverage(engine.bells.range()) == Coverage::Changing {
+    if !mm.changes.late.is_empty()
+        || engine.uffd().coverage(engine.bells.range()) == Coverage::Changing
+    {
         return false;
     }
     let mut range = page;

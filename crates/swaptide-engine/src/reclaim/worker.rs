@@ -161,7 +161,7 @@ impl Worker {
     /// short and they have nothing to do.
     pub(crate) fn balance(&mut self, engine: &Engine) {
         let charge = &engine.charge;
-        if charge.room() >= charge.goal() || engine.park.load(Acquire) != 0 {
+        if charge.room() >= charge.goal() || engine.workers.park.load(Acquire) != 0 {
             return;
         }
         let mut mm = engine.mm.lock();
@@ -266,9 +266,11 @@ impl Worker {
         let forks = {
             let mut guard = engine.mm.lock();
             let mm = &mut *guard;
-            mm.copied_for = mm.copied_for.max(mm.came.saturating_sub(MAX_COUNTED_PAGES));
+            mm.clocks.copied_for =
+                mm.clocks.copied_for.max(mm.clocks.arrived.saturating_sub(MAX_COUNTED_PAGES));
             for _ in 0..REVIEWED_CHUNKS_PER_HOLD {
-                if n == UNSHARE_BATCH_CHUNKS || !needs && mm.copied_for >= mm.came {
+                if n == UNSHARE_BATCH_CHUNKS || !needs && mm.clocks.copied_for >= mm.clocks.arrived
+                {
                     break;
                 }
                 let Some(chunk) = mm.queues.next_shared(&mut mm.table) else { break };
@@ -279,10 +281,10 @@ impl Worker {
                     n += 1;
                     copied += others.count_ones() as usize;
                     made_own += own.count_ones() as usize;
-                    mm.copied_for += u64::from(others.count_ones());
+                    mm.clocks.copied_for += u64::from(others.count_ones());
                 }
             }
-            mm.forks
+            mm.clocks.forks
         };
         engine.count(Counter::PagesUnshared, copied);
         engine.count(Counter::EngineFaults, made_own);
@@ -339,20 +341,20 @@ impl Worker {
     pub fn run(&mut self, engine: &Engine, index: usize) {
         let mut keeper = (index == 0).then(Housekeeping::new);
         let mut aside = WorkerAffinity::new();
-        let placed = engine.worker_tids.get(index);
+        let placed = engine.workers.tids.get(index);
         if let Some(placed) = placed {
             placed.store(gettid().0, Relaxed);
         }
-        engine.awake.fetch_add(1, Relaxed);
+        engine.workers.awake.fetch_add(1, Relaxed);
         loop {
             if !engine.quiescent_point() {
                 if let Some(placed) = placed {
                     placed.store(0, Relaxed);
                 }
-                engine.awake.fetch_sub(1, Relaxed);
+                engine.workers.awake.fetch_sub(1, Relaxed);
                 return;
             }
-            aside.keep_from(engine.handler_cpu.load(Relaxed));
+            aside.keep_from(engine.handler.cpu.load(Relaxed));
             aside.yield_now(engine.single_faulter());
             if let Some(keeper) = &mut keeper {
                 keeper.watch(engine);
@@ -364,11 +366,11 @@ impl Worker {
             let idle = self.work(engine, keeper.as_mut());
             if idle {
                 let tick = tick(engine, keeper.is_some());
-                engine.work.store(0, Release);
+                engine.workers.work.store(0, Release);
                 if !engine.mm.lock().jobs.any() {
-                    engine.awake.fetch_sub(1, Relaxed);
-                    futex::wait(&engine.work, 0, Some(tick), futex::Scope::Private);
-                    engine.awake.fetch_add(1, Relaxed);
+                    engine.workers.awake.fetch_sub(1, Relaxed);
+                    futex::wait(&engine.workers.work, 0, Some(tick), futex::Scope::Private);
+                    engine.workers.awake.fetch_add(1, Relaxed);
                 }
             }
         }
@@ -381,8 +383,9 @@ impl Worker {
         let charge = &engine.charge;
         let brief = keeper.is_some();
         let began = now();
-        let over =
-            || brief && now().since(began) >= TICK_NEAR_LIMIT || engine.park.load(Acquire) != 0;
+        let over = || {
+            brief && now().since(began) >= TICK_NEAR_LIMIT || engine.workers.park.load(Acquire) != 0
+        };
         while !over() {
             if self.store_waiting(engine) {
                 continue;
@@ -427,7 +430,7 @@ impl Worker {
 /// have something to do only where the limit is near.
 fn tick(engine: &Engine, keeps: bool) -> Duration {
     let charge = &engine.charge;
-    let shortest = if engine.handler_cpu.load(Relaxed) == NO_CPU {
+    let shortest = if engine.handler.cpu.load(Relaxed) == NO_CPU {
         TICK_NEAR_LIMIT
     } else {
         TICK_SINGLE_FAULTER
@@ -473,7 +476,7 @@ fn look_again(engine: &Engine, looks: usize) -> bool {
                     n += 1;
                 }
             }
-            (mm.forks, looks == REVIEWED_CHUNKS_PER_HOLD)
+            (mm.clocks.forks, looks == REVIEWED_CHUNKS_PER_HOLD)
         };
         engine.count(
             Counter::EngineFaults,
@@ -504,7 +507,7 @@ fn fault_for_writing(engine: &Engine, chunks: &[(ChunkNo, u16)], forks: u32) {
         }
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
-        mm.queues.made_own(&mut mm.table, *chunk, if mm.forks == forks { own } else { 0 });
+        mm.queues.made_own(&mut mm.table, *chunk, if mm.clocks.forks == forks { own } else { 0 });
     }
 }
 
@@ -540,7 +543,7 @@ impl Housekeeping {
     /// Sees to it that the handler comes to its turn (see [`crate::sched::handler_cpu`]). Takes no
     /// lock: the handler may hold it.
     fn watch(&mut self, engine: &Engine) {
-        let turns = engine.turns.load(Relaxed);
+        let turns = engine.handler.turns.load(Relaxed);
         let is_unread = || {
             let polled = poll_readable(&[engine.uffd().as_fd()], Some(Duration::ZERO));
             polled.is_ok_and(|ready| ready != 0)
@@ -573,7 +576,7 @@ impl Housekeeping {
     fn look(&mut self, engine: &Engine) {
         let Some(statm) = &self.statm else { return };
         self.ticks = self.ticks.wrapping_add(1);
-        fault_injection::fail_worker(&engine.fails);
+        fault_injection::fail_worker(&engine.workers.fails);
         engine.publish_slot();
         engine.charge.take_limit(engine.slot());
         if engine.start.segment.is_moving(engine.slot_index()) {

@@ -15,12 +15,13 @@ use std::sync::atomic::{
 };
 use std::time::Duration;
 
-use swaptide_sys::lock::futex;
+use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::process::{pidfd_getfd, pidfd_open, pidfd_open_thread};
 use swaptide_sys::sock::{Conn, Listener, poll_readable};
 use swaptide_sys::thread::{getpid, random_name};
 use swaptide_sys::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 
+use crate::readahead::history::SharedMissHistory;
 use crate::sched::deadline::{Deadline, WAIT_SLICE, Waited};
 
 /// No fork is under way.
@@ -38,6 +39,10 @@ const NONE_FD: i32 = -1;
 
 /// See the module's description.
 pub struct ForkControl {
+    /// The kernel does not report forks: they are followed ([`crate::mm::dontfork`]).
+    pub followed: bool,
+    /// Where this process's children write their misses ([`crate::readahead::history`]).
+    pub(crate) childrens_history: Lock<Option<SharedMissHistory>>,
     /// [`NO_FORK`], [`PREPARED`], or a step between them; a futex word.
     pub phase: AtomicU32,
     /// The forking thread.
@@ -59,14 +64,16 @@ pub struct ForkControl {
 
 impl Default for ForkControl {
     fn default() -> Self {
-        Self::new()
+        Self::new(false)
     }
 }
 
 impl ForkControl {
-    /// No fork is under way.
-    pub const fn new() -> ForkControl {
+    /// No fork is under way. `followed`: see the field.
+    pub const fn new(followed: bool) -> ForkControl {
         ForkControl {
+            followed,
+            childrens_history: Lock::new(None),
             phase: AtomicU32::new(NO_FORK),
             forker: AtomicU32::new(0),
             goes_on: AtomicBool::new(false),
@@ -312,7 +319,7 @@ mod tests {
 
     #[test]
     fn the_handlers_end_is_brought() {
-        let control = ForkControl::new();
+        let control = ForkControl::new(false);
         control.forker.store(gettid().0, Relaxed);
         control.open_ends();
         let end = fetched(&control, || assert!(control.wait_until_prepared(0))).expect("the end");
@@ -324,7 +331,7 @@ mod tests {
 
     #[test]
     fn another_process_at_the_door_gets_nothing() {
-        let control = ForkControl::new();
+        let control = ForkControl::new(false);
         control.open_ends();
         let end = fetched(&control, || {
             let (name, len) = serve_end_socket(&control);
@@ -355,7 +362,7 @@ mod tests {
 
     #[test]
     fn without_sockets_there_is_no_door() {
-        let control = ForkControl::new();
+        let control = ForkControl::new(false);
         assert!(fetched(&control, || assert!(!control.wait_until_prepared(0))).is_none());
     }
 

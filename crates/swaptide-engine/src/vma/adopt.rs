@@ -241,7 +241,7 @@ impl Adopter {
             self.zeros_mapped.clear();
         }
         let mut again = 0;
-        while left > 0 && again < 16 && engine.park.load(Relaxed) == 0 {
+        while left > 0 && again < 16 && engine.workers.park.load(Relaxed) == 0 {
             match path.worker.step_of(engine, CHUNKS_PER_LEAF) {
                 Step::Took(pages) => left = left.saturating_sub(pages),
                 Step::Again => {
@@ -444,7 +444,7 @@ impl Adopter {
     /// Marks what the program has of an armed range and lists it.
     fn manage(&mut self, path: &FaultPath, range: VirtRange) {
         let engine = path.engine;
-        if engine.followed && dontfork::deny(range).is_err() {
+        if engine.fork.followed && dontfork::deny(range).is_err() {
             // What cannot be kept out of forks stays as it is. Nothing of it is out.
             let _ = path.reader.uffd.unregister(range);
             engine.mm.lock().armed.remove(range);
@@ -535,14 +535,14 @@ fn let_changes_pass(path: &mut FaultPath, range: VirtRange) -> Result<(), Interr
         let engine = path.engine;
         {
             let mut mm = engine.mm.lock();
-            if !mm.recent.iter().any(|change| change.concerns(range)) {
+            if !mm.changes.recent.iter().any(|change| change.concerns(range)) {
                 return Ok(());
             }
             if path.reader.fork.untracked.is_empty()
                 && !path.reader.fork.phase.is_deferring()
                 && path.reader.uffd.coverage(engine.bells.range()) != Coverage::Changing
             {
-                mm.recent.clear();
+                mm.changes.recent.clear();
                 return Ok(());
             }
         }

@@ -60,14 +60,14 @@ impl Apart {
         if !self.is_early {
             self.took = Duration::ZERO;
         }
-        if !engine.apart.is_sought.swap(true, Relaxed) {
+        if !engine.known.apart.is_sought.swap(true, Relaxed) {
             self.look_everywhere(engine, buf);
         }
     }
 
     /// Whether there may be such memory.
     pub(crate) fn matters(engine: &Engine) -> bool {
-        engine.apart.is_found.load(Relaxed) || (engine.start.keeps_apart)()
+        engine.known.apart.is_found.load(Relaxed) || (engine.start.keeps_apart)()
     }
 
     /// Whether something of a range is apart, or is to be taken for it now, before it is armed.
@@ -143,7 +143,7 @@ impl Apart {
                 self.known.insert(range);
                 // What may be dropped is no memory that a userfaultfd can have.
                 if advised.wiped && !advised.droppable && !is_own(range) {
-                    engine.apart.is_found.store(true, Relaxed);
+                    engine.known.apart.is_found.store(true, Relaxed);
                 }
             }
             true
@@ -173,6 +173,6 @@ fn is_own(range: VirtRange) -> bool {
 
 fn is_apart(engine: &Engine, range: VirtRange, advised: Advised) -> bool {
     let is_kept =
-        engine.followed && advised.not_copied && !engine.mm.lock().regions.overlaps(range);
+        engine.fork.followed && advised.not_copied && !engine.mm.lock().regions.overlaps(range);
     advised.wiped || is_kept
 }

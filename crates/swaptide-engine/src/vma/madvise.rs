@@ -139,7 +139,7 @@ pub(crate) fn release(path: &mut FaultPath, range: VirtRange) -> Result<(), Inte
     // What is not armed needs no disarming; a part that is unmapped makes the call fail after its
     // neighbours were done.
     let _ = path.reader.uffd.unregister(range);
-    if engine.followed {
+    if engine.fork.followed {
         dontfork::restore(mm.shielded(), range);
     }
     drop_pages(&mut mm, engine, range);

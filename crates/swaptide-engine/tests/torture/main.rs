@@ -141,10 +141,10 @@ fn start_workers(engine: &'static Engine) {
     for index in 0..WORKERS {
         std::thread::spawn(move || {
             begin_in_child();
-            Worker::new(engine.scheme).run(engine, index as usize);
+            Worker::new(engine.devices.scheme).run(engine, index as usize);
         });
     }
-    engine.workers.store(WORKERS, Release);
+    engine.workers.running.store(WORKERS, Release);
     engine.slot().engine_threads.store(WORKERS + 1, Relaxed);
 }
 
