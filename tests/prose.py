@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A pattern, and what to write instead.
 WORDS = [
     (r"mend(?:s|ed|ing)?", "fix"),
-    (r"so manyth", "Nth"),
+    (r"so many(?:th)?", "this many, the number itself, Nth, too many"),
     (r"anew", "again, new"),
     (r"beside", "next to, compared with, besides"),
     (r"by far", "much"),

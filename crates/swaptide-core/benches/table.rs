@@ -54,7 +54,7 @@ fn lookup(c: &mut Criterion) {
     group.finish();
 }
 
-/// Slots freed at random, then as many allocated, with so many per cent of the device in use.
+/// Slots freed at random, then as many allocated, with the given percentage of the device in use.
 fn alloc(c: &mut Criterion) {
     let mut group = c.benchmark_group("allocate a slot");
     group.throughput(Throughput::Elements(BATCH as u64));

@@ -125,7 +125,7 @@ impl SwapDevice {
         Self::over(Tables::new_in(clusters_of(slots), memory), ty, slots, cpus, kind)
     }
 
-    /// Bytes of addresses for the tables of so many slots.
+    /// Bytes of address space for the tables of `slots` slots.
     #[cfg(not(loom))]
     pub const fn table_bytes(slots: u32) -> usize {
         Tables::bytes_of(clusters_of(slots))
@@ -549,7 +549,7 @@ impl SwapDevice {
     }
 }
 
-/// Clusters of a device of so many slots.
+/// Clusters of a device of `slots` slots.
 const fn clusters_of(slots: u32) -> usize {
     let slots = if slots < MAX_SLOTS { slots } else { MAX_SLOTS };
     (slots as usize).div_ceil(SLOTS_PER_CLUSTER)

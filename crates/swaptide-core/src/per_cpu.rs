@@ -68,7 +68,7 @@ pub(crate) struct PerCpu<const N: u32> {
 }
 
 impl<const N: u32> PerCpu<N> {
-    /// So many lanes without credit; nothing is taken.
+    /// `lanes` lanes without credit; nothing is taken.
     pub fn new(lanes: usize) -> Self {
         let lane = || Lane {
             current: core::array::from_fn(|_| AtomicU64::new(u64::MAX)),

@@ -23,7 +23,7 @@ use crate::ids::{ClusterIndex, SLOTS_PER_CLUSTER, SwapOffset};
 use crate::sync::TableMemory;
 use crate::sync::{AtomicU32, AtomicU64, Ordering, Paged, Pages, prefetch, read_locked};
 
-/// With a hook to give memory back, one table of an empty cluster keeps its memory for so many in
+/// With a hook to give memory back, one table of an empty cluster keeps its memory for this many in
 /// use (and at most 16 do), for clusters that empty and fill again and again.
 const IN_USE_FOR_ONE_WARM: u32 = 64;
 
@@ -85,13 +85,13 @@ pub(crate) struct Tables {
 }
 
 impl Tables {
-    /// Memory for so many tables.
+    /// Bytes of memory for the tables of `clusters` clusters.
     #[cfg(not(loom))]
     pub const fn bytes_of(clusters: usize) -> usize {
         clusters * size_of::<Table>()
     }
 
-    /// The tables of so many clusters, in memory of the allocator.
+    /// The tables of `clusters` clusters, in memory of the allocator.
     pub fn new(clusters: usize) -> Self {
         #[cfg(loom)]
         return Self::over(Pages::new(clusters));

@@ -114,7 +114,7 @@ pub struct MmClocks {
     pub evicted: u64,
     /// Pages that became the program's so far.
     pub arrived: u64,
-    /// For so many of them others were copied that a fork had left shared.
+    /// Of those, how many have had pages copied for them that a fork had left shared.
     pub copied_for: u64,
     /// Raised at each fork: what was made own before it is no longer.
     pub forks: u32,

@@ -25,7 +25,7 @@ const MAX_TRIES: u32 = 64;
 /// The same for an address that is not managed.
 const MAX_ADOPT_TRIES: u32 = 8;
 /// A thread that changes mappings without pause leaves moments only between the reading of its
-/// event and its next one: one try in so many is made without reading first.
+/// event and its next one: one try in this many is made without reading first.
 const TRY_WITHOUT_READING: u32 = 8;
 
 /// See the module's description.

@@ -96,7 +96,7 @@ pub struct PoolConfig {
     /// percent (0: nothing was said).
     pub max_percent: AtomicU32,
     /// `accept_threshold_percent`: compressed memory that has reached a bound takes nothing until
-    /// it has fallen below so many percent of it (0: it always takes, and writes back for it).
+    /// it has fallen below this percentage of it (0: it always takes, and writes back for it).
     pub accept_percent: AtomicU32,
     /// How it is compressed: the number of a choice of codecs (0: the usual one).
     pub codec: AtomicU32,

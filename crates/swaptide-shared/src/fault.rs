@@ -117,7 +117,7 @@ impl Inner {
         !self.has_room(state, FIRST_PAGES) && !state.is_stuck()
     }
 
-    /// True when so many pages may come in within the limit.
+    /// True when `pages` pages may come in within the limit.
     fn has_room(&self, state: &PagerState, pages: usize) -> bool {
         let Some(limit) = self.limit().filter(|_| state.engaged) else { return true };
         let used = (state.counts().resident * PAGE_SIZE) as u64 + self.own_bytes_before();

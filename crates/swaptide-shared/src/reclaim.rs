@@ -96,7 +96,7 @@ struct Stored {
 /// What became of an attempt.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Outcome {
-    /// So many pages went out.
+    /// This many pages went out.
     Out(usize),
     /// There is nothing that may go.
     Nothing,

@@ -257,7 +257,7 @@ pub struct SlotSpace {
 const CLUSTER: u32 = 512;
 
 impl SlotSpace {
-    /// A range for so many pages, if there is one among `most` slots.
+    /// A range for `pages` pages, if there is one among `most` slots.
     pub fn take(&mut self, pages: usize, most: u32) -> Option<u32> {
         let len = u32::try_from(pages).ok()?.checked_next_multiple_of(CLUSTER)?;
         if let Some(at) = self.free.iter().position(|range| range.len() >= len as usize) {

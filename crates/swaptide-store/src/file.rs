@@ -918,7 +918,7 @@ impl FileDevice {
 pub enum Leaving {
     /// Nothing of ours lies there any more.
     Done,
-    /// So many extents are still to be left.
+    /// This many extents are still to be left.
     Left(usize),
     /// No further extent could be left: there is no room elsewhere (`full`), or pages there cannot
     /// be read.

@@ -2,7 +2,7 @@
  * see of it. The parent rewrites all of its own twice, so that extents which nobody is taken to
  * hold are written again; then the child verifies.
  *
- * crowd    there are so many processes that the supervisor has no descriptor left for the child
+ * crowd    there are too many processes for the supervisor to have a descriptor for the child
  * number   the child has the number of one that has just ended, of which the supervisor has not
  *          heard yet (root)
  */

@@ -127,7 +127,7 @@ pub enum Phase {
     Verify,
     /// Push every page out, by a hint.
     Out,
-    /// Fork, wait for the child, which ends at once, and again; so many times counts as pages.
+    /// Fork, wait for the child, which ends at once, and again; each time counts as a page.
     Fork,
     /// Start a Redis server and fill it; everything later is asked of it.
     Redis,

@@ -60,7 +60,7 @@ pub enum Backing {
     Zero,
     /// All is in the swap cache.
     Cached,
-    /// So many pages in compressed memory and so many in the file, or some of them on their way.
+    /// The numbers of pages in compressed memory and in the file, or some of them on their way.
     Mixed {
         /// Pages in compressed memory.
         pool: usize,

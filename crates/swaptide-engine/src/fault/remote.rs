@@ -43,7 +43,7 @@ use crate::mm::page_table::PageState;
 use crate::mm::types::{ChunkNo, LAST_PAGE, PAGES_PER_CHUNK, PageNo};
 use crate::sched::handler_cpu::HandlerCpu;
 
-/// After so many faults for which nothing was sent for, remote pages are the exception.
+/// After this many faults without a remote read, remote pages are the exception.
 const RARE_AFTER_FAULTS: u32 = 64;
 
 /// What was sent for, as it was then.
@@ -142,7 +142,7 @@ impl InFlight {
         self.sent.iter().map(|sent| sent.wanted.count_ones() as usize * PAGE_SIZE).sum()
     }
 
-    /// True when there is a place for so many orders.
+    /// True when there is a place for that many orders.
     pub(crate) fn has_buffers(&self, n: usize) -> bool {
         MAX_REMOTE_READS - self.buffers.count_ones() as usize >= n
     }

@@ -67,7 +67,7 @@ impl ForkHandoff {
     }
 }
 
-/// A number and so many words, and what follows.
+/// A count, that many words, and what follows them.
 fn counted(words: &[usize]) -> (&[usize], &[usize]) {
     match words.split_first() {
         Some((count, rest)) => rest.split_at((*count).min(rest.len())),

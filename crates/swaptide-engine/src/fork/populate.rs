@@ -39,7 +39,7 @@ use crate::pager::Pager;
 /// the child has everything where it is expected.
 const QUIET_TIMEOUT: Duration = Duration::from_millis(20);
 /// Number of pages of an untracked child's that come between two looks at this process's own
-/// faults, of which so many are answered at a time.
+/// faults, of which this many are answered at a time.
 const ATTEND_EVERY: usize = 256;
 const ATTENDED: usize = 16;
 /// Untracked children that are taken in before what was noted is applied, and those can continue

@@ -177,7 +177,7 @@ impl Charge {
         kept.saturating_add_signed(self.rest.load(Relaxed)) + self.aside.load(Relaxed)
     }
 
-    /// So many bytes of this process's lie in shared memory, where they are not measured.
+    /// `bytes` of this process lie in shared memory, where they are not measured.
     pub(crate) fn set_aside(&self, bytes: u64) {
         self.aside.store(bytes, Relaxed);
     }

@@ -1,6 +1,7 @@
 //! `swap.high`: who grows in a group that has more on swap areas than that is slowed down.
 //!
-//! The supervisor says in the process's slot what so many fresh pages cost in waiting time; the
+//! The supervisor says in the process's slot what [`THROTTLE_PAGES`] fresh pages cost in waiting
+//! time; the
 //! pages are there at once, and the thread that asked for them is woken when the time is over. So
 //! only who grows waits, nobody waits longer than [`MAX_DELAY`] for a fault, and nobody is ended.
 //!

@@ -11,7 +11,7 @@
 
 /// A page that comes back when no more pages than these went out since was not to be spared.
 const MAX_REFAULT_DISTANCE_PAGES: u64 = 128;
-/// Of 1024 refaults (smoothed), so many are such ones in a program that stands still.
+/// How many of 1024 refaults (smoothed) are of this kind in a program that stands still.
 const THRASHING_SCORE: u32 = 896;
 /// What is left of that after a step, so that the next one waits for what this one does.
 const SCORE_AFTER_STEP_1024: u32 = 768;
@@ -23,7 +23,8 @@ pub struct ThrashDetector {
 }
 
 impl ThrashDetector {
-    /// A page came back after so many others went out; `None` if it was still on its way. True when
+    /// A page came back after `distance` others went out; `None` if it was still on its way. True
+    /// when
     /// a step is due.
     pub(crate) fn came_back(&mut self, distance: Option<u64>) -> bool {
         let now = if distance.is_none_or(|distance| distance < MAX_REFAULT_DISTANCE_PAGES) {

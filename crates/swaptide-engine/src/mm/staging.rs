@@ -434,9 +434,9 @@ impl DiscardArea {
                 }
                 Some(Errno::BUSY) if in_vain < MAX_PINNED_MS => {
                     // A fork without a hook left it shared: a write makes it this process's own
-                    // again. Or it has so many references (of pipes, by `tee`) that the kernel
-                    // takes it for pinned: then it is waited for. It keeps its contents, which
-                    // somebody may read.
+                    // again. Or its references (of pipes, by `tee`) are enough for the kernel to
+                    // take it for pinned: then it is waited for. It keeps its contents, which
+                    // may be read elsewhere.
                     let frame = start.offset(at.min(PAGES_PER_LEAF - 1) * PAGE_SIZE).as_ptr::<u8>();
                     // SAFETY: a free frame that is full, or the call would have gone on.
                     unsafe { frame.write_volatile(frame.read_volatile()) };

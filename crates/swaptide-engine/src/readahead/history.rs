@@ -53,9 +53,9 @@ const FOLLOW_SLACK_ENTRIES: u32 = 64;
 const START_SLACK_ENTRIES: u32 = 8;
 /// Faults elsewhere after which a trail is lost.
 const MAX_MISSES: u32 = 32;
-/// Of so many faults one at least must have been on a trail, or the book is of no use.
+/// At least one fault in this many must have been on a trail, or the book is of no use.
 const MIN_HIT_DIVISOR: u32 = 32;
-/// So many books' lengths at most pass until it is tried again.
+/// At most this many lengths of a book pass until it is tried again.
 const MAX_REST_LENGTHS: u32 = 64;
 
 /// What stands before the entries.
@@ -73,7 +73,7 @@ enum HistoryMemory {
     Shared(SharedMap),
 }
 
-/// Pages in the order in which they were asked for, the last so many; and where each stands last.
+/// The last pages in the order in which they were asked for, and where each stands last.
 struct MissHistory {
     memory: HistoryMemory,
     entries: u32,
@@ -115,7 +115,7 @@ impl MissHistory {
     }
 
     fn pages(&self) -> &[AtomicU64] {
-        // SAFETY: so many words follow the first page, which are changed only as atomics, also by
+        // SAFETY: `entries` words follow the first page, which are changed only as atomics, also by
         // other processes.
         unsafe {
             std::slice::from_raw_parts(self.start().add(PAGE_SIZE).cast(), self.entries as usize)
@@ -124,7 +124,7 @@ impl MissHistory {
 
     /// By a page's hash: one more than where it stands.
     fn places(&self) -> &[AtomicU32] {
-        // SAFETY: so many words follow those of `pages`, and are changed only as atomics.
+        // SAFETY: `entries` words follow those of `pages`, and are changed only as atomics.
         unsafe {
             std::slice::from_raw_parts(
                 self.start().add(PAGE_SIZE + 8 * self.entries as usize).cast(),

@@ -158,7 +158,7 @@ pub enum SwapIn {
     Page,
     /// The chunk that holds it.
     Chunk,
-    /// So many pages from it on.
+    /// This many pages from it on.
     Onward(usize),
 }
 

@@ -89,7 +89,7 @@ pub enum SwapInPlan {
         /// 1 to [`CHUNK_ORDER`].
         order: u8,
     },
-    /// So many pages from it on.
+    /// This many pages from it on.
     Onward(usize),
 }
 

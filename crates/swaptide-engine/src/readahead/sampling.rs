@@ -41,7 +41,7 @@ impl Trust {
 
 /// Windows smaller than this are not sampled.
 pub(crate) const MIN_WINDOW_PAGES: usize = 8;
-/// The page was not wanted if the program continued for so many windows.
+/// The page was not wanted if the program continued for this many windows.
 const MAX_WINDOWS_UNTOUCHED: u8 = 2;
 const HOLES: usize = 8;
 

@@ -44,7 +44,7 @@ const HOLES_BYTES: usize = 256 << 10;
 const MAX_CHUNKS_PER_BATCH: usize = 64;
 /// Saved bytes in 1/1024 of the tried ones, below which most chunks are left untried.
 const MIN_SAVED_1024: u32 = 100;
-/// Of those, one in so many is tried: at first, and at last.
+/// One chunk in this many is tried: at first, and later on at the least.
 const SAMPLE_EVERY_CHUNKS: u32 = 16;
 const MAX_SAMPLE_EVERY_CHUNKS: u32 = 512;
 

@@ -72,7 +72,7 @@ const MAX_REVIEWED_CHUNKS: usize = 512;
 const REVIEWED_CHUNKS_PER_HOLD: usize = 64;
 /// How often is looked again where there is nothing else to take.
 const REVIEW_INTERVAL: Duration = Duration::from_millis(1);
-/// Of what came so many pages at most count when pages are to be copied.
+/// Of the pages that arrived, at most this many count when pages are to be copied.
 const MAX_COUNTED_PAGES: u64 = 1024;
 /// So often in a row may breaking the sharing of pages lead to nothing: somebody else holds them
 /// (pinned for input or output, say).
@@ -83,7 +83,7 @@ const UNSHARE_BACKOFF: Duration = Duration::from_millis(100);
 /// What a step came to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {
-    /// So many pages left the program.
+    /// This many pages left the program.
     Took(usize),
     /// Nothing could be taken before the handler has read what the program did to its mappings.
     Again,
@@ -458,7 +458,7 @@ impl Review {
     }
 }
 
-/// Looks whether pages of so many chunks are still shared. True if some are not: they can go.
+/// Looks whether pages of up to `looks` chunks are still shared. True if some are not: they can go.
 fn look_again(engine: &Engine, looks: usize) -> bool {
     let (mut any, mut left) = (false, looks);
     while left > 0 {
@@ -491,8 +491,8 @@ fn look_again(engine: &Engine, looks: usize) -> bool {
 
 /// Makes pages of some chunks this process's own, so that they can be moved, and these chunks the
 /// next to go. No lock is held: a page that is gone meanwhile is a fault, which the handler
-/// answers. What the kernel does not do, and what a fork since the look (there had been so many
-/// `forks`) has shared again, is not known to be its own.
+/// answers. What the kernel does not do, and what a fork since the look (`forks`: their number
+/// then) has shared again, is not known to be its own.
 fn fault_for_writing(engine: &Engine, chunks: &[(ChunkNo, u16)], forks: u32) {
     for (chunk, pages) in chunks {
         let mut own = 0;

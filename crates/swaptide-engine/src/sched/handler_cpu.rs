@@ -45,8 +45,8 @@ const FOLLOW_EVERY: u32 = 4;
 const FAULTS_BEFORE_IDLE_CLASS: u32 = 64;
 /// Faults further apart than this are no conversation.
 const MAX_GAP_NS: u64 = 200_000;
-/// Faults between two looks at what others take, fewer after a look that saw a crowd; so many of
-/// these in a row are one.
+/// Faults between two looks at what others take, fewer after a look that saw a crowd; this many
+/// looks in a row that see one are a crowd.
 const CROWD_CHECK_FAULTS: u32 = 32;
 const CROWD_RECHECK_FAULTS: u32 = 8;
 const CROWD_CHECKS: u32 = 2;
@@ -64,7 +64,7 @@ const CROWD_RETRY_NS: u64 = 2_000_000;
 const MIN_STAY_OUT_NS: u64 = 50_000_000;
 const MAX_STAY_OUT_NS: u64 = 20_000_000_000;
 
-/// A stay in which so many faults were answered was worth it, however short: each was answered
+/// A stay in which this many faults were answered was worth it, however short: each was answered
 /// several microseconds sooner.
 const MIN_STAY_FAULTS: u32 = 1000;
 

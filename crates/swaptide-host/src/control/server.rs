@@ -77,7 +77,7 @@ pub enum Question {
     },
     /// Remove a group that nobody is in.
     Remove(String),
-    /// Take so many bytes of memory from a group.
+    /// Take this many bytes of memory from a group.
     Reclaim {
         /// Its path.
         path: String,

@@ -36,7 +36,7 @@ pub(crate) use cow_credit::{RecentSum, Sharing, StableMin, cow_credit};
 /// swapped out ([`Process::fixed`], so far as it is no more than this): with less, faults alone
 /// would fill its time.
 pub(crate) const FLOOR_BYTES: u64 = 8 << 20;
-/// The same where so many processes share the budget that each of them could not have that.
+/// The same where too many processes share the budget for each of them to have that.
 const CROWDED_FLOOR_BYTES: u64 = 2 << 20;
 /// A process smaller than this is not worth managing.
 const MIN_MANAGED_BYTES: u64 = 4 << 20;
@@ -51,7 +51,7 @@ const PRESSURE_WINDOW: Duration = Duration::from_millis(250);
 pub(crate) const MIN_BUDGET_BYTES: u64 = 16 << 20;
 /// The time in which a limit sinks by an eighth at most, while the budget is kept.
 const YIELD_TIME: Duration = Duration::from_millis(50);
-/// Families keep so many eighths of what a group has.
+/// Eighths of a group's memory that families keep.
 const COW_GROUP_KEEPS_EIGHTHS: u64 = 7;
 /// How fast a program may grow at most, by which the time of the next look is set.
 const GROWTH_BYTES_PER_S: u64 = 6_000_000_000;

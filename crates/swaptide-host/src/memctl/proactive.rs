@@ -1,6 +1,7 @@
 //! Taking memory from groups that do not need it, before anybody else does.
 //!
-//! A group is idle when for so long it has faulted back less than so many pages a second, and its
+//! A group is idle when for a given time it has faulted back less than a given number of pages a
+//! second, and its
 //! threads have waited for memory less than so much of the time: few faults from a slow device cost
 //! more than many from compressed memory. Then its bound sinks slowly under what it uses, until it
 //! does fault back more: that is its pressure, and with it the bound is gone and the waiting begins

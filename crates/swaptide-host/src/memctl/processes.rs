@@ -295,7 +295,7 @@ impl ProcessTree {
         }
     }
 
-    /// So many bytes of a process's minor faults so far copied nothing.
+    /// Bytes of a process's minor faults so far that copied nothing.
     pub(crate) fn discount_engine_faults(&mut self, pid: u32, bytes: u64) {
         if let Some(member) = self.members.get_mut(&pid) {
             member.excused = bytes;

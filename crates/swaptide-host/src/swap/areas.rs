@@ -37,7 +37,7 @@ use crate::swap::spec::CIPHER;
 use crate::swap::spec::{BackingDevice, BackingKind, DeviceError, Medium};
 use crate::units::{comma_list, human};
 
-/// An area takes no more pages after so many transfers that failed.
+/// An area takes no more pages after this many failed transfers.
 const MAX_FAILED_TRANSFERS: u32 = 8;
 /// How often processes are looked at that shall move what is theirs.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);

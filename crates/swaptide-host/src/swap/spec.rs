@@ -88,7 +88,7 @@ pub enum DeviceKind {
 /// zswap's parameters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PoolAcceptance {
-    /// `max_pool_percent`: it takes at most so many percent of the budget.
+    /// `max_pool_percent`: it takes at most this percentage of the budget.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_pool_percent: Option<u32>,
     /// `accept_threshold_percent`: once at its bound, it takes pages again when it has fallen to so

@@ -25,7 +25,7 @@ impl Scratch {
         self.0.join(name)
     }
 
-    /// A file of so many zeros.
+    /// A file of `bytes` zeros.
     pub fn file(&self, name: &str, bytes: u64) -> PathBuf {
         let path = self.path(name);
         std::fs::File::create(&path)

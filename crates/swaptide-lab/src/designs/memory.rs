@@ -27,7 +27,7 @@ impl Drop for Reserved {
     }
 }
 
-/// Addresses for tables: so many bytes that take no memory until they are written to, and then a
+/// Address space for tables: bytes that take no memory until they are written to, and then a
 /// page at a time.
 pub(crate) fn reserve(len: usize) -> TableMemory {
     let len = len.max(4096).next_multiple_of(4096);

@@ -109,7 +109,7 @@ impl Test<'_> {
         Some(off)
     }
 
-    /// So many slots were written or freed, and their users are noted: from time to time the
+    /// `n` slots were written or freed, and their users are noted: from time to time the
     /// background has its turn.
     fn changed(&mut self, n: u32) {
         self.pending += n;

@@ -205,7 +205,7 @@ const TABLE: usize = 4;
 /// Look-ups of one run.
 const LOOKUPS: usize = 1 << 18;
 
-/// Measures all structures on a device of `slots` slots with so many regions in use; runs
+/// Measures all structures on a device of `slots` slots with `used` regions in use; runs
 /// alternate. What the loops cost by themselves is taken off every time of a look-up.
 fn device(slots: u32, used: u32, runs: usize) -> Vec<Structure> {
     let used = regions(slots, used);
@@ -243,7 +243,7 @@ fn lookup_rows(case: &str, a: &Structure, b: &Structure) -> [Row; 4] {
         let (before, after) = (median(of(&a.times).clone()), median(of(&b.times).clone()));
         let times = Row {
             after: Some(before / after),
-            ..only(case, &format!("{metric}: so many times faster"), "times")
+            ..only(case, &format!("{metric}: times faster"), "times")
         };
         [Row::new(case, metric, "ns", before, after), times]
     };

@@ -218,7 +218,7 @@ fn churn<L: Layer + ?Sized>(layer: &L, slots: u32, percent: u32, rounds: usize) 
 }
 
 /// Look-ups a second, in millions, of `threads` threads that each look up all slots of one device
-/// in random order, so many times.
+/// in random order, `rounds` times.
 fn lookups<C: Sync>(
     cache: &C,
     threads: usize,
@@ -251,7 +251,7 @@ fn lookups<C: Sync>(
 }
 
 /// Look-ups alone, by 1 to 32 threads: trees, trees whose look-ups take the lock, the table. About
-/// `all` look-ups in a run, by all threads together: so many that starting the threads does not
+/// `all` look-ups in a run, by all threads together: enough for the start of the threads not to
 /// show.
 fn lookup_rows(rows: &mut Vec<Row>, threads: &[usize], pages: u32, all: usize, runs: usize) {
     let forest = Forest::new(Shape::Small, pages);

@@ -179,7 +179,7 @@ fn build(plan: &TiersPlan, place: &Path, source: &Path, with_tiers: bool) -> Res
     Ok(took)
 }
 
-/// A C program of so many functions.
+/// A C program of `functions` functions.
 fn source(functions: u32) -> String {
     let mut text = String::from("#include <stdint.h>\n");
     for i in 0..functions {

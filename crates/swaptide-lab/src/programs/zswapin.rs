@@ -343,7 +343,7 @@ fn run_of_both(case: &Case, plan: &ZswapinPlan, pair: &mut Pair) -> Result<(), S
     })
 }
 
-/// Runs so many rounds; `prepare` is called with the run and the round before the target is
+/// Runs `rounds` rounds; `prepare` is called with the run and the round before the target is
 /// touched, and `take` with what the round gave.
 fn rounds(
     case: &Case,
@@ -548,7 +548,7 @@ fn notes() -> Vec<String> {
         instead",
         "pressure and mixed rows: one page of the target in six compresses; the pressure stays, of \
         which one in three does",
-        "64K in: aligned 64K that came in whole for one fault; a larger block counts as so many",
+        "64K in: aligned 64K that came in whole for one fault; a larger block counts as several",
         "shmem: shared memory, paged out by a hint; published are numbers of large swap-ins \
         alone, and has no evidence for shared memory but hints",
     ]

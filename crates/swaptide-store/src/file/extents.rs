@@ -31,14 +31,15 @@ use crate::PAGE_SIZE;
 const SPARSE_BELOW: u16 = (EXTENT_PAGES / 4) as u16;
 /// Shortest run worth using in a sparse extent. One below [`SPARSE_BELOW`] always has such a run.
 const MIN_RUN_BLOCKS: usize = 3;
-/// When the file may not grow: an extent with so many free blocks is used as it is, before cleaning
+/// When the file may not grow: an extent with this many free blocks is used as it is, before
+/// cleaning
 /// is thought of.
 const ROOMY_FREE_BLOCKS: usize = EXTENT_PAGES / 8;
 /// Free blocks that only cleaning may use.
 pub(super) const RESERVE_BLOCKS: usize = 16;
 /// Extents cleaned at a time.
 const MAX_VICTIMS: usize = 4;
-/// An extent is worth cleaning when the blocks this gains are at least one in so many of those it
+/// An extent is worth cleaning when the blocks this gains are at least one in this many of those it
 /// moves.
 const MIN_GAIN_DIVISOR: usize = 6;
 const BLOCK_BITS: u32 = EXTENT_PAGES.trailing_zeros();

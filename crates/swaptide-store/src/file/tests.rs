@@ -23,7 +23,7 @@ mod real;
 /// What goes wrong with a disk.
 #[derive(Copy, Clone, Debug, PartialEq)]
 enum Fault {
-    /// Transfers move at most so many bytes.
+    /// Transfers move at most this many bytes.
     Short(usize),
     /// The nth operation from now fails.
     Fails(u32, Errno),
@@ -419,8 +419,7 @@ enum Op {
     Free(Vec<u32>),
     Fault(Option<Fault>),
     Fork,
-    /// The extents of whose numbers so many bits are as these shall be left, as far as one step
-    /// goes.
+    /// Leave the extents whose lowest bits are as these, as far as one step goes.
     Leave(u32),
 }
 

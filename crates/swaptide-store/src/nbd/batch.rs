@@ -12,7 +12,7 @@ use super::connection::{Broken, Connection};
 use super::wire::{self, Garbled};
 use super::{Flags, Nbd, Relaxed};
 
-/// Requests carried out together at most. Cookies have room for so many.
+/// Most requests carried out together: what cookies have room for.
 pub(super) const GROUP: usize = 1024;
 /// Requests on one connection at a time: the kernel's buffers hold them, and the server has enough
 /// to choose from.

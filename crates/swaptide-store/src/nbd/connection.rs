@@ -54,11 +54,11 @@ enum Incoming {
     Head,
     /// Data for this part of a read's buffer.
     Data { index: usize, part: Range<u32>, last: bool },
-    /// Where a chunk's data belong; so many bytes with that.
+    /// Bytes of the field that says where a chunk's data belong.
     DataPlace { index: usize, len: u32, last: bool },
     /// Where zeros are, and how many.
     HolePlace { index: usize, last: bool },
-    /// An error number, the length of a message; so many bytes with that.
+    /// Bytes of an error number and the length of a message.
     Error { index: usize, len: u32, last: bool },
     /// A message.
     Skip { index: usize, left: u32, last: bool },

@@ -11,7 +11,7 @@ fn devices() -> Devices {
     devices_with_mishaps(0)
 }
 
-/// Every so many transfers something goes wrong.
+/// One transfer in this many fails in some way.
 fn devices_with_mishaps(every: u32) -> Devices {
     let fd = memfd_create(c"segment", Segment::BYTES as u64).expect("memfd");
     let map = SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map");
