@@ -25,7 +25,7 @@ impl<'a> Bytes<'a> {
         Some(u32::from_le_bytes([self.byte()?, self.byte()?, self.byte()?, self.byte()?]))
     }
 
-    /// So many bytes, or what is left.
+    /// `n` bytes, or what is left.
     pub fn some(&mut self, n: usize) -> &'a [u8] {
         let (some, rest) = self.0.split_at(n.min(self.0.len()));
         self.0 = rest;
