@@ -26,7 +26,7 @@ seconds; with `hangs` it answers no request for as long. Late answers are at mos
 late (0.4). What is "done later" is done at the worst moment: right after something else was written
 there (`haunted`). With `slow` every write and trim takes so long; if its client has hung up by
 then, it is done later, too (`orphan`). With `private`, the server does
-not say that several connections see the same, and what connections write that are made after so
+not say that several connections see the same, and what connections write that are made after that
 many writes, no other sees. What a trimmed range held is overwritten with noise. With
 `structured=1` it answers in chunks, in any order. Nothing goes wrong before the second write. On
 SIGTERM it prints how often each mishap happened, as JSON, and ends.
