@@ -176,7 +176,7 @@ pub(crate) fn remove(addr: usize, len: usize) -> Option<isize> {
     }
     let range = VirtRange { start: VirtAddr(addr), end: VirtAddr(end).page_up() };
     let Ok(maps) = MapsFile::open_self() else { return Some(-EAGAIN) };
-    // The kernel goes on behind what is not mapped, and stops where it refuses.
+    // The kernel continues behind what is not mapped, and stops where it refuses.
     let mut gap = false;
     let mut at = range.start;
     while at < range.end {

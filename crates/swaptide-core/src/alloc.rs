@@ -169,7 +169,7 @@ impl<'a> Search<'a> {
 
     /// How many clusters with room are looked at before an empty one is taken. Where slots are
     /// freed one by one nearly every cluster has room, and hardly one a run: to look at all of them
-    /// for each folio costs more than the rest of the allocation. Who was not looked at is the
+    /// for each folio costs more than the rest of the allocation. What was not looked at is the
     /// first next time.
     fn nonfull_scans(&self) -> u32 {
         if self.order == Order::ZERO {

@@ -183,7 +183,8 @@ impl<const N: u32> PerCpu<N> {
     }
 
     /// `n` slots that [`PerCpu::take`] counted were not found, or must not be used. Not as credit:
-    /// who reads `taken` before and the credits after this call would miss as many that are in use.
+    /// a reader of `taken` before and the credits after this call would miss as many that are in
+    /// use.
     #[cold]
     pub fn undo(&self, n: u32) {
         self.taken.slots.fetch_sub(n, Ordering::SeqCst);
@@ -222,7 +223,7 @@ impl<const N: u32> PerCpu<N> {
     }
 
     /// Slots counted as used. While others take and give, each of those may be counted or not; with
-    /// nobody who takes, it is never too low.
+    /// no thread that takes, it is never too low.
     pub fn used(&self) -> u32 {
         if N == 0 {
             return seen(&self.taken.slots);

@@ -13,7 +13,7 @@
 //! 1. The userfaultfd is closed only while the table has no page that is swapped, no frame is full,
 //!    and no change of mappings is read but not applied: what the kernel fills from then on with
 //!    zeros was empty.
-//! 2. If the supervisor changes its mind before, the engine goes on as it was.
+//! 2. If the supervisor changes its mind before, the engine continues as it was.
 //! 3. A thread that waits for the handler by then goes on: the kernel wakes those that wait at the
 //!    userfaultfd, [`crate::requests::HandlerRequests`] all others.
 //!
@@ -158,7 +158,7 @@ pub(crate) fn detach(path: &mut FaultPath) -> bool {
             at = page.plus(1);
         }
         mm.staging.retire();
-        // Before the request pages are open to everybody: a thread that waits at one goes on.
+        // Before the request pages are open to everybody: a thread that waits at one continues.
         engine.bells.close();
         let _ = path.reader.uffd.unregister(engine.bells.request_pages());
         // SAFETY: every reference to it is this thread's, or a worker's, and those stand still and

@@ -214,7 +214,8 @@ pub struct FrameMarks {
     /// The address of the first.
     base: VirtAddr,
     /// A bit for each frame in use whose page is no longer swapped: it was copied back, or given
-    /// up. Changed under the memory lock; who stores a batch may look without it, to spare work.
+    /// up. Changed under the memory lock; the thread that stores a batch may look without it, to
+    /// spare work.
     pub cancelled: Box<[AtomicU64]>,
 }
 

@@ -158,7 +158,7 @@ impl Handler {
         }
     }
 
-    /// Does what the hint in the mailbox asks for, and lets its thread go on.
+    /// Does what the hint in the mailbox asks for, and lets its thread continue.
     fn serve_hint(&mut self) {
         let bells = &self.engine.bells;
         if let Some((hint, range)) = bells.take_hint() {
@@ -172,7 +172,7 @@ impl Handler {
         bells.answer();
     }
 
-    /// Does what is wanted at the request pages, and lets the threads go on that wait there.
+    /// Does what is wanted at the request pages, and lets the threads continue that wait there.
     fn serve_request_pages(&mut self) {
         let bells = &self.engine.bells;
         let Pager { path, adopter } = &mut self.pager;

@@ -126,7 +126,7 @@ impl Pager {
         }
     }
 
-    /// Lets the threads go on that wait at a fence; what an interruption leaves undone is due
+    /// Lets the threads continue that wait at a fence; what an interruption leaves undone is due
     /// again.
     pub(crate) fn answer_fences(&mut self) {
         if let Err(Interrupted) = self.adopter.answer_fences(&mut self.path) {

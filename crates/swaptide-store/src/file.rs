@@ -362,9 +362,9 @@ impl FileDevice {
     /// Writes a batch of packed pages; what their slots held before is freed. On failure nothing is
     /// recorded.
     ///
-    /// What fails is tried again in another place, on another device if there is one: who waits for
-    /// room must not wait for a device to be given up. Not so where a device is full or does not
-    /// answer and there is no other.
+    /// What fails is tried again in another place, on another device if there is one: a thread that
+    /// waits for room must not wait for a device to be given up. Not so where a device is full or
+    /// does not answer and there is no other.
     ///
     /// A zero or same-filled page takes a few bytes of the file, too.
     ///

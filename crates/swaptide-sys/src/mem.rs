@@ -14,9 +14,9 @@
 //!    the engine's: never one half of an old entry and one half of a new one.
 //!
 //! A list of the process's mappings that was read a moment ago proves nothing: what was the
-//! program's then may have been unmapped, and a mapping of this crate made in its place. Who is
-//! about to do something with a range that is not the engine's looks into the registry while he
-//! holds it still, and does it before he lets go.
+//! program's then may have been unmapped, and a mapping of this crate made in its place. A thread
+//! that is about to do something with a range that is not the engine's looks into the registry
+//! while he holds it still, and does it before he lets go.
 //!
 //! Locks: `CHANGES`, the innermost of all; nothing is allocated under it.
 

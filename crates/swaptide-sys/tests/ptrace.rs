@@ -124,7 +124,7 @@ fn a_child_of_a_followed_thread_begins_where_it_is_told_while_its_parent_stands_
     let entry = elsewhere as *const () as u64;
     // SAFETY: it stands still at its birth; what is at `entry` makes one system call.
     unsafe { child.begin_at(entry, FRAME.words.as_ptr() as u64) }.expect("registers");
-    child.release(0).expect("the child goes on");
+    child.release(0).expect("the child continues");
     // The parent does not wait for its child before it is detached.
     let state = || std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("it is there");
     assert!(
@@ -132,7 +132,7 @@ fn a_child_of_a_followed_thread_begins_where_it_is_told_while_its_parent_stands_
         "{}",
         state()
     );
-    parent.release(0).expect("the parent goes on");
+    parent.release(0).expect("the parent continues");
     assert_eq!(status_of(pid), 43 << 8, "the parent ends with its child's word");
 }
 
@@ -153,12 +153,12 @@ fn a_followed_thread_that_executes_a_program_stops_before_that_runs() {
     assert_eq!(change(parent), TraceeStop::Forked);
     let child = parent.child().expect("its number");
     assert_eq!(change(child), TraceeStop::Still);
-    child.release(0).expect("the child goes on");
-    parent.go_on(0).expect("the parent goes on");
+    child.release(0).expect("the child continues");
+    parent.go_on(0).expect("the parent continues");
     let executed = loop {
         match change(parent) {
             // Of its child's end.
-            TraceeStop::Signal(signal) => parent.go_on(signal).expect("the parent goes on"),
+            TraceeStop::Signal(signal) => parent.go_on(signal).expect("the parent continues"),
             other => break other,
         }
     };
@@ -175,8 +175,8 @@ fn a_child_that_is_let_go_knows_nothing_of_it() {
     assert_eq!(change(parent), TraceeStop::Forked);
     let child = parent.child().expect("its number");
     assert_eq!(change(child), TraceeStop::Still);
-    child.release(0).expect("the child goes on");
-    parent.release(0).expect("the parent goes on");
+    child.release(0).expect("the child continues");
+    parent.release(0).expect("the parent continues");
     assert_eq!(status_of(pid), 42 << 8);
 }
 

@@ -449,7 +449,7 @@ fn a_killed_supervisor_kills_nobody_and_the_status_still_comes() {
     running.0.kill().expect("kill the front");
     assert_eq!(running.wait().signal(), Some(9));
     running.0.stdin.as_mut().expect("stdin").write_all(b"x\n").expect("write");
-    assert_eq!(running.line(), "done", "the program goes on without the front");
+    assert_eq!(running.line(), "done", "the program continues without the front");
 }
 
 #[test]

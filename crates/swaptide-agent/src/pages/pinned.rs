@@ -308,7 +308,7 @@ mod tests {
         drop(end);
         thread.join().expect("it ends");
         let began = std::time::Instant::now();
-        // A joiner goes on a moment before the id is gone.
+        // A joiner continues a moment before the id is gone.
         while is_pinned(page(3, 1)) {
             assert!(began.elapsed().as_secs() < 60, "its page is pinned for good");
             std::thread::yield_now();

@@ -5,8 +5,8 @@
 //! processes that use them.
 //!
 //! Invariants:
-//! 1. A change is recorded before it is made, and made under the same lock, so nobody who undoes
-//!    can miss it.
+//! 1. A change is recorded before it is made, and made under the same lock, so no thread that
+//!    undoes can miss it.
 //! 2. Changes are undone in the reverse of the order they were made in.
 //! 3. Every undo step may run when its change never took effect, and does no harm then.
 //! 4. Children are dead before anything is undone: `swapoff` under a living 1 GiB program would

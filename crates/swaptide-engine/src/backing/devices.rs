@@ -539,7 +539,7 @@ impl Devices {
     }
 
     /// The same (at most 64 slots), where the pages whose bits are set in `zeros` are all zeros:
-    /// who brings them back need not ask the device.
+    /// the thread that brings them back need not ask the device.
     pub(crate) fn to_shadow_with_zeros(
         &self,
         entry: SwapEntry,

@@ -138,7 +138,7 @@ pub struct RemoteReads {
     /// Their numbers, 0 where there is none.
     pub(crate) tids: [AtomicU32; MAX_READERS],
     pub(crate) idle: AtomicU32,
-    /// Where readers may run: the handler, who starts them, is bound to one CPU.
+    /// Where readers may run: the handler, which starts them, is bound to one CPU.
     pub(crate) cpus: Lock<Option<CpuSet>>,
     /// No reader could be started.
     pub(crate) refused: AtomicBool,
@@ -328,8 +328,8 @@ impl RemoteReads {
         let (Some(event), Some(tid)) = (event, self.tids.get(number)) else { return };
         tid.store(gettid().0, Relaxed);
         loop {
-            // Before the look at `retired`: who ends the readers sets that first, and calls them
-            // then.
+            // Before the look at `retired`: the thread that ends the readers sets that first, and
+            // calls them then.
             let calls = self.calls.load(Acquire);
             if has_ended() {
                 break;

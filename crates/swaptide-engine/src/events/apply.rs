@@ -23,11 +23,11 @@
 //!    old place mapped (`MREMAP_DONTUNMAP`), which stands in `Mm::armed` from then on. While the
 //!    move itself is late, its `Unmap` waits with it.
 //! 6. Two changes of one thread, read before an older one of another thread, could not be told from
-//!    that one's. So in a program with several threads who moves a mapping continues only when its
-//!    change was applied ([`crate::requests::HandlerRequests::fence`]). Who grows one in place
-//!    waits as well, until the new part is listed: nothing can be moved to where it was before it
-//!    is known that it was there. What is armed, or about to be, and not yet listed counts as being
-//!    there, too.
+//!    that one's. So in a program with several threads one that moves a mapping continues only when
+//!    its change was applied ([`crate::requests::HandlerRequests::fence`]). One that grows a
+//!    mapping in place waits as well, until the new part is listed: nothing can be moved to where
+//!    it was before it is known that it was there. What is armed, or about to be, and not yet
+//!    listed counts as being there, too.
 
 use std::sync::atomic::Ordering::Relaxed;
 

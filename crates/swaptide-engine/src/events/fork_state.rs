@@ -7,7 +7,7 @@
 //! 1. From [`ForkPhase::Prepared`] to the fork event nothing is allocated: the forking thread
 //!    copies the allocator's memory too. What is noted then has its memory from the beginning;
 //!    where that is too small, the copy counts as torn, and the child does not use it.
-//! 2. What is noted is applied in its order, before a worker goes on and before a fault is
+//! 2. What is noted is applied in its order, before a worker continues and before a fault is
 //!    answered.
 //!
 //! Locks: none; it is the handler's.

@@ -106,7 +106,7 @@ impl UffdReader {
     /// Reads what there is or comes within `timeout`: events are applied, faults and requests
     /// queued.
     ///
-    /// Reading is what lets the changing thread go on and the kernel move pages again. So it
+    /// Reading is what lets the changing thread continue and the kernel move pages again. So it
     /// happens with the memory lock held, and the events are applied before it is given back: a
     /// worker that holds the lock and whose move the kernel does not refuse works with a table that
     /// knows of every change so far.
@@ -314,8 +314,8 @@ impl UffdReader {
     }
 
     /// Applies what was noted. Those events have been read, so that the kernel no longer holds
-    /// moves back for them: this must come before a worker goes on, and before a fault is answered.
-    /// The forking thread must not be inside fork(2), or back from it.
+    /// moves back for them: this must come before a worker continues, and before a fault is
+    /// answered. The forking thread must not be inside fork(2), or back from it.
     pub(crate) fn apply_noted(&mut self) {
         if self.fork.noted.is_empty() {
             return;

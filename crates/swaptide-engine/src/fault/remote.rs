@@ -1,5 +1,5 @@
 //! Remote pages: a server alone has them, and the time it takes has no bound. They are sent for,
-//! and the handler goes on.
+//! and the handler continues.
 //!
 //! | thread | does |
 //! |---|---|

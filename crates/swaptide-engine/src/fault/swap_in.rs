@@ -118,7 +118,7 @@ impl FaultPath {
                     self.leaves_out = None;
                 }
                 brought?;
-                // The thread goes on while its window is filled; a fault it meets there waits for
+                // The thread continues while its window is filled; a fault it meets there waits for
                 // the rest.
                 if pages > first && !self.remote.has(page) {
                     let _ = self.reader.uffd.wake(range_of(page, 1));

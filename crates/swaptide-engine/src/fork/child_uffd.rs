@@ -200,8 +200,8 @@ pub fn child_init(engine: &Engine) -> Result<(), Errno> {
     // The parent's end of the pair is of no use here: its number may be needed.
     engine.fork.close_end(false);
     let number = engine.fork.child_end().ok_or(Errno::PROTO)?;
-    // SAFETY: the number is the child's end in this process's table; it stays open for who
-    // takes over, and is not closed here.
+    // SAFETY: the number is the child's end in this process's table; it stays open for the thread
+    // that takes over, and is not closed here.
     let conn = ManuallyDrop::new(Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) }));
     stand_still(&engine.start.segment.header, Standstill::ChildStarts);
     conn.send(&[MSG_STARTED], &[])?;

@@ -316,7 +316,7 @@ fn wait_for_child(path: &FaultPath, children: &[UnmanagedChild], door: Option<&C
 
 /// Answers a fault of a thread that `serves` names, if the table knows what its page is. Of the
 /// forking thread: it may be back from fork(2), or, if another thread forked past the hook and this
-/// is that one's child, not yet in it, and then it must go on. The children get the page first.
+/// is that one's child, not yet in it, and then it must continue. The children get the page first.
 /// False when there is none.
 fn serve_fault(
     pager: &mut Pager,

@@ -151,7 +151,7 @@ impl Forker {
     }
 }
 
-/// Does what the hint in the mailbox asks for, and lets its thread go on.
+/// Does what the hint in the mailbox asks for, and lets its thread continue.
 fn answer_hint(pager: &mut Pager) {
     let engine = pager.path.engine;
     let mut is_done = true;

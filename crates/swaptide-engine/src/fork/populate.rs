@@ -52,7 +52,7 @@ const POLL_INTERVAL: Duration = Duration::from_micros(50);
 /// of the child that touches new memory waits.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// Pages of swap areas that are read at a time for one who gets everything.
+/// Pages of swap areas that are read at a time for a child that gets everything.
 const READ_BATCH_PAGES: usize = 64;
 
 /// Pages that were read from swap areas before their turn: one at a time, each would take as long

@@ -5,7 +5,7 @@
 //! Invariants
 //! 1. While it is prepared the handler allocates nothing: the forking thread copies the allocator's
 //!    memory too.
-//! 2. What was noted is applied before a worker goes on, and before a fault is answered.
+//! 2. What was noted is applied before a worker continues, and before a fault is answered.
 //! 3. A fork through no hook that is read meanwhile is attended to before anything else is done
 //!    ([`ForkServer::settle`]).
 //!
@@ -191,7 +191,7 @@ impl ForkServer {
     /// A mapping that another thread has just moved is not where the table has it, and would stay
     /// closed. So it is done again until no change was under way from before it to after it. A
     /// thread that moves mappings through libc waits for the handler, and so for the fork; past
-    /// libc threads could go on for ever.
+    /// libc threads could continue for ever.
     fn allow_fork(&mut self, pager: &mut Pager) {
         let engine = pager.path.engine;
         let began = now();
@@ -251,7 +251,7 @@ fn has_free_descriptor(engine: &Engine) -> bool {
     engine.uffd().as_fd().try_clone_to_owned().is_ok()
 }
 
-/// Lets the workers go on.
+/// Lets the workers continue.
 pub(crate) fn unpark_workers(engine: &Engine) {
     engine.workers.park.store(0, Release);
     futex::wake(&engine.workers.park, u32::MAX >> 1, futex::Scope::Private);

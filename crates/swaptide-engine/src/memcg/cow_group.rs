@@ -13,8 +13,8 @@
 //!
 //! Invariants
 //! 1. A limit that a fork left is heeded after [`FORK_LIMIT_TIMEOUT`] at the latest.
-//! 2. Who shares nothing any more is of no family after [`HINT_HYSTERESIS`], and compressed memory
-//!    that is past its share for so long goes to the swap areas in a family, too.
+//! 2. A process that shares nothing any more is of no family after [`HINT_HYSTERESIS`], and
+//!    compressed memory that is past its share for so long goes to the swap areas in a family, too.
 //!
 //! Locks: none; atomics, each read on its own.
 

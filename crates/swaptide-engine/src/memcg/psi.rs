@@ -47,7 +47,7 @@ impl Stall {
             return 0;
         }
         let nanos = at.0.saturating_sub(word.swap(0, Relaxed)) + self.rest;
-        // Who sees what is counted now (acquires the counter) sees that the wait is over.
+        // A reader that sees what is counted now (acquires the counter) sees that the wait is over.
         fence(Release);
         self.rest = nanos % 1000;
         (nanos / 1000) as usize

@@ -1,14 +1,16 @@
-//! `swap.high`: who grows in a group that has more on swap areas than that is slowed down.
+//! `swap.high`: a process that grows in a group that has more on swap areas than that is slowed
+//! down.
 //!
 //! The supervisor says in the process's slot what [`THROTTLE_PAGES`] fresh pages cost in waiting
 //! time; the
 //! pages are there at once, and the thread that asked for them is woken when the time is over. So
-//! only who grows waits, nobody waits longer than [`MAX_DELAY`] for a fault, and nobody is ended.
+//! only what grows waits, no thread waits longer than [`MAX_DELAY`] for a fault, and nothing is
+//! ended.
 //!
 //! Invariants
 //! 1. A thread that is held is woken when its time is over, at the latest before the handler waits
 //!    without a bound.
-//! 2. During a fork nobody is held: who forks must come to its end.
+//! 2. During a fork no thread is held: the forking one must come to its end.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering::Relaxed;

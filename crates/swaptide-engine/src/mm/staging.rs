@@ -28,7 +28,7 @@
 //!
 //! Locks: it lies inside the engine's memory lock. A worker reads the frames of its own slab
 //! without it. The discard area has a lock of its own, behind that one: giving 512 pages back takes
-//! some hundred microseconds, for which nobody who answers faults shall have to wait.
+//! some hundred microseconds, for which no thread that answers faults shall have to wait.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -311,7 +311,7 @@ impl Locality {
         {
             return SwapIn::Page;
         }
-        // Who touches the page after the chunk continues from there.
+        // A thread that touches the page after the chunk continues from there.
         self.reads.start(page.chunk().plus(1).first().0, PAGES_PER_CHUNK);
         SwapIn::Chunk
     }

@@ -1,4 +1,4 @@
-//! Reclaim: who takes memory out of the program, and when.
+//! Reclaim: which thread takes memory out of the program, and when.
 //!
 //! Pages leave in batches ([`crate::reclaim::swap_out`]). Taking one is a matter of page tables,
 //! storing it one of compression. Where pages lie scattered, a move costs an interruption of every
@@ -6,7 +6,7 @@
 //! faults it answers, while the worker sleeps, and the worker stores them. Dense batches need few
 //! moves; the worker takes them itself. When room runs short, the thread that notices does both.
 //!
-//! | who | takes | stores |
+//! | thread | takes | stores |
 //! |---|---|---|
 //! | worker | dense batches below the high mark, any below half the low mark | whatever waits |
 //! | handler, after a fault ([`Worker::balance`]) | below the high mark, when nothing is in flight | |
@@ -45,8 +45,8 @@ use crate::sched::handler_cpu::{self, NO_CPU, WorkerAffinity};
 const TICK: Duration = Duration::from_millis(20);
 /// The same while the limit is near.
 const TICK_NEAR_LIMIT: Duration = Duration::from_millis(1);
-/// The same while a thread faults again and again with the handler on its CPU: who wakes up, if
-/// only for a look, may part the two.
+/// The same while a thread faults again and again with the handler on its CPU: a thread that wakes
+/// up, if only for a look, may part the two.
 const TICK_SINGLE_FAULTER: Duration = Duration::from_millis(4);
 /// How fast a program may grow at most, by which the time of the next look is set.
 const GROWTH_BYTES_PER_US: u64 = 6_000;
@@ -425,9 +425,9 @@ impl Worker {
     }
 }
 
-/// How long an idle worker may sleep. Who `keeps` the accounts alone sees what the program makes of
-/// new mappings, and it must not be more than half of what is free by the next look; the others
-/// have something to do only where the limit is near.
+/// How long an idle worker may sleep. The worker that `keeps` the accounts alone sees what the
+/// program makes of new mappings, and it must not be more than half of what is free by the next
+/// look; the others have something to do only where the limit is near.
 fn tick(engine: &Engine, keeps: bool) -> Duration {
     let charge = &engine.charge;
     let shortest = if engine.handler.cpu.load(Relaxed) == NO_CPU {

@@ -141,7 +141,7 @@ impl ForkControl {
     ///
     /// The way is a listener whose name is made of 128 random bits and lives until the end is here.
     /// The kernel tells the process that connects. Only this one is listened to, nothing is ever
-    /// sent, and who else connects is hung up on.
+    /// sent, and any other connection is closed.
     pub(crate) fn fetch_end(&self) -> Option<Conn> {
         if self.ends[0].load(Acquire) == NONE_FD {
             return None;
@@ -246,7 +246,7 @@ impl ForkControl {
         self.shut.store(shut, Release);
     }
 
-    /// In the handler: whether the forking thread goes on.
+    /// In the handler: whether the forking thread continues.
     pub(crate) fn goes_on(&self) -> bool {
         self.goes_on.load(Acquire)
     }

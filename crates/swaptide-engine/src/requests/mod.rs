@@ -461,11 +461,11 @@ impl HandlerRequests {
         restore_signals(mask);
     }
 
-    /// Lets those continue who wait at a fence, after `known` has seen where each one's mapping
-    /// begins.
+    /// Lets the threads continue that wait at a fence, after `known` has seen where each one's
+    /// mapping begins.
     ///
     /// A thread that waits came there after its change was read: the kernel holds a thread until
-    /// then. So the caller, who has applied all that it has read, has applied that change.
+    /// then. So the caller, which has applied all that it has read, has applied that change.
     ///
     /// # Errors
     /// What `known` answers: that thread and those after it still wait.

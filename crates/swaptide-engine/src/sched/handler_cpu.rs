@@ -23,8 +23,8 @@
 //! finds nothing to read knows that the thread is elsewhere, and asks at the next fault.
 //!
 //! Workers that keep away from one CPU may be bound to another one by that, and a worker that wakes
-//! on the handler's drives the thread away. So who goes to another CPU sends the workers from there
-//! before they wake.
+//! on the handler's drives the thread away. So a handler that goes to another CPU sends the workers
+//! from there before they wake.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
@@ -127,8 +127,8 @@ fn idle_class(on: bool) -> bool {
 }
 
 /// Keeps a worker away from the handler's CPU, and, while single pages are asked for, from
-/// keeping others waiting: who is drawn to the worker's CPU all the same (some kernels rather put a
-/// thread on the CPU of a running one than wake an idle CPU) is to have it soon.
+/// keeping others waiting: a thread that is drawn to the worker's CPU all the same (some kernels
+/// rather put a thread on the CPU of a running one than wake an idle CPU) is to have it soon.
 pub struct WorkerAffinity {
     allowed: Option<CpuSet>,
     from: u32,
@@ -313,7 +313,7 @@ impl HandlerCpu {
     }
 
     /// The thread that was woken is not where the handler is, and will not be for long. If it has
-    /// been for long (who is awake may wait for a disk), it is followed.
+    /// been for long (a thread that is awake may wait for a disk), it is followed.
     pub fn later(&mut self) {
         self.apart += 1;
         self.left = if self.apart < LONG_APART_FAULTS { self.left.max(2) } else { 0 };

@@ -48,7 +48,7 @@ pub(crate) fn hint(
         Hint::Sequential => path.hints.note(range, Reading::Sequential),
         Hint::Random => path.hints.note(range, Reading::Random),
         Hint::Normal => path.hints.note(range, Reading::Unknown),
-        // A program that is to be let go has everything brought back: one thread that goes on
+        // A program that is to be let go has everything brought back: one thread that continues
         // sending pages out would keep it from ending.
         Hint::Cold | Hint::PageOut if is_detaching => {}
         Hint::Cold => mark_cold(path, range),
@@ -172,7 +172,7 @@ fn bring_all(path: &mut FaultPath, range: VirtRange) -> Result<(), Interrupted> 
 /// Bringing everything in, unasked by any fault.
 #[derive(Default)]
 pub(crate) struct Preload {
-    /// Where it goes on; `None`: it is not wanted.
+    /// Where it continues; `None`: it is not wanted.
     at: Option<PageNo>,
 }
 

@@ -226,8 +226,8 @@ extern "C" fn fork_once(quiet: c_int) -> c_long {
     engine.fork.open_ends();
     engine.bells.submit(HandlerRequest::ForkPrepare);
     assert!(engine.fork.wait_until_prepared(u64::MAX), "the handler stands still");
-    // SAFETY: the child goes on with the engine's locks as the preloaded library's does; libc's and
-    // the sanitizers' are seen to by fork itself.
+    // SAFETY: the child continues with the engine's locks as the preloaded library's does; libc's
+    // and the sanitizers' are seen to by fork itself.
     let pid = unsafe { fork() };
     if pid == 0 {
         std::mem::forget((guard, alone));

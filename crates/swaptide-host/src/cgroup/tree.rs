@@ -403,8 +403,8 @@ impl GroupTree {
     /// groups or tiers here calls it itself.
     pub fn publish(&mut self) {
         let areas = self.areas();
-        // Numbers that are no area's: one that is added may be of an excluded tier, so who has
-        // exclusions waits for the next time.
+        // Numbers that are no area's: one that is added may be of an excluded tier, so a group that
+        // has exclusions waits for the next time.
         let nobodys = !areas.iter().fold(0, |mask, (area, _)| mask | 1u32 << area);
         for index in self.downwards() {
             let above =

@@ -229,7 +229,7 @@ impl AgentServer {
         }
         if request == Request::Hold {
             let uffd = fd.filter(is_userfaultfd)?;
-            // It waits for this; by the time it goes on, the descriptor is on the list.
+            // It waits for this; by the time it continues, the descriptor is on the list.
             let _ = client.send(&message[..1], &[]);
             self.holds.add(pid, client, uffd);
             return Some(request);

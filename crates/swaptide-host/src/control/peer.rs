@@ -76,8 +76,8 @@ impl Peer {
     /// A file of its directory in /proc, opened with the supervisor's rights (invariant 3).
     pub fn open(&self, name: &str, sender: Sender) -> Option<OwnedFd> {
         let pid = self.pid;
-        // Who opens a page map decides whether it shows physical page numbers, which are not for
-        // everybody.
+        // The process that opens a page map decides whether it shows physical page numbers, which
+        // are not for everybody.
         let open = || File::open(format!("/proc/{pid}/{name}")).ok();
         let file = without(CapabilitySet::SYS_ADMIN, open)??;
         // What everybody may read is told of everybody.

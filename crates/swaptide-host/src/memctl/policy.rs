@@ -369,9 +369,9 @@ fn targets(shares: &[Bounds], group: &[Process], least: &[u64]) -> Vec<u64> {
             node: p.group,
             floor,
             used: p.used,
-            // Pressure counts for no more than what could come back, however fast one runs: two who
-            // are alike have like shares. And for at most the whole share, so that one who reads
-            // without end does not starve all others.
+            // Pressure counts for no more than what could come back, however fast one runs: two
+            // that are alike have like shares. And for at most the whole share, so that one that
+            // reads without end does not starve all others.
             demand: p.used.saturating_sub(floor) + p.pressure.min(p.swapped).min(root) + slack,
         }
     };

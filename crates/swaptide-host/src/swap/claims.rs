@@ -11,7 +11,7 @@
 //!
 //! Not found: a user on another machine or in another network namespace; a server that is reached
 //! by way of a forwarder; two names of one export on a server that takes any name. And a run's
-//! programs go on when its supervisor is killed, but its names are free then.
+//! programs continue when its supervisor is killed, but its names are free then.
 //!
 //! Invariants
 //! 1. No claim is refused for any other reason than that a name is taken.
@@ -38,7 +38,7 @@ const BACKLOG: i32 = 128;
 #[derive(Debug)]
 pub struct ExportClaim(#[expect(dead_code, reason = "it is held, not used")] Vec<OwnedFd>);
 
-/// Who has an export.
+/// The holder of an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Holder {
     /// The process, where it is known.

@@ -158,7 +158,7 @@ pub enum DeviceError {
     },
 }
 
-/// Who has an export, as a message says it.
+/// The holder of an export, as a message says it.
 fn holder(pid: Option<u32>) -> String {
     match pid {
         Some(pid) if pid == std::process::id() => "this run".to_owned(),

@@ -139,7 +139,7 @@ fn a_count_of_holders_leaves_doubts_as_they_are() {
     segment.doubt_extent(extent);
     assert!(segment.audit(|_| panic!("nothing is missing")));
     assert!(segment.is_in_doubt(extent) && segment.sole_holder(extent));
-    // Somebody died who was about to hold it too.
+    // A process died that was about to hold it too.
     segment.extent_refs[extent.0 as usize].fetch_add(1, SeqCst);
     assert!(segment.audit(|_| panic!("it is held")));
     assert!(segment.is_in_doubt(extent) && segment.sole_holder(extent));

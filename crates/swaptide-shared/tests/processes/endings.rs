@@ -129,7 +129,7 @@ pub(super) fn a_stopped_process() {
     for _ in 0..3 {
         words.check_all();
         (0..words.pages).for_each(|_| mine.step(&words));
-        assert!(Instant::now() < end, "it goes on, and slowly");
+        assert!(Instant::now() < end, "it continues, and slowly");
         assert!(host.view.bytes().0 < 18 * MIB, "{:?}", host.view.bytes());
     }
     mine.check_all(&words);

@@ -7,7 +7,7 @@
 //!
 //! What lies on an area without a cipher is [`Form::Plain`]: anybody who can read the area can read
 //! it. Its tag is POLYVAL under a secret key, over counter, place and object. Tags stay in memory,
-//! so nobody who writes to the area learns one, and what was changed there does not open either.
+//! so a writer to the area learns none, and what was changed there does not open either.
 //!
 //! Invariant: a counter is used for one object only, as long as the cipher lives. Two objects under
 //! one nonce would give their difference away, and the key of the authentication.

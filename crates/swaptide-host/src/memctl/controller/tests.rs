@@ -176,7 +176,7 @@ fn who_waits_for_a_slow_device_presses_for_what_is_out_though_few_bytes_move() {
     }
     slot.usage.stalled_since.store(now().0 - 3_000_000_000, Relaxed);
     assert_eq!(pressure(&mut keeper), 0);
-    assert!(slot.stalls_for(now()) < Duration::from_secs(2), "nor is it counted when it goes on");
+    assert!(slot.stalls_for(now()) < Duration::from_secs(2), "nor is it counted when it continues");
     end(child);
 }
 

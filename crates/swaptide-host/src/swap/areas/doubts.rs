@@ -3,7 +3,7 @@
 //!
 //! Owns since when each has been so. A process's end, or a connection's, leaves them; nothing in
 //! the protocol ever settles them. So they stay unused for the rest of the run, as long as they are
-//! few: a run that goes on for weeks, with a server that fails every day, must not lose its area.
+//! few: a run that continues for weeks, with a server that fails every day, must not lose its area.
 //!
 //! Locks: none; the caller's.
 
