@@ -8,7 +8,8 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use libfuzzer_sys::fuzz_target;
-use swaptide_host::nbd::handshake::{Talk, Wire};
+use swaptide_host::nbd::handshake::Talk;
+use swaptide_host::nbd::socket::DeadlineSocket;
 use swaptide_host::nbd::{Connector, Url};
 
 fuzz_target!(|data: &[u8]| {
@@ -28,7 +29,7 @@ fuzz_target!(|data: &[u8]| {
     let _ = theirs.write(data);
     theirs.shutdown(Shutdown::Write).expect("shutdown");
     let begun = Instant::now();
-    let mut wire = Wire::new(ours.into(), begun + Duration::from_secs(5));
+    let mut wire = DeadlineSocket::new(ours.into(), begun + Duration::from_secs(5));
     let talk = Talk { url, tls: &no_tls };
     match talk.negotiate(&mut wire) {
         Ok((agreed, session)) => {

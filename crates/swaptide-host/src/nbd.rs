@@ -31,10 +31,12 @@ use swaptide_store::nbd::{Dialer, Export, Flags, MAX_CONNECTIONS};
 use swaptide_sys::Errno;
 
 pub mod handshake;
+pub mod socket;
 pub mod tls;
 pub mod url;
 
-use handshake::{Agreed, Wire};
+use handshake::Agreed;
+use socket::DeadlineSocket;
 use thiserror::Error;
 pub use url::{Endpoint, Url, UrlError};
 
@@ -188,7 +190,7 @@ impl Connector {
     /// See [`NbdError`].
     pub fn connect(&self) -> Result<(OwnedFd, Export), NbdError> {
         let deadline = Instant::now() + self.limit;
-        let mut wire = Wire::new(self.dial(deadline)?, deadline);
+        let mut wire = DeadlineSocket::new(self.dial(deadline)?, deadline);
         let talk = handshake::Talk { url: &self.url, tls: &self.tls };
         let (agreed, session) = talk.negotiate(&mut wire)?;
         let export = self.export(&agreed)?;

@@ -5,15 +5,11 @@
 //! part of it.
 
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Instant;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{RecvFlags, SendFlags};
 use rustls::{ClientConfig, ClientConnection};
-use swaptide_sys::Errno;
 
+use crate::nbd::socket::DeadlineSocket;
 use crate::nbd::tls;
 use crate::nbd::{NbdError, Url};
 
@@ -66,72 +62,9 @@ pub struct Agreed {
     pub transfers: Option<(u32, u32)>,
 }
 
-/// A socket with an end of time.
-pub struct Wire {
-    fd: OwnedFd,
-    deadline: Instant,
-}
-
-impl Wire {
-    /// Whatever is done with it fails after `deadline`.
-    #[must_use]
-    pub fn new(fd: OwnedFd, deadline: Instant) -> Wire {
-        Wire { fd, deadline }
-    }
-
-    /// The socket, of which nothing too much was read.
-    #[must_use]
-    pub(crate) fn into_fd(self) -> OwnedFd {
-        self.fd
-    }
-
-    fn wait(&self, flags: PollFlags) -> io::Result<()> {
-        let left = self.deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        let left = Timespec {
-            tv_sec: left.as_secs().min(1 << 30) as i64,
-            tv_nsec: left.subsec_nanos().into(),
-        };
-        match poll(&mut [PollFd::from_borrowed_fd(self.fd.as_fd(), flags)], Some(&left)) {
-            Ok(_) | Err(Errno::INTR) => Ok(()),
-            Err(errno) => Err(errno.into()),
-        }
-    }
-}
-
-impl Read for Wire {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        loop {
-            match rustix::net::recv(&self.fd, &mut *buf, RecvFlags::DONTWAIT) {
-                Ok((n, _)) => return Ok(n),
-                Err(Errno::AGAIN | Errno::INTR) => self.wait(PollFlags::IN)?,
-                Err(errno) => return Err(errno.into()),
-            }
-        }
-    }
-}
-
-impl Write for Wire {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        loop {
-            match rustix::net::send(&self.fd, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
-                Ok(n) => return Ok(n),
-                Err(Errno::AGAIN | Errno::INTR) => self.wait(PollFlags::OUT)?,
-                Err(errno) => return Err(errno.into()),
-            }
-        }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
 /// The wire, or the session over it.
 struct Line<'w> {
-    wire: &'w mut Wire,
+    wire: &'w mut DeadlineSocket,
     session: Option<ClientConnection>,
 }
 
@@ -182,7 +115,7 @@ impl Talk<'_> {
     /// See [`NbdError`].
     pub fn negotiate(
         &self,
-        wire: &mut Wire,
+        wire: &mut DeadlineSocket,
     ) -> Result<(Agreed, Option<ClientConnection>), NbdError> {
         let mut line = Line { wire, session: None };
         let hello: [u8; 8] = line.receive().map_err(|error| self.talk(error))?;

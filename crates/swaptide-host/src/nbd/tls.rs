@@ -20,7 +20,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore};
 use swaptide_sys::Errno;
 
-use crate::nbd::handshake::Wire;
+use crate::nbd::socket::DeadlineSocket;
 use crate::nbd::{NbdError, Url};
 
 /// The most of a file of certificates or keys that is read.
@@ -100,7 +100,7 @@ pub(super) enum SessionError {
 pub(super) fn session(
     url: &Url,
     config: Arc<ClientConfig>,
-    wire: &mut Wire,
+    wire: &mut DeadlineSocket,
 ) -> Result<ClientConnection, SessionError> {
     let name = url.server_name().to_owned();
     let name = ServerName::try_from(name.clone())
