@@ -258,9 +258,12 @@ def links():
                 yield f"{shown}: {target} does not exist"
             elif part and part not in map(anchor, headings(to)):
                 yield f"{shown}: {target}: no such heading"
-        for name in re.findall(r"`([\w/.-]+\.rs)`", text) if "CHANGELOG" not in path.name else ():
-            if not is_source(name):
-                yield f"{shown}: there is no file {name}"
+        if "CHANGELOG" in path.name:
+            continue
+        for words in re.findall(r"`([\w/.{},*-]+\.rs|swaptide-[\w-]+/[\w/.*-]+)`", text):
+            for name in braces(words):
+                if not is_source(name):
+                    yield f"{shown}: there is no file {name}"
     files = [*ROOT.glob("crates/*/src/**/*.rs"), *ROOT.glob("tests/**/*.[pch]*")]
     for path in files:
         if path.suffix not in (".rs", ".py", ".c", ".h"):
@@ -274,8 +277,20 @@ def links():
                 yield f"{path.relative_to(ROOT)}: {name} has no heading {title!r}"
 
 
+def braces(words):
+    """The names that `a{b,c}d` stands for."""
+    match = re.search(r"\{([^{}]*)\}", words)
+    if match is None:
+        return [words]
+    parts = [words[: match.start()] + part + words[match.end() :] for part in match[1].split(",")]
+    return [name for part in parts for name in braces(part)]
+
+
 def is_source(name):
-    """Whether a path as documents write it, CRATE/src/FILE or the end of a path, is a file."""
+    """Whether a path as documents write it is one: CRATE/src/FILE, a folder or pattern that begins
+    with a crate's name, or the end of a file's path."""
+    if name.startswith("swaptide-") and any((ROOT / "crates").glob(name)):
+        return True
     name = name.removeprefix("crates/").removeprefix("swaptide-")
     crate, _, rest = name.partition("/")
     ends = (f"/{name}", f"swaptide-{name}", f"swaptide-{crate}/src/{rest}")

@@ -16,8 +16,9 @@
 //! Invariants
 //! 1. While the program fits, there is one sleeping thread and nothing else: nothing is registered,
 //!    read or counted.
-//! 2. The program's threads take one lock of swaptide's ([`process::FORK_LOCK`], in fork handlers
-//!    only) and allocate nothing of it: a fork finds every other lock free.
+//! 2. The program's threads take one lock of swaptide's ([`process::FORK_LOCK`], around forks
+//!    and where a hook detaches the program) and allocate nothing of it: a fork finds every other
+//!    lock free.
 //! 3. The thread has a descriptor table of its own, so that a program that closes every descriptor
 //!    closes none of swaptide's, and swaptide keeps none of the program's open.
 

@@ -42,7 +42,7 @@ pub enum Request {
     /// file.
     Region = b'R',
     /// Look at the client's mappings of shared regions again; a userfaultfd for them comes with the
-    /// request if the answer to the one before was that one is needed. The answer has one of
+    /// request if the previous answer asked for one. The answer has one of
     /// [`crate::shared::Attached`] behind the byte.
     Attach = b'J',
     /// The client's guard; a landmark's address follows (8). The answer has the number of the
@@ -53,7 +53,7 @@ pub enum Request {
     Advise = b'V',
     /// Hold the userfaultfd that comes with the request until the client's threads are gone. There
     /// is no answer; the connection stays open for as long as the client has an engine. A byte on
-    /// it asks for the end of that, which the end of the connection answers.
+    /// it asks the supervisor to let go; it answers by closing the connection.
     Hold = b'K',
 }
 

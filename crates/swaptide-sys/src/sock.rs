@@ -145,7 +145,7 @@ impl Listener {
         Ok((conn, peer))
     }
 
-    /// Whether calls wait.
+    /// With `on`, calls that would wait fail with `EAGAIN`.
     pub fn set_nonblocking(&self, on: bool) -> Result<(), Errno> {
         rustix::io::ioctl_fionbio(&self.0, on)
     }
@@ -231,7 +231,7 @@ impl Conn {
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
-    /// Whether calls wait.
+    /// With `on`, calls that would wait fail with `EAGAIN`.
     pub fn set_nonblocking(&self, on: bool) -> Result<(), Errno> {
         rustix::io::ioctl_fionbio(&self.0, on)
     }

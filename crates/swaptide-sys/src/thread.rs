@@ -57,8 +57,8 @@ impl fmt::Display for Pid {
 /// Bytes of thread-locals below the thread pointer.
 const TLS_BYTES: usize = 64 << 10;
 
-/// Starts a thread that runs `entry(arg)` on an own stack of `stack` bytes (at least 16 KiB), with
-/// all signals blocked and an own thread-local block; it ends when `entry` returns.
+/// Starts a thread that runs `entry(arg)` on its own stack of `stack` bytes (at least 16 KiB), with
+/// all signals blocked and its own thread-local block; it ends when `entry` returns.
 ///
 /// # Safety
 /// `entry` keeps to what an engine thread may do: no libc function with hidden state, no thread of

@@ -26,11 +26,11 @@ enum What {
     Stats(StatsArgs),
     /// List your runs
     List,
-    /// List swap devices in order of use
+    /// List swap areas in order of use
     Devices(StatsArgs),
-    /// Add a swap device to a run
+    /// Add a swap area to a run
     Swapon(SwaponArgs),
-    /// Remove a swap device, migrating its pages first
+    /// Remove a swap area, migrating its pages first
     Swapoff(SwapoffArgs),
     /// Show or change tiers: '+SSD:100 +HDD:50 +NET:-1', '-HDD', 'SSD:80'
     Tiers(TiersArgs),

@@ -68,7 +68,7 @@ struct RunArgs {
         long,
         value_name = "DEV",
         allow_hyphen_values = true,
-        help = "A swap device; repeat for more, each with ,prio=N [default: compressed memory, \
+        help = "A swap area; repeat for more, each with ,prio=N [default: compressed memory, \
             then an unlinked file in $TMPDIR or /var/tmp]:\n\
             zram:SIZE[,codec=lz4+zstd|lz4|zstd|snappy][,level=1..9]\
             [,max_pool_percent=N][,accept_threshold_percent=N]\n\

@@ -1,7 +1,8 @@
 //! The functions that stand in front of libc's, and the ways past them.
 //!
 //! They must work at any moment of a program's life, in a signal handler and in a vforked child
-//! too: they allocate nothing and take no lock.
+//! too: they allocate nothing, and take no lock but [`crate::process::FORK_LOCK`] around a fork and
+//! where they detach a program.
 
 pub(crate) mod environment;
 mod exec;

@@ -91,8 +91,8 @@ pub unsafe extern "C" fn pthread_create(
     result
 }
 
-/// Stands in front of libc's `thrd_create`, as `pthread_create` does: libc's own way from the one
-/// to the other does not lead past here.
+/// Stands in front of libc's `thrd_create`, as `pthread_create` does: in libc the one
+/// calls the other directly, not through this hook.
 ///
 /// # Safety
 /// As for thrd_create(3).

@@ -24,7 +24,7 @@ use crate::mm::types::{PageNo, range_of};
 
 /// The longest that one fault waits.
 const MAX_DELAY: Duration = Duration::from_secs(2);
-/// What is less is owed until more comes together.
+/// A shorter delay is carried over until enough has accumulated.
 const MIN_DELAY: Duration = Duration::from_millis(1);
 
 /// See the module's description.

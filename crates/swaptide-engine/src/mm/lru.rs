@@ -1,12 +1,11 @@
 //! The order in which chunks are looked at.
 //!
-//! Owns: the queue of resident chunks, in the order in which they came, and, oldest first, the logs
-//! of chunks that went to compressed memory, of those that have been there for long, of chunks that
-//! came from it while the copy there was kept, of chunks with pages that could not go because
-//! another process has them, too; and, in no order, the list of those with pages that have been
-//! made this process's own since. A chunk stands in each at most once, which its flags say (so one
-//! of which nothing is known is not put there: it has none); an entry whose chunk has nothing left
-//! in that place is dropped when met.
+//! Owns six queues of chunks. Oldest first: `resident`; `pool`, chunks that went to compressed
+//! memory; `settled`, chunks that have stayed there long; `kept`, chunks that came back while their
+//! compressed copy was kept; `shared`, chunks with pages that another process has, too. In no
+//! order: `own`, chunks with pages that became this process's own after that. A chunk stands in
+//! each at most once, which its flags say (so one of which nothing is known is not put there: it
+//! has none); an entry whose chunk has nothing left in that place is dropped when met.
 //!
 //! Locks: none; inside the engine's memory lock.
 

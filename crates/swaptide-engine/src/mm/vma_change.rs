@@ -19,7 +19,7 @@ pub enum VmaChange {
     },
     /// Unmapped.
     Gone(VirtRange),
-    /// Given up, and still mapped.
+    /// Its contents were dropped; it is still mapped.
     Dropped(VirtRange),
     /// Armed by the handler: something new is there. The table's alone; it is not told of, and no
     /// child hears of it.
@@ -49,7 +49,7 @@ impl VmaChange {
         }
     }
 
-    /// What is not what it was before.
+    /// The range whose old contents are no longer there.
     pub(crate) fn source(self) -> Option<VirtRange> {
         match self {
             VmaChange::Moved { from, len, .. } => {
@@ -60,7 +60,7 @@ impl VmaChange {
         }
     }
 
-    /// Where something is that was not there before.
+    /// The range that has new contents.
     pub(crate) fn target(self) -> Option<VirtRange> {
         match self {
             VmaChange::Moved { to, len, .. } => Some(VirtRange { start: to, end: to.offset(len) }),

@@ -1,5 +1,5 @@
-//! Where a library ends in memory: its zero-initialised data is no mapping that can be told from
-//! what the program has mapped right behind it.
+//! Where a library ends in memory. Its zero-initialised data is an anonymous mapping, which cannot
+//! be told apart from one that the program has made right behind it.
 //!
 //! Owns: nothing. It is asked while mappings are listed, when the library may just be going: its
 //! header is read through `/proc`, where a page that has gone is an error.
@@ -37,7 +37,7 @@ fn end_in(bytes: &[u8], head: VirtAddr) -> Option<VirtAddr> {
     let (mut bias, mut last) = (None, 0);
     for index in 0..count {
         let at = first.checked_add(index * SEGMENT)?;
-        // All of it is asked for at once: a header of which a part was not read is none.
+        // All of it is read at once: a header that was read in part is not used.
         bytes.get(at..at.checked_add(SEGMENT)?)?;
         if word(at)? != PT_LOAD {
             continue;

@@ -1,5 +1,5 @@
-//! What the program says of its memory, and what the run asks for: not answers to faults, and so
-//! never at their cost.
+//! Work that no fault asks for: the program's advice about its memory, and what the run asks for.
+//! It never delays a fault.
 //!
 //! Owns: how far bringing everything in has come ([`Preload`]). Locks: the memory lock, for a look
 //! or a group of pages at a time.
@@ -63,7 +63,7 @@ pub(crate) fn hint(
     Ok(())
 }
 
-/// What of a range is there goes next.
+/// Marks the resident pages of a range as the next to go out.
 fn mark_cold(path: &FaultPath, range: VirtRange) {
     let mut guard = path.engine.mm.lock();
     let mm = &mut *guard;

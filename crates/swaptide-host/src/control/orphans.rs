@@ -31,7 +31,7 @@ const MAX_MESSAGES_PER_READ: usize = 16;
 /// Faults that wait for a change of the address space to end. Threads beyond that wait for good;
 /// SIGKILL ends them.
 const MAX_FAULTS: usize = 1024;
-/// Processes of which it is said that memory is lost. SIGBUS says it of all.
+/// How many processes are reported to have lost memory. SIGBUS tells of the others.
 const MAX_NOTES: usize = 8;
 
 /// What tells a userfaultfd from others, whichever process has a descriptor of it.

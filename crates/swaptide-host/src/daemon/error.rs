@@ -21,7 +21,7 @@ pub enum DaemonError {
     /// The budget is less than the engine needs.
     #[error("ram: {} is too small; the minimum is {}", human(*.0), human(MIN_BUDGET_BYTES))]
     SmallBudget(u64),
-    /// A swap device.
+    /// A swap area.
     #[error("swap: {0}")]
     Device(DeviceError),
     /// There are too many.

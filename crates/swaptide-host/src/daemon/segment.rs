@@ -10,7 +10,7 @@
 //! 3. a process that has it mapped, by `/proc/PID/map_files`: every program of a run has. That
 //!    takes the rights of root.
 //!
-//! Where nobody has it, nobody needs it.
+//! If no process has it, none needs it.
 //!
 //! Invariants
 //! 1. The segment is in memory only: it holds the key of all that is swapped.

@@ -1,4 +1,4 @@
-//! The file's list of swap devices, followed while the daemon runs.
+//! The file's list of swap areas, followed while the daemon runs.
 //!
 //! What the list says counts by its changes: what is new in it is added, what is no longer in it is
 //! taken away, and what `ctl swapon` added stays. A device whose size or priority is another one

@@ -1,4 +1,5 @@
-//! Checks kernel and system requirements, with one command that fixes each.
+//! Checks what a run needs of the kernel and the machine, and names the command that fixes each
+//! failure.
 //!
 //! Owns the list of what a run needs of the kernel and the machine (`REQUIRED` among it).
 //!
@@ -133,7 +134,7 @@ fn version(release: &str) -> Option<(u32, u32)> {
     Some((numbers.next()??, numbers.next()??))
 }
 
-/// The command that lets a user have a userfaultfd, or lets a container.
+/// The command that gives a user, or a container, access to userfaultfd.
 fn permission() -> &'static str {
     if seccomp_mode() == Some(2) {
         "start the container with --security-opt seccomp=unconfined, or a profile that allows \
