@@ -39,6 +39,7 @@ use crate::ids::{
     ClusterIndex, CpuId, FolioId, GroupId, ORDERS, Order, SLOTS_PER_CLUSTER, SwapOffset,
 };
 use crate::per_cpu::{BATCH, LaneIndex, PerCpu};
+use crate::reclaim;
 use crate::sync::{AtomicU64, Ordering, SpinGuard, relax};
 use crate::table::Table;
 
@@ -77,46 +78,51 @@ struct Search<'a> {
 
 type FoundCluster<'a> = (ClusterIndex, SpinGuard<'a, ClusterState>);
 
-impl SwapDevice {
-    /// Allocates `2^order` aligned slots for `folio`: each is in the swap cache and has a count of
-    /// 1, the page table that is about to point to it. `cpu` chooses the lane.
-    ///
-    /// # Errors
-    /// [`AllocError`]; nothing was changed. Order 0 gets [`AllocError::NoRun`] only while the last
-    /// free slots are in clusters that are being discarded.
-    pub fn alloc_folio(
-        &self,
-        cpu: CpuId,
-        order: Order,
-        folio: FolioId,
-        group: GroupId,
-    ) -> Result<SwapOffset, AllocError> {
-        let own = self.lanes.of(cpu.0.into());
-        self.reserve_or_reclaim(own, order.pages())?;
-        let entry = Entry::new_folio(folio, group);
-        let class = if self.cursor.is_some() { 0 } else { order.index() as u8 };
-        let lane = self.lanes.current(own, order.index());
-        let mut search = Search { device: self, order, class, entry, own, lane, no_memory: false };
-        let rounds = if order == Order::ZERO { ORDER_0_ROUNDS } else { 1 };
-        let mut spins = 0;
-        for _ in 0..rounds {
-            if let Some(off) = search.current() {
-                return Ok(off);
-            }
-            if let Some(off) = search.lists() {
-                // What comes next follows it.
-                if let Some(cursor) = &self.cursor {
-                    *cursor.lock() = (off.cluster().0, off.in_cluster() + order.pages() as usize);
-                }
-                return Ok(off);
-            }
-            if search.no_memory {
-                break;
-            }
-            relax(&mut spins);
+/// See [`SwapDevice::alloc_folio`].
+pub(crate) fn alloc_folio(
+    device: &SwapDevice,
+    cpu: CpuId,
+    order: Order,
+    folio: FolioId,
+    group: GroupId,
+) -> Result<SwapOffset, AllocError> {
+    let own = device.lanes.of(cpu.0.into());
+    reserve_or_reclaim(device, own, order.pages())?;
+    let entry = Entry::new_folio(folio, group);
+    let class = if device.cursor.is_some() { 0 } else { order.index() as u8 };
+    let lane = device.lanes.current(own, order.index());
+    let mut search = Search { device, order, class, entry, own, lane, no_memory: false };
+    let rounds = if order == Order::ZERO { ORDER_0_ROUNDS } else { 1 };
+    let mut spins = 0;
+    for _ in 0..rounds {
+        if let Some(off) = search.current() {
+            return Ok(off);
         }
-        self.lanes.undo(order.pages());
-        Err(if search.no_memory { AllocError::NoMemory } else { AllocError::NoRun })
+        if let Some(off) = search.lists() {
+            // What comes next follows it.
+            if let Some(cursor) = &device.cursor {
+                *cursor.lock() = (off.cluster().0, off.in_cluster() + order.pages() as usize);
+            }
+            return Ok(off);
+        }
+        if search.no_memory {
+            break;
+        }
+        relax(&mut spins);
+    }
+    device.lanes.undo(order.pages());
+    Err(if search.no_memory { AllocError::NoMemory } else { AllocError::NoRun })
+}
+
+/// Takes `n` slots out of the capacity. When the device is full, slots that only the swap cache
+/// holds are asked for first.
+#[inline]
+fn reserve_or_reclaim(device: &SwapDevice, lane: LaneIndex, n: u32) -> Result<(), AllocError> {
+    match device.reserve(lane, n) {
+        Err(AllocError::Full) if device.reclaim.is_some() && reclaim::when_full(device, n) => {
+            device.reserve(lane, n)
+        }
+        done => done,
     }
 }
 
@@ -201,7 +207,7 @@ impl<'a> Search<'a> {
 
     /// Step 5, its first half.
     fn reclaimed(&mut self) -> Option<SwapOffset> {
-        let won = self.device.crowded() && self.device.reclaim_cached(1) > 0;
+        let won = self.device.crowded() && reclaim::cached(self.device, 1) > 0;
         let found = if won {
             self.scan(ListId::Nonfull(self.class), u32::MAX, Some(ListId::Frag(self.class)))
         } else {
@@ -327,7 +333,7 @@ impl<'a> Search<'a> {
     /// Asks for the cached slots of a run of a cluster that was released, and takes the run if that
     /// made it free.
     fn win(&self, index: ClusterIndex, at: usize) -> Option<SwapOffset> {
-        self.device.reclaim_in(index, at..at + self.order.pages() as usize);
+        reclaim::in_cluster(self.device, index, at..at + self.order.pages() as usize);
         let mut state = self.device.cluster(index).lock();
         // What emptied is on the free list: the search comes to that.
         if state.used == 0 || !(state.order == self.class || self.order == Order::ZERO) {

@@ -1,8 +1,8 @@
 //! One swap device: its clusters, tables, lists and counters. (docs/linux-swap.md,
 //! "Clusters" and "Devices and priorities")
 //!
-//! What moves slots from state to state is in [`crate::exchange`], what finds free ones in
-//! [`crate::alloc`].
+//! The operations that change slots are in [`crate::exchange`]; it passes those that take more
+//! than one exchange on to [`crate::alloc`], [`crate::reclaim`] and [`crate::moving`].
 //!
 //! Invariants:
 //! 1. [`SwapDevice::used`] counts reserved and taken slots without the bad ones, and never exceeds
@@ -20,7 +20,9 @@
 use crate::cluster::ListId;
 use crate::cluster::{Cluster, ClusterState, NO_CLUSTER};
 use crate::entry::{Entry, SlotContent, SlotInfo};
-use crate::ids::{ClusterIndex, MAX_SLOTS, Order, SLOTS_PER_CLUSTER, SwapOffset, SwapType};
+use crate::ids::{
+    ClusterIndex, MAX_SLOTS, Order, SLOTS_PER_CLUSTER, SwapEntry, SwapOffset, SwapType,
+};
 use crate::lists::{Headers, Lists};
 use crate::per_cpu::{BATCH, LaneIndex, PerCpu};
 #[cfg(not(loom))]
@@ -183,6 +185,12 @@ impl SwapDevice {
         self
     }
 
+    /// Slots that only the swap cache holds are won back through `hook` as the device fills.
+    pub fn with_cache_reclaim(mut self, hook: crate::CacheReclaim) -> Self {
+        self.reclaim = Some(hook);
+        self
+    }
+
     /// Gives the memory of unused tables back through `discard`; without it the memory is kept for
     /// later use by the same clusters.
     ///
@@ -234,6 +242,20 @@ impl SwapDevice {
     pub fn capacity(&self) -> u32 {
         let usable = self.slots - self.bad.load(Ordering::Relaxed);
         usable.min(self.limit.load(Ordering::Relaxed))
+    }
+
+    /// Is more than half of the device used, and is there somebody to ask for cached slots?
+    pub(crate) fn crowded(&self) -> bool {
+        self.reclaim.is_some() && u64::from(self.used()) * 2 > u64::from(self.capacity())
+    }
+
+    /// Would [`SwapDevice::compact`] win at least `clusters` clusters? Counts the tables that the
+    /// used slots do not need.
+    pub fn worth_compacting(&self, clusters: u32) -> bool {
+        let usage = self.usage();
+        let tail = (self.slots().next_multiple_of(SLOTS_PER_CLUSTER as u32)) - self.slots();
+        let needed = (usage.used + usage.bad + tail).div_ceil(SLOTS_PER_CLUSTER as u32);
+        usage.tables >= needed + clusters
     }
 
     /// The device's numbers.
@@ -413,7 +435,7 @@ impl SwapDevice {
     /// searches, and before it fails, a small one may find its slots reserved: "full" is exact but
     /// for allocations under way.
     #[inline]
-    fn reserve(&self, lane: LaneIndex, n: u32) -> Result<(), crate::AllocError> {
+    pub(crate) fn reserve(&self, lane: LaneIndex, n: u32) -> Result<(), crate::AllocError> {
         // Looked at before, too: a caller that tries on a closed device again and again must not
         // show as use of it.
         if !self.allocation_enabled() {
@@ -429,21 +451,6 @@ impl SwapDevice {
         Ok(())
     }
 
-    /// The same; when the device is full, slots that only the swap cache holds are asked for first.
-    #[inline]
-    pub(crate) fn reserve_or_reclaim(
-        &self,
-        lane: LaneIndex,
-        n: u32,
-    ) -> Result<(), crate::AllocError> {
-        match self.reserve(lane, n) {
-            Err(crate::AllocError::Full) if self.reclaim.is_some() && self.reclaim_when_full(n) => {
-                self.reserve(lane, n)
-            }
-            done => done,
-        }
-    }
-
     pub(crate) fn cluster(&self, index: ClusterIndex) -> &Cluster {
         self.headers.get(index.0 as usize).expect("a cluster in use has a record")
     }
@@ -451,6 +458,18 @@ impl SwapDevice {
     /// The table of a locked cluster.
     pub(crate) fn table(&self, index: ClusterIndex) -> &Table {
         self.tables.get(index).expect("every cluster has a table")
+    }
+
+    /// The entry of a slot of a cluster.
+    pub(crate) fn entry(&self, index: ClusterIndex, in_cluster: usize) -> SwapEntry {
+        SwapEntry::new(self.ty, index.slot(in_cluster))
+    }
+
+    /// The first cluster of a list, which goes to its end.
+    pub(crate) fn turn(&self, list: ListId) -> Option<ClusterIndex> {
+        let (index, mut state) = self.lists.lock().pop(&self.headers, list)?;
+        self.move_to(index, &mut state, list);
+        Some(index)
     }
 
     /// Puts a locked cluster on `list`, from whichever it is on.

@@ -1,5 +1,6 @@
-//! The exchanges: every way a slot in use changes its state. (docs/linux-swap.md,
-//! "Exchanges of the swap cache")
+//! The operations on slots: every way one changes its state. (docs/linux-swap.md, "Exchanges of the
+//! swap cache") Allocation, reclaim of cached slots and compaction are done by their own modules;
+//! the rest is exchanges.
 //!
 //! ```text
 //! free --alloc_folio--> folio, count 1 --folio_to_shadow--> shadow, count >= 1
@@ -15,14 +16,18 @@
 //! 2. No exchange allocates memory, except [`SwapDevice::dup`] past a count of 254.
 //! 3. Slots that become free are reported to the device's hook before the cluster lock is given up.
 
+use crate::alloc;
 use crate::cluster::ListId;
 use crate::cluster::{ClusterState, SLOTS_PER_LINE};
 use crate::device::SwapDevice;
 use crate::entry::{Entry, SlotInfo};
-use crate::error::{Expect, Expected, Mismatch};
+use crate::error::{AllocError, Expect, Expected, Mismatch};
 use crate::ids::{
-    ClusterIndex, FolioId, GroupId, MAX_SLOTS, SLOTS_PER_CLUSTER, Shadow, SwapEntry, SwapOffset,
+    ClusterIndex, CpuId, FolioId, GroupId, MAX_SLOTS, Order, SLOTS_PER_CLUSTER, Shadow, SwapEntry,
+    SwapOffset,
 };
+use crate::moving::{Compacted, CompactionRun, Mover};
+use crate::reclaim;
 use crate::sync::SpinGuard;
 use crate::table::Table;
 use core::ops::Range;
@@ -63,6 +68,40 @@ struct SlotRun<'a> {
 }
 
 impl SwapDevice {
+    /// Allocates `2^order` aligned slots for `folio`: each is in the swap cache and has a count of
+    /// 1, the page table that is about to point to it. `cpu` chooses the lane.
+    ///
+    /// # Errors
+    /// [`AllocError`]; nothing was changed. Order 0 gets [`AllocError::NoRun`] only while the last
+    /// free slots are in clusters that are being discarded.
+    #[inline]
+    pub fn alloc_folio(
+        &self,
+        cpu: CpuId,
+        order: Order,
+        folio: FolioId,
+        group: GroupId,
+    ) -> Result<SwapOffset, AllocError> {
+        alloc::alloc_folio(self, cpu, order, folio, group)
+    }
+
+    /// Asks for the slots that only the swap cache holds in up to `clusters` clusters, full ones
+    /// first, those looked at least recently first. Returns how many slots became free.
+    pub fn reclaim_cached(&self, clusters: u32) -> u32 {
+        reclaim::cached(self, clusters)
+    }
+
+    /// Moves up to about `max` slots out of the sparsest clusters into the holes of fuller ones. A
+    /// cluster that empties gives up its table. Where slots are names (a store maps them to places,
+    /// as all of swaptide's do) nothing is copied: a move costs its owner one changed page-table
+    /// word. `tear` also moves swapped-out runs slot by slot when no run is free for them.
+    ///
+    /// Made for the background: it holds two cluster locks for one pair of clusters at a time, and
+    /// looks at 96 clusters of each list.
+    pub fn compact(&self, max: u32, tear: bool, mover: &mut dyn Mover) -> Compacted {
+        CompactionRun::new(self, max, mover).run(tear)
+    }
+
     /// A folio leaves the swap cache: its slots get `shadow` and their zero flags. Slots with count
     /// 0 become free. The number of freed slots is returned.
     ///

@@ -1,4 +1,4 @@
-//! Moving slots: out of sparse clusters, so that these empty ([`SwapDevice::compact`]), and off a
+//! Moving slots: out of sparse clusters, so that these empty ([`CompactionRun`]), and off a
 //! device that is to be taken away ([`SwapSpace::swapoff`]).
 //!
 //! The core knows a slot's word, its owner knows who points to it: a [`Mover`] is told what goes
@@ -225,19 +225,25 @@ fn carry(
     used().count() as u32
 }
 
-impl SwapDevice {
-    /// Moves up to about `max` slots out of the sparsest clusters into the holes of fuller ones. A
-    /// cluster that empties gives up its table. Where slots are names (a store maps them to places,
-    /// as all of swaptide's do) nothing is copied: a move costs its owner one changed page-table
-    /// word. `tear` also moves swapped-out runs slot by slot when no run is free for them.
-    ///
-    /// Made for the background: it holds two cluster locks for one pair of clusters at a time, and
-    /// looks at 96 clusters of each list.
-    pub fn compact(&self, max: u32, tear: bool, mover: &mut dyn Mover) -> Compacted {
-        let mut done = Compacted::default();
-        let mut infos = Vec::with_capacity(SLOTS_PER_CLUSTER);
+/// One call of [`SwapDevice::compact`].
+pub(crate) struct CompactionRun<'a> {
+    device: &'a SwapDevice,
+    /// Slots that it may move, about.
+    max: u32,
+    mover: &'a mut dyn Mover,
+    infos: Vec<SlotInfo>,
+    done: Compacted,
+}
+
+impl<'a> CompactionRun<'a> {
+    pub(crate) fn new(device: &'a SwapDevice, max: u32, mover: &'a mut dyn Mover) -> Self {
+        let infos = Vec::with_capacity(SLOTS_PER_CLUSTER);
+        CompactionRun { device, max, mover, infos, done: Compacted::default() }
+    }
+
+    pub(crate) fn run(mut self, tear: bool) -> Compacted {
         let mut stuck = Vec::new();
-        while done.moved < max {
+        while self.done.moved < self.max {
             let mut clusters = self.sample();
             clusters.sort_unstable();
             let Some(at) = clusters.iter().position(|(_, index)| !stuck.contains(index)) else {
@@ -250,43 +256,33 @@ impl SwapDevice {
             if holes < usize::from(used) {
                 break;
             }
-            let before = done;
+            let before = self.done;
             for whole in [true, false] {
                 for &(_, dest) in clusters.iter().rev() {
-                    let full =
-                        self.empty_into(source, dest, whole, max, mover, &mut infos, &mut done);
-                    if full || done.moved >= max {
+                    let is_empty = self.empty_into(source, dest, whole);
+                    if is_empty || self.done.moved >= self.max {
                         break;
                     }
                 }
-                if !tear || done.emptied > before.emptied || done.moved >= max {
+                if !tear || self.done.emptied > before.emptied || self.done.moved >= self.max {
                     break;
                 }
             }
-            if done.emptied == before.emptied {
+            if self.done.emptied == before.emptied {
                 stuck.push(source);
             }
         }
-        done
-    }
-
-    /// Would [`SwapDevice::compact`] win at least `clusters` clusters? Counts the tables that the
-    /// used slots do not need.
-    pub fn worth_compacting(&self, clusters: u32) -> bool {
-        let usage = self.usage();
-        let tail = (self.slots().next_multiple_of(SLOTS_PER_CLUSTER as u32)) - self.slots();
-        let needed = (usage.used + usage.bad + tail).div_ceil(SLOTS_PER_CLUSTER as u32);
-        usage.tables >= needed + clusters
+        self.done
     }
 
     /// Used slots and number of some of the clusters that are in use and have a free slot.
     fn sample(&self) -> Vec<(u16, ClusterIndex)> {
         let mut found = Vec::new();
-        let lists = self.lists.lock();
+        let lists = self.device.lists.lock();
         for list in
             (0..ORDERS as u8).flat_map(|order| [ListId::Nonfull(order), ListId::Frag(order)])
         {
-            lists.look(&self.headers, list, SAMPLE_CLUSTERS, |index, state| {
+            lists.look(&self.device.headers, list, SAMPLE_CLUSTERS, |index, state| {
                 found.push((state.used, index))
             });
         }
@@ -294,18 +290,9 @@ impl SwapDevice {
     }
 
     /// Moves what it can from one cluster to another. `true`: the first is empty, or gone.
-    #[allow(clippy::too_many_arguments)]
-    fn empty_into(
-        &self,
-        source: ClusterIndex,
-        dest: ClusterIndex,
-        whole: bool,
-        max: u32,
-        mover: &mut dyn Mover,
-        infos: &mut Vec<SlotInfo>,
-        done: &mut Compacted,
-    ) -> bool {
-        let (mut source, mut dest) = LockedCluster::both((self, source), (self, dest));
+    fn empty_into(&mut self, source: ClusterIndex, dest: ClusterIndex, whole: bool) -> bool {
+        let (device, before) = (self.device, self.done.moved);
+        let (mut source, mut dest) = LockedCluster::both((device, source), (device, dest));
         // Others continued meanwhile.
         if source.state.used == 0 {
             return true;
@@ -324,7 +311,7 @@ impl SwapDevice {
         // Nor need runs of a length of which there is none.
         let mut too_long = usize::MAX;
         let mut i = 0;
-        while i < SLOTS_PER_CLUSTER && done.moved + moved < max && too_long > 1 {
+        while i < SLOTS_PER_CLUSTER && before + moved < self.max && too_long > 1 {
             if !source.get(i).is_used() || source.get(i).holds(MOVING) {
                 i += 1;
                 continue;
@@ -337,7 +324,7 @@ impl SwapDevice {
                 continue;
             }
             let at = free_run(
-                self.table(dest.index),
+                device.table(dest.index),
                 &dest.state,
                 unit.n,
                 if unit.n == 1 { behind } else { 0 },
@@ -347,15 +334,16 @@ impl SwapDevice {
             }
             if let Some(at) = at {
                 behind = if unit.n == 1 { at + 1 } else { behind };
-                source.gather(unit, i, infos);
-                let (from, to) = (self.entry(source.index, unit.start), self.entry(dest.index, at));
-                if dest.room_for_counts(infos) {
+                source.gather(unit, i, &mut self.infos);
+                let (from, to) =
+                    (device.entry(source.index, unit.start), device.entry(dest.index, at));
+                if dest.room_for_counts(&self.infos) {
                     let n = carry(
                         &mut source,
                         &mut dest,
-                        &Move { from, to, slots: infos },
+                        &Move { from, to, slots: &self.infos },
                         Entry::FREE,
-                        mover,
+                        &mut *self.mover,
                     );
                     dest.state.used += n as u16;
                     moved += n;
@@ -363,17 +351,13 @@ impl SwapDevice {
             }
             i = next;
         }
-        done.moved += moved;
+        self.done.moved += moved;
         if usize::from(dest.state.used) == SLOTS_PER_CLUSTER {
-            self.move_to(dest.index, &mut dest.state, ListId::Full);
+            device.move_to(dest.index, &mut dest.state, ListId::Full);
         }
         let empty = moved > 0 && source.left(moved);
-        done.emptied += u32::from(empty);
+        self.done.emptied += u32::from(empty);
         empty
-    }
-
-    fn entry(&self, index: ClusterIndex, in_cluster: usize) -> SwapEntry {
-        SwapEntry::new(self.ty, index.slot(in_cluster))
     }
 }
 

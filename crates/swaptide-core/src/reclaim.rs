@@ -25,65 +25,43 @@ const CLUSTERS_WHEN_FULL: u32 = 4;
 /// allocations: it must not wait for a lock that an allocating thread may hold.
 pub type CacheReclaim = Box<dyn Fn(&SwapDevice, SwapOffset, FolioId) -> u32 + Send + Sync>;
 
-impl SwapDevice {
-    /// Slots that only the swap cache holds are won back through `hook` as the device fills.
-    pub fn with_cache_reclaim(mut self, hook: CacheReclaim) -> Self {
-        self.reclaim = Some(hook);
-        self
-    }
+/// See [`SwapDevice::reclaim_cached`].
+pub(crate) fn cached(device: &SwapDevice, clusters: u32) -> u32 {
+    until(device, clusters, u32::MAX)
+}
 
-    /// Is more than half of the device used, and is there somebody to ask?
-    pub(crate) fn crowded(&self) -> bool {
-        self.reclaim.is_some() && u64::from(self.used()) * 2 > u64::from(self.capacity())
-    }
+/// The device is full: frees `wanted` slots if a few clusters have them.
+pub(crate) fn when_full(device: &SwapDevice, wanted: u32) -> bool {
+    until(device, CLUSTERS_WHEN_FULL, wanted) > 0
+}
 
-    /// Asks for the slots that only the swap cache holds in up to `clusters` clusters, full ones
-    /// first, those looked at least recently first. Returns how many slots became free.
-    pub fn reclaim_cached(&self, clusters: u32) -> u32 {
-        self.reclaim_until(clusters, u32::MAX)
+/// Asks in up to `clusters` clusters, until `wanted` slots became free. Returns how many did.
+fn until(device: &SwapDevice, clusters: u32, wanted: u32) -> u32 {
+    if device.reclaim.is_none() {
+        return 0;
     }
-
-    /// The device is full: frees `wanted` slots if a few clusters have them.
-    pub(crate) fn reclaim_when_full(&self, wanted: u32) -> bool {
-        self.reclaim_until(CLUSTERS_WHEN_FULL, wanted) > 0
-    }
-
-    fn reclaim_until(&self, clusters: u32, wanted: u32) -> u32 {
-        if self.reclaim.is_none() {
-            return 0;
+    let others = (0..ORDERS as u8).flat_map(|order| [ListId::Frag(order), ListId::Nonfull(order)]);
+    let (mut left, mut freed) = (clusters, 0);
+    for list in core::iter::once(ListId::Full).chain(others) {
+        let mut on_list = device.lists.lock().len(list).min(left);
+        while on_list > 0 && freed < wanted {
+            let Some(index) = device.turn(list) else { break };
+            freed += in_cluster(device, index, 0..SLOTS_PER_CLUSTER);
+            (on_list, left) = (on_list - 1, left - 1);
         }
-        let others =
-            (0..ORDERS as u8).flat_map(|order| [ListId::Frag(order), ListId::Nonfull(order)]);
-        let (mut left, mut freed) = (clusters, 0);
-        for list in core::iter::once(ListId::Full).chain(others) {
-            let mut on_list = self.lists.lock().len(list).min(left);
-            while on_list > 0 && freed < wanted {
-                let Some(index) = self.turn(list) else { break };
-                freed += self.reclaim_in(index, 0..SLOTS_PER_CLUSTER);
-                (on_list, left) = (on_list - 1, left - 1);
-            }
-        }
-        freed
     }
+    freed
+}
 
-    /// The first cluster of a list, which goes to its end.
-    pub(crate) fn turn(&self, list: ListId) -> Option<ClusterIndex> {
-        let (index, mut state) = self.lists.lock().pop(&self.headers, list)?;
-        self.move_to(index, &mut state, list);
-        Some(index)
-    }
-
-    /// Asks for the slots of a part of a cluster. Takes no lock: the hook finds out what is still
-    /// true.
-    pub(crate) fn reclaim_in(&self, index: ClusterIndex, slots: Range<usize>) -> u32 {
-        let (Some(hook), Some(table)) = (&self.reclaim, self.tables.get(index)) else { return 0 };
-        let mut freed = 0;
-        for i in slots {
-            let word = table.get(i);
-            if let (true, SlotContent::Folio(folio)) = (word.is_cache_only(), word.slot()) {
-                freed += hook(self, index.slot(i), folio);
-            }
+/// Asks for the slots of a part of a cluster. Takes no lock: the hook finds out what is still true.
+pub(crate) fn in_cluster(device: &SwapDevice, index: ClusterIndex, slots: Range<usize>) -> u32 {
+    let (Some(hook), Some(table)) = (&device.reclaim, device.tables.get(index)) else { return 0 };
+    let mut freed = 0;
+    for i in slots {
+        let word = table.get(i);
+        if let (true, SlotContent::Folio(folio)) = (word.is_cache_only(), word.slot()) {
+            freed += hook(device, index.slot(i), folio);
         }
-        freed
     }
+    freed
 }
