@@ -11,266 +11,25 @@
 //!    stands ([`Uffd::coverage`]).
 //! 4. A fork event carries a descriptor; a [`Message`] owns it until it is decoded.
 
-use core::fmt;
+mod abi;
+mod features;
+mod message;
 
 use linux_raw_sys::general as k;
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use rustix::io::Errno;
 
-use crate::errno::ErrnoName;
+use self::abi::{
+    AbiApi, AbiFill, AbiRegister, AbiTransfer, AbiWriteProtect, COPY_WP, DONT_WAKE,
+    MOVE_ALLOW_SRC_HOLES, UFFD_API, UFFDIO_API, UFFDIO_CONTINUE, UFFDIO_COPY, UFFDIO_POISON,
+    UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_WRITEPROTECT, UFFDIO_ZEROPAGE, USERFAULTFD_IOC_NEW,
+    WRITEPROTECT_ON, abi_range,
+};
+pub use self::abi::{UFFDIO_MOVE, UFFDIO_REGISTER};
+pub use self::features::{Features, OpenError};
+pub use self::message::{Event, Message};
 use crate::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use crate::raw::syscall;
-
-// ---------------------------------------------------------------------------------------------
-// ABI
-// ---------------------------------------------------------------------------------------------
-
-#[repr(C)]
-#[derive(Copy, Clone)]
-struct AbiApi {
-    api: u64,
-    features: u64,
-    ioctls: u64,
-}
-
-#[repr(C)]
-#[derive(Copy, Clone)]
-struct AbiRange {
-    start: u64,
-    len: u64,
-}
-
-#[repr(C)]
-#[derive(Copy, Clone)]
-struct AbiRegister {
-    range: AbiRange,
-    mode: u64,
-    ioctls: u64,
-}
-
-/// COPY and MOVE share one shape.
-#[repr(C)]
-#[derive(Copy, Clone)]
-struct AbiTransfer {
-    dst: u64,
-    src: u64,
-    len: u64,
-    mode: u64,
-    done: i64,
-}
-
-/// ZEROPAGE, CONTINUE and POISON share one shape.
-#[repr(C)]
-#[derive(Copy, Clone)]
-struct AbiFill {
-    range: AbiRange,
-    mode: u64,
-    done: i64,
-}
-
-#[repr(C)]
-#[derive(Copy, Clone)]
-struct AbiWriteProtect {
-    range: AbiRange,
-    mode: u64,
-}
-
-const _: () = {
-    assert!(size_of::<AbiApi>() == size_of::<k::uffdio_api>());
-    assert!(size_of::<AbiRange>() == size_of::<k::uffdio_range>());
-    assert!(size_of::<AbiRegister>() == size_of::<k::uffdio_register>());
-    assert!(size_of::<AbiTransfer>() == size_of::<k::uffdio_copy>());
-    assert!(size_of::<AbiTransfer>() == size_of::<k::uffdio_move>());
-    assert!(size_of::<AbiFill>() == size_of::<k::uffdio_zeropage>());
-    assert!(size_of::<AbiFill>() == size_of::<k::uffdio_continue>());
-    assert!(size_of::<AbiFill>() == size_of::<k::uffdio_poison>());
-    assert!(size_of::<AbiWriteProtect>() == size_of::<k::uffdio_writeprotect>());
-    assert!(size_of::<Message>() == size_of::<k::uffd_msg>());
-};
-
-const IOC_WRITE: u32 = 1;
-const IOC_READ: u32 = 2;
-
-const fn ioc(dir: u32, nr: u32, size: usize) -> u32 {
-    (dir << 30) | ((size as u32) << 16) | (k::UFFDIO << 8) | nr
-}
-
-const UFFDIO_API: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_API, size_of::<AbiApi>());
-/// The request that registers a range.
-pub const UFFDIO_REGISTER: u32 =
-    ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_REGISTER, size_of::<AbiRegister>());
-const UFFDIO_UNREGISTER: u32 = ioc(IOC_READ, k::_UFFDIO_UNREGISTER, size_of::<AbiRange>());
-const UFFDIO_WAKE: u32 = ioc(IOC_READ, k::_UFFDIO_WAKE, size_of::<AbiRange>());
-const UFFDIO_COPY: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_COPY, size_of::<AbiTransfer>());
-const UFFDIO_ZEROPAGE: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_ZEROPAGE, size_of::<AbiFill>());
-/// The request that moves pages.
-pub const UFFDIO_MOVE: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_MOVE, size_of::<AbiTransfer>());
-const UFFDIO_WRITEPROTECT: u32 =
-    ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_WRITEPROTECT, size_of::<AbiWriteProtect>());
-const UFFDIO_CONTINUE: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_CONTINUE, size_of::<AbiFill>());
-const UFFDIO_POISON: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_POISON, size_of::<AbiFill>());
-/// On `/dev/userfaultfd`: make a descriptor.
-const USERFAULTFD_IOC_NEW: u32 = ioc(0, 0, 0);
-
-const _: () = {
-    use linux_raw_sys::ioctl as i;
-    assert!(UFFDIO_API == i::UFFDIO_API && UFFDIO_REGISTER == i::UFFDIO_REGISTER);
-    assert!(UFFDIO_UNREGISTER == i::UFFDIO_UNREGISTER && UFFDIO_WAKE == i::UFFDIO_WAKE);
-    assert!(UFFDIO_COPY == i::UFFDIO_COPY && UFFDIO_ZEROPAGE == i::UFFDIO_ZEROPAGE);
-};
-
-const UFFD_API: u64 = 0xaa;
-/// Mode bits of the answering calls: do not wake waiters; write-protect (COPY); tolerate holes
-/// (MOVE).
-const DONT_WAKE: u64 = k::UFFDIO_COPY_MODE_DONTWAKE as u64;
-const COPY_WP: u64 = k::UFFDIO_COPY_MODE_WP as u64;
-const MOVE_ALLOW_SRC_HOLES: u64 = 2;
-const WRITEPROTECT_ON: u64 = 1;
-
-const EVENT_PAGEFAULT: u8 = k::UFFD_EVENT_PAGEFAULT as u8;
-const EVENT_FORK: u8 = k::UFFD_EVENT_FORK as u8;
-const EVENT_REMAP: u8 = k::UFFD_EVENT_REMAP as u8;
-const EVENT_REMOVE: u8 = k::UFFD_EVENT_REMOVE as u8;
-const EVENT_UNMAP: u8 = k::UFFD_EVENT_UNMAP as u8;
-const FAULT_WRITE: u64 = k::UFFD_PAGEFAULT_FLAG_WRITE as u64;
-const FAULT_WP: u64 = k::UFFD_PAGEFAULT_FLAG_WP as u64;
-
-// ---------------------------------------------------------------------------------------------
-// Features and opening
-// ---------------------------------------------------------------------------------------------
-
-bitflags::bitflags! {
-    /// What a userfaultfd can do or is asked to do: a set of the kernel's feature bits.
-    #[derive(Copy, Clone, PartialEq, Eq, Hash, Default)]
-    pub struct Features: u64 {
-        /// Write-protect faults are told apart (5.7).
-        const PAGEFAULT_FLAG_WP = k::UFFD_FEATURE_PAGEFAULT_FLAG_WP as u64;
-        /// A fork sends the child's descriptor; needs `CAP_SYS_PTRACE` (4.11).
-        const EVENT_FORK = k::UFFD_FEATURE_EVENT_FORK as u64;
-        /// `mremap` is reported (4.11).
-        const EVENT_REMAP = k::UFFD_FEATURE_EVENT_REMAP as u64;
-        /// `madvise(DONTNEED)` and its like are reported (4.11).
-        const EVENT_REMOVE = k::UFFD_FEATURE_EVENT_REMOVE as u64;
-        /// Missing faults on hugetlbfs (4.11).
-        const MISSING_HUGETLBFS = k::UFFD_FEATURE_MISSING_HUGETLBFS as u64;
-        /// Missing faults on shared memory (4.11).
-        const MISSING_SHMEM = k::UFFD_FEATURE_MISSING_SHMEM as u64;
-        /// `munmap` is reported (4.11).
-        const EVENT_UNMAP = k::UFFD_FEATURE_EVENT_UNMAP as u64;
-        /// Faults raise `SIGBUS` in the faulting thread instead of a message (4.14).
-        const SIGBUS = k::UFFD_FEATURE_SIGBUS as u64;
-        /// Messages carry the thread id (4.14).
-        const THREAD_ID = k::UFFD_FEATURE_THREAD_ID as u64;
-        /// Minor faults on hugetlbfs (5.13).
-        const MINOR_HUGETLBFS = k::UFFD_FEATURE_MINOR_HUGETLBFS as u64;
-        /// Minor faults on shared memory (5.14).
-        const MINOR_SHMEM = k::UFFD_FEATURE_MINOR_SHMEM as u64;
-        /// Messages carry the exact address, not its page (5.18).
-        const EXACT_ADDRESS = k::UFFD_FEATURE_EXACT_ADDRESS as u64;
-        /// Write protection of hugetlbfs and shared memory (5.19).
-        const WP_HUGETLBFS_SHMEM = k::UFFD_FEATURE_WP_HUGETLBFS_SHMEM as u64;
-        /// Write protection of pages that do not exist (6.4).
-        const WP_UNPOPULATED = k::UFFD_FEATURE_WP_UNPOPULATED as u64;
-        /// Pages can be poisoned (6.6).
-        const POISON = k::UFFD_FEATURE_POISON as u64;
-        /// Write protection that resolves itself and only marks (6.7).
-        const WP_ASYNC = k::UFFD_FEATURE_WP_ASYNC as u64;
-        /// Pages can be moved (6.8).
-        const MOVE = k::UFFD_FEATURE_MOVE as u64;
-    }
-}
-
-/// `EVENT_FORK|MOVE`; `bit40` for one without a name; `none`.
-impl fmt::Debug for Features {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut separator = "";
-        let mut named = self.iter_names();
-        for (name, _) in named.by_ref() {
-            write!(f, "{separator}{name}")?;
-            separator = "|";
-        }
-        let unnamed = named.remaining().bits();
-        for bit in (0..64).filter(|bit| unnamed >> bit & 1 == 1) {
-            write!(f, "{separator}bit{bit}")?;
-            separator = "|";
-        }
-        if separator.is_empty() { f.write_str("none") } else { Ok(()) }
-    }
-}
-
-/// Why no userfaultfd could be had.
-#[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum OpenError {
-    /// Neither the system call nor the device gave a descriptor.
-    #[error("userfaultfd: {}", DeniedText(*.syscall, *.device))]
-    Denied {
-        /// What the system call answered.
-        syscall: Errno,
-        /// What opening or asking `/dev/userfaultfd` answered; `None` if that was not worth a try.
-        device: Option<Errno>,
-    },
-    /// This kernel has no such features.
-    #[error("userfaultfd: this kernel lacks {missing:?}; swaptide needs Linux 6.8 or newer")]
-    Unsupported {
-        /// The features it lacks.
-        missing: Features,
-    },
-    /// There is a descriptor, but the kernel refused the features with this error (`EPERM`: fork
-    /// events need `CAP_SYS_PTRACE`).
-    #[error("userfaultfd: {asked:?} refused{}", RefusedText(*.errno))]
-    Refused {
-        /// What was asked for.
-        asked: Features,
-        /// The kernel's answer.
-        errno: Errno,
-    },
-}
-
-struct DeniedText(Errno, Option<Errno>);
-
-impl fmt::Display for DeniedText {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let &DeniedText(syscall, device) = self;
-        if syscall == Errno::NOSYS {
-            return f.write_str(
-                "this kernel has none (CONFIG_USERFAULTFD), or a seccomp filter hides it",
-            );
-        }
-        write!(f, "the system call failed ({})", ErrnoName(syscall))?;
-        if let Some(errno) = device {
-            write!(f, " and so did /dev/userfaultfd ({})", ErrnoName(errno))?;
-        }
-        f.write_str(
-            "; set vm.unprivileged_userfaultfd=1, or give this user access to /dev/userfaultfd",
-        )
-    }
-}
-
-struct RefusedText(Errno);
-
-impl fmt::Display for RefusedText {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Errno::PERM => f.write_str("; fork events need CAP_SYS_PTRACE"),
-            errno => write!(f, " ({})", ErrnoName(errno)),
-        }
-    }
-}
-
-impl OpenError {
-    /// The kernel's answer to what was tried first.
-    pub fn errno(self) -> Errno {
-        match self {
-            OpenError::Denied { syscall: errno, .. } | OpenError::Refused { errno, .. } => errno,
-            OpenError::Unsupported { .. } => Errno::INVAL,
-        }
-    }
-}
-
-// ---------------------------------------------------------------------------------------------
-// The descriptor
-// ---------------------------------------------------------------------------------------------
 
 /// How far an answering call came.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
@@ -622,10 +381,6 @@ impl AsFd for Uffd {
     }
 }
 
-fn abi_range(range: VirtRange) -> AbiRange {
-    AbiRange { start: range.start.0 as u64, len: range.len() as u64 }
-}
-
 fn open_flags(nonblocking: bool, user_mode_only: bool) -> u32 {
     k::O_CLOEXEC
         | if nonblocking { k::O_NONBLOCK } else { 0 }
@@ -656,110 +411,6 @@ fn device_descriptor(flags: u32) -> Result<Uffd, Errno> {
     Ok(Uffd(unsafe { OwnedFd::from_raw_fd(fd as i32) }))
 }
 
-// ---------------------------------------------------------------------------------------------
-// Messages
-// ---------------------------------------------------------------------------------------------
-
-/// A message as the kernel writes it. It owns the descriptor of a fork event until
-/// [`decode`](Message::decode) hands that over; dropped undecoded, it closes it. So it cannot be
-/// copied, and decoding needs `&mut`.
-#[repr(C)]
-#[derive(Default)]
-pub struct Message {
-    event: u8,
-    reserved: [u8; 7],
-    arg: [u64; 3],
-}
-
-/// A decoded message.
-#[derive(Debug)]
-pub enum Event {
-    /// A thread waits for a page.
-    Fault {
-        /// Where; the page's start unless [`Features::EXACT_ADDRESS`] was asked for.
-        addr: VirtAddr,
-        /// The waiting thread with [`Features::THREAD_ID`], else 0.
-        tid: u32,
-        /// It wants to write.
-        write: bool,
-        /// The page exists and is write-protected.
-        wp: bool,
-    },
-    /// The process forked; the child's registered memory belongs to this new descriptor.
-    Fork {
-        /// The child's userfaultfd.
-        uffd: Uffd,
-    },
-    /// Memory moved from one address to another. An [`Event::Unmap`] of the old place follows.
-    Remap {
-        /// The old start.
-        from: VirtAddr,
-        /// The new start.
-        to: VirtAddr,
-        /// Bytes that moved: the old length, also when the mapping grew.
-        len: usize,
-    },
-    /// The pages of the range were dropped; it stays mapped.
-    Remove(VirtRange),
-    /// The range was unmapped.
-    Unmap(VirtRange),
-    /// A message this code does not know, or one that was decoded before (number 0).
-    Unknown(u8),
-}
-
-impl Message {
-    /// An empty message, to fill buffers with.
-    pub const EMPTY: Message = Message { event: 0, reserved: [0; 7], arg: [0; 3] };
-
-    /// A buffer for [`Uffd::read`].
-    pub const fn buffer<const N: usize>() -> [Message; N] {
-        [const { Message::EMPTY }; N]
-    }
-
-    /// Takes the message's content out; what stays behind decodes as `Unknown(0)`.
-    pub fn decode(&mut self) -> Event {
-        let [a, b, c] = self.arg;
-        match core::mem::replace(&mut self.event, 0) {
-            EVENT_PAGEFAULT => Event::Fault {
-                addr: VirtAddr(b as usize),
-                tid: c as u32,
-                write: a & FAULT_WRITE != 0,
-                wp: a & FAULT_WP != 0,
-            },
-            EVENT_FORK => {
-                // SAFETY: the kernel opened this descriptor for the reader of the message; clearing
-                // `event` above makes this the only time it is taken.
-                let uffd = unsafe { OwnedFd::from_raw_fd(a as u32 as i32) };
-                Event::Fork { uffd: Uffd(uffd) }
-            }
-            EVENT_REMAP => Event::Remap {
-                from: VirtAddr(a as usize),
-                to: VirtAddr(b as usize),
-                len: c as usize,
-            },
-            EVENT_REMOVE => {
-                Event::Remove(VirtRange::new(VirtAddr(a as usize), VirtAddr(b as usize)))
-            }
-            EVENT_UNMAP => Event::Unmap(VirtRange::new(VirtAddr(a as usize), VirtAddr(b as usize))),
-            other => Event::Unknown(other),
-        }
-    }
-}
-
-impl Drop for Message {
-    fn drop(&mut self) {
-        if self.event == EVENT_FORK {
-            drop(self.decode());
-        }
-    }
-}
-
-impl fmt::Debug for Message {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Message(event {:#x}, {:x?})", self.event, self.arg)
-    }
-}
-
 /// Gives the raw descriptor number up, for tables that keep numbers (a forked child's, for
 /// example).
 impl IntoRawFd for Uffd {
@@ -771,26 +422,6 @@ impl IntoRawFd for Uffd {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn features_print_by_name() {
-        assert_eq!(std::format!("{:?}", Features::MOVE | Features::EVENT_FORK), "EVENT_FORK|MOVE");
-        assert_eq!(std::format!("{:?}", Features::from_bits_retain(1 << 40)), "bit40");
-        assert_eq!(std::format!("{:?}", Features::empty()), "none");
-        assert!((Features::MOVE | Features::POISON).contains(Features::POISON));
-    }
-
-    #[test]
-    fn decoding_takes_a_message_once() {
-        let mut m = Message { event: EVENT_REMOVE, reserved: [0; 7], arg: [0x1000, 0x3000, 0] };
-        assert!(matches!(m.decode(), Event::Remove(r) if r.pages() == 2));
-        assert!(matches!(m.decode(), Event::Unknown(0)));
-        let mut m = Message { event: EVENT_PAGEFAULT, reserved: [0; 7], arg: [3, 0x5000, 77] };
-        assert!(matches!(
-            m.decode(),
-            Event::Fault { addr: VirtAddr(0x5000), tid: 77, write: true, wp: true }
-        ));
-    }
 
     #[test]
     fn progress_never_reports_more_than_was_asked() {
