@@ -1,5 +1,7 @@
 //! A server that lies, about what it read, what it wrote and what it was asked.
 
+use std::time::Instant;
+
 use super::*;
 
 /// What a hostile server answers to a read of 4096 bytes, and whether another connection has to be

@@ -1,0 +1,214 @@
+//! Connections that break or are late, and servers that do not answer.
+
+use std::time::Instant;
+
+use super::*;
+
+#[test]
+fn what_was_under_way_when_a_connection_broke_goes_out_again() {
+    // Each connection answers a few more requests than the one before, and hangs up in the middle
+    // of the next reply.
+    let lab = Lab::new(|peer| {
+        for _ in 0..2 + 3 * peer.number {
+            let Some(asked) = peer.ask() else { return };
+            peer.answer(&asked);
+        }
+        let Some(asked) = peer.ask() else { return };
+        if asked.command == wire::READ {
+            let mut reply = chunk(
+                1,
+                wire::CHUNK_DATA,
+                asked.cookie,
+                &[&asked.offset.to_be_bytes()[..], &[0x55; 4096]].concat(),
+            );
+            reply.truncate(20 + 8 + 1234);
+            peer.send(&reply);
+        }
+    });
+    let nbd = lab.client(export(), options());
+    let data: Vec<[u8; PAGE_SIZE]> = (0..40).map(|i| [i as u8 + 1; PAGE_SIZE]).collect();
+    let places: Vec<(u64, &[u8])> =
+        data.iter().enumerate().map(|(i, page)| (i as u64 * PAGE, &page[..])).collect();
+    assert_eq!(nbd.write_many(&places), Ok(()));
+    let mut back = vec![[0u8; PAGE_SIZE]; 40];
+    let mut places: Vec<(u64, &mut [u8])> =
+        (0..).map(|i| i * PAGE).zip(back.iter_mut().map(|page| &mut page[..])).collect();
+    assert_eq!(nbd.read_many(&mut places), Ok(()));
+    assert!(back == data);
+    let stats = nbd.stats();
+    assert!(stats.replayed > 40 && stats.broken >= 5 && stats.dialed > stats.broken, "{stats:?}");
+    assert_eq!((stats.given_up, stats.refused, stats.garbled, stats.late), (0, 0, 0, 0));
+}
+
+#[test]
+fn a_server_that_comes_back_in_time_costs_time_and_nothing_else() {
+    // 12 attempts fail, that is about a second; writes wait as long here.
+    let lab = Lab::new(|peer| {
+        if peer.number == 0 {
+            peer.ask();
+            return;
+        }
+        peer.serve();
+    })
+    .refusing(|number| (1..9).contains(&number).then_some(Errno::CONNREFUSED));
+    let nbd = lab.client(export(), options());
+    let (answer, data) = guarded_read(&nbd, 8192, 20000);
+    assert_eq!((answer, &data), (Ok(20000), &lab.on_disk(8192, 20000)));
+    let stats = nbd.stats();
+    assert_eq!((stats.dialed, stats.dial_failed, stats.replayed), (2, 8, 1));
+}
+
+#[test]
+fn patience_ends_and_writes_do_not_try_for_a_while_then() {
+    let refuse = Arc::new(AtomicU32::new(1));
+    let lab = {
+        let refuse = Arc::clone(&refuse);
+        Lab::new(Peer::serve)
+            .refusing(move |_| (refuse.load(SeqCst) == 1).then_some(Errno::CONNREFUSED))
+    };
+    let patience = Duration::from_millis(150);
+    let nbd = lab.client(
+        export(),
+        Options { read_patience: 2 * patience, write_patience: patience, ..options() },
+    );
+    let start = Instant::now();
+    assert_eq!(guarded_read(&nbd, 0, 4096).0, Err(Errno::TIMEDOUT));
+    assert!(start.elapsed() >= 2 * patience);
+    let start = Instant::now();
+    assert_eq!(nbd.write_at(0, &[1; 4096]), Err(Errno::TIMEDOUT));
+    assert!(start.elapsed() >= patience);
+    // The server is back, but that takes a while to be noticed by those that can go elsewhere;
+    // reads try at once.
+    refuse.store(0, SeqCst);
+    let dialed = lab.dialed.load(SeqCst);
+    assert_eq!(nbd.write_at(0, &[1; 4096]), Err(Errno::TIMEDOUT));
+    assert_eq!(nbd.trim(0, 4096), Err(Errno::TIMEDOUT));
+    assert_eq!(nbd.write_many(&[(0, &[1; 4096])]), Err((0, Errno::TIMEDOUT)));
+    assert_eq!(lab.dialed.load(SeqCst), dialed);
+    assert_eq!(guarded_read(&nbd, 0, 4096).0, Ok(4096));
+    std::thread::sleep(WRITE_BACKOFF);
+    assert_eq!(nbd.write_at(0, &[1; 4096]), Ok(4096));
+    assert_eq!(nbd.stats().given_up, 2);
+}
+
+#[test]
+fn a_late_server_is_left_for_another_connection() {
+    // The first connection answers nothing; the second is slow, but not too slow; and trickling is
+    // no answer.
+    let lab = Lab::new(|peer| match peer.number {
+        0 => while peer.ask().is_some() {},
+        1 => {
+            let Some(asked) = peer.ask() else { return };
+            let whole = chunk(1, wire::CHUNK_DATA, asked.cookie, &[0; 8 + 4096]);
+            for byte in whole {
+                peer.send(&[byte]);
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }
+        _ => {
+            while let Some(asked) = peer.ask() {
+                std::thread::sleep(Duration::from_millis(50));
+                peer.answer(&asked);
+            }
+        }
+    });
+    let nbd = lab.client(export(), options());
+    let (answer, data) = guarded_read(&nbd, 4096, 4096);
+    assert_eq!((answer, &data), (Ok(4096), &lab.on_disk(4096, 4096)));
+    let stats = nbd.stats();
+    assert_eq!((stats.dialed, stats.late, stats.broken, stats.replayed), (3, 2, 2, 2));
+}
+
+#[test]
+fn who_talks_on_and_on_is_late_too() {
+    let lab = Lab::new(|peer| {
+        let Some(asked) = peer.ask() else { return };
+        if peer.number == 0 {
+            let mut more = error_chunk(asked.cookie, 5, &[b'x'; 4000]);
+            // Not the last chunk: the answer never ends.
+            more[5] = 0;
+            while peer.stream.write_all(&more).is_ok() {}
+            return;
+        }
+        peer.answer(&asked);
+    });
+    let nbd = lab.client(export(), options());
+    let (answer, data) = guarded_read(&nbd, 4096, 4096);
+    assert_eq!((answer, &data), (Ok(4096), &lab.on_disk(4096, 4096)));
+    assert_eq!(nbd.stats().late, 1);
+}
+
+#[test]
+fn a_late_write_is_replayed_after_the_server_has_let_go_of_it() {
+    // The first connection holds its write back until the client hangs up, does it then, and only
+    // then ends.
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let lab = {
+        let order = Arc::clone(&order);
+        Lab::new(move |peer| {
+            let asked = peer.ask().expect("a write");
+            if peer.number == 0 {
+                assert!(peer.ask().is_none());
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            order.lock().unwrap().push(peer.number);
+            peer.answer(&asked);
+            if peer.number > 0 {
+                peer.serve();
+            }
+        })
+    };
+    let nbd = lab.client(export(), Options { drain: Duration::from_secs(20), ..options() });
+    assert_eq!(nbd.write_at(0, &[9; 4096]), Ok(4096));
+    assert_eq!(*order.lock().unwrap(), [0, 1]);
+    assert_eq!(nbd.stats().late, 1);
+}
+
+#[test]
+fn a_change_that_was_sent_and_not_answered_is_in_doubt_whatever_came_of_it() {
+    let data = [7; 300 << 10];
+    let one = |script: fn(&mut Peer), options: Options| {
+        let lab = Lab::new(script);
+        lab.client(export(), options).write_surely(0, &data)
+    };
+    let (settled, in_doubt) = (Certainty::Settled, Certainty::InDoubt);
+    assert_eq!(one(Peer::serve, options()), (Ok(data.len()), settled));
+    // It hangs up before it has read all of the first request, and a replay succeeds.
+    let partly = |peer: &mut Peer| {
+        if peer.number == 0 {
+            peer.stream.read_exact(&mut [0; 100]).unwrap();
+        } else {
+            peer.serve();
+        }
+    };
+    assert_eq!(one(partly, options()), (Ok(data.len()), in_doubt));
+    // It is late, and the replay succeeds.
+    let late = |peer: &mut Peer| {
+        if peer.number == 0 { while peer.ask().is_some() {} } else { peer.serve() }
+    };
+    assert_eq!(one(late, options()), (Ok(data.len()), in_doubt));
+    // It is silent for as long as there is patience.
+    let silent = |peer: &mut Peer| while peer.ask().is_some() {};
+    let hasty = Options {
+        write_patience: Duration::from_millis(100),
+        request_limit: Duration::from_secs(9),
+        ..options()
+    };
+    assert_eq!(one(silent, hasty), (Err(Errno::TIMEDOUT), in_doubt));
+    // An error is an answer.
+    let refuses = |peer: &mut Peer| {
+        while let Some(asked) = peer.ask() {
+            peer.send(&simple(asked.cookie, 5, &[]));
+        }
+    };
+    assert_eq!(one(refuses, options()), (Err(Errno::IO), settled));
+    // Nothing was sent.
+    let nobody = Lab::new(Peer::serve).refusing(|_| Some(Errno::CONNREFUSED));
+    let nbd = nobody.client(export(), hasty);
+    assert_eq!(nbd.write_surely(0, &data), (Err(Errno::TIMEDOUT), settled));
+    // A trim like a write; reads change nothing.
+    let lab = Lab::new(|peer| if peer.number % 2 == 0 { drop(peer.ask()) } else { peer.serve() });
+    let nbd = lab.client(export(), options());
+    assert_eq!(nbd.trim_surely(0, SIZE), (Ok(()), in_doubt));
+    assert_eq!(guarded_read(&nbd, 0, 4096).0, Ok(4096));
+}
