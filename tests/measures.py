@@ -37,7 +37,6 @@ KNOWN = {
 BASELINE = {
     "swaptide-host::MemoryController": (20, 3),
     "swaptide-shared::Inner": (12, 3),
-    "swaptide-store::FileDevice": (10, 3),
 }
 
 # Comments, strings and characters; a lifetime (`'a`) is none of them.

@@ -22,7 +22,8 @@
 //!
 //! Locks: none of its own; it belongs to one reader.
 
-use super::{Buffer, FileDevice, ReadError, Stamp};
+use super::buffer::Buffer;
+use super::{FileDevice, ReadError, Stamp};
 use crate::{CLUSTER_SLOTS, PAGE_SIZE, Page, Slot};
 
 /// Pages around one that are read at most.
@@ -61,9 +62,9 @@ impl Window {
 
     /// Pages of the block for a slot that was not held: a power of two, at most `most`.
     fn next(&mut self, slot: Slot, most: usize) -> usize {
-        let is_beside = slot.0.abs_diff(self.at.0) == 1;
+        let is_adjacent = slot.0.abs_diff(self.at.0) == 1;
         let pages = match self.hits {
-            0 => 1 + usize::from(is_beside),
+            0 => 1 + usize::from(is_adjacent),
             hits => (hits as usize + 2).next_power_of_two().max(4),
         };
         let most = 1 << most.clamp(1, MAX_BLOCK_PAGES).ilog2();
@@ -126,11 +127,11 @@ impl ReadAhead {
         };
         if is_alone && most > 1 && device.is_rotational(*slot) {
             let pages = self.window.next(*slot, most);
-            let beside = device.beside(*slot, pages);
-            if !beside.is_empty()
-                && self.read_with(device, (*slot, page), &beside, (2 * most).max(MIN_HELD_PAGES))
+            let others = neighbours(device, *slot, pages);
+            if !others.is_empty()
+                && self.read_with(device, (*slot, page), &others, (2 * most).max(MIN_HELD_PAGES))
             {
-                came.ahead = beside.len();
+                came.ahead = others.len();
                 return Ok(came);
             }
         }
@@ -164,25 +165,25 @@ impl ReadAhead {
         &mut self,
         device: &FileDevice,
         asked: (Slot, &mut Page),
-        beside: &[(Slot, Stamp)],
+        others: &[(Slot, Stamp)],
         room: usize,
     ) -> bool {
-        if self.next + beside.len() > room.min(MAX_HELD_PAGES) {
+        if self.next + others.len() > room.min(MAX_HELD_PAGES) {
             self.next = 0;
         }
-        let places = self.next..self.next + beside.len();
+        let places = self.next..self.next + others.len();
         self.held[places.clone()].fill(None);
         let Ok(buffer) = self.buffer.blocks(MAX_HELD_PAGES) else { return false };
         let (pages, _) = buffer[places.start * PAGE_SIZE..].as_chunks_mut::<PAGE_SIZE>();
         let mut reqs = vec![asked];
-        reqs.extend(beside.iter().zip(pages).map(|((slot, _), page)| (*slot, page)));
+        reqs.extend(others.iter().zip(pages).map(|((slot, _), page)| (*slot, page)));
         if device.read(&mut reqs).is_err() {
             return false;
         }
         for held in &mut self.held {
-            *held = held.filter(|held| !beside.contains(held));
+            *held = held.filter(|held| !others.contains(held));
         }
-        for (at, read) in places.clone().zip(beside) {
+        for (at, read) in places.clone().zip(others) {
             self.held[at] = Some(*read);
         }
         self.next = places.end;
@@ -190,30 +191,21 @@ impl ReadAhead {
     }
 }
 
-impl FileDevice {
-    /// Whether a slot's page lies on a rotational device: where every read begins with a seek.
-    #[must_use]
-    pub fn is_rotational(&self, slot: Slot) -> bool {
-        let place = self.state.lock().places.get(slot);
-        place.is_some_and(|place| self.source.is_rotational(place.span.extent()))
-    }
-
-    /// The slots of the aligned block of `pages` around a slot, without itself, that lie next to it
-    /// on the device; with what they hold now.
-    fn beside(&self, slot: Slot, pages: usize) -> Vec<(Slot, Stamp)> {
-        let pages = pages.min(CLUSTER_SLOTS) as u32;
-        let state = self.state.lock();
-        let Some(place) = state.places.get(slot) else { return Vec::new() };
-        let first = slot.0 / pages * pages;
-        (first..first + pages)
-            .map(Slot)
-            .filter(|other| *other != slot)
-            .filter_map(|other| Some((other, state.places.get(other)?)))
-            .filter(|(_, other)| {
-                let is_near = other.span.block().abs_diff(place.span.block()) < pages;
-                is_near && other.span.extent() == place.span.extent()
-            })
-            .map(|(other, place)| (other, Stamp(place)))
-            .collect()
-    }
+/// The slots of the aligned block of `pages` around a slot, without itself, that lie next to it on
+/// the device; with what they hold now.
+fn neighbours(device: &FileDevice, slot: Slot, pages: usize) -> Vec<(Slot, Stamp)> {
+    let pages = pages.min(CLUSTER_SLOTS) as u32;
+    let state = device.store.state.lock();
+    let Some(place) = state.places.get(slot) else { return Vec::new() };
+    let first = slot.0 / pages * pages;
+    (first..first + pages)
+        .map(Slot)
+        .filter(|other| *other != slot)
+        .filter_map(|other| Some((other, state.places.get(other)?)))
+        .filter(|(_, other)| {
+            let is_near = other.span.block().abs_diff(place.span.block()) < pages;
+            is_near && other.span.extent() == place.span.extent()
+        })
+        .map(|(other, place)| (other, Stamp(place)))
+        .collect()
 }

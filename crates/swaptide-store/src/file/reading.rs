@@ -1,39 +1,61 @@
 //! Reading: from slots to pages.
 //!
-//! Owns nothing; each reader has one of the device's read_buffers, and with it the blocks it reads
-//! into. Rules and locks are those of the device ([`super`]).
+//! Owns the buffers that blocks are read into; each reader has one of them. What was read is
+//! remembered by its digest. Rules and locks are those of the device ([`super`]).
 
 use std::sync::Arc;
 
 use swaptide_sys::lock::Lock;
 
+use super::buffer::Buffer;
 use super::cipher::{Cipher, Form};
+use super::digests::Digester;
+use super::extent_store::{ExtentStore, FileState};
+use super::io::BlockIo;
 use super::places::SlotExtent;
-use super::{Buffer, FileDevice, FileState, PAGE_BLOCKS, ReadError, ReadErrorKind};
+use super::{PAGE_BLOCKS, ReadError, ReadErrorKind};
 use crate::block::BlockRun;
 use crate::codec::{self, Unpacker};
 use crate::{PAGE_SIZE, Page, Slot};
 
 /// Readers that can be inside at a time; more wait for one of them.
-pub(super) const READ_BUFFERS: usize = 5;
+const READ_BUFFERS: usize = 5;
 /// Blocks that are read before they are unpacked.
-pub(super) const READ_BLOCKS: usize = 128;
+const READ_BLOCKS: usize = 128;
 
 /// What reading needs.
-pub(super) struct ReadBuffer {
-    pub(super) buffer: Buffer,
-    pub(super) unpacker: Unpacker,
+struct ReadBuffer {
+    buffer: Buffer,
+    unpacker: Unpacker,
 }
 
-impl FileDevice {
-    /// Brings a batch of pages back. The slots keep them. No page is handed out that is not exactly
-    /// what was written.
-    ///
-    /// What was read is remembered by its digest, for [`Self::unchanged`].
-    pub fn read(&self, reqs: &mut [(Slot, &mut Page)]) -> Result<(), ReadError> {
+/// See the module's description.
+pub(super) struct PageReader {
+    /// Blocks on their way in.
+    buffers: [Lock<ReadBuffer>; READ_BUFFERS],
+    digester: Digester,
+}
+
+impl PageReader {
+    pub(super) fn new(digester: Digester) -> PageReader {
+        let buffers = core::array::from_fn(|_| {
+            Lock::new(ReadBuffer {
+                buffer: Buffer::reserve(PAGE_BLOCKS + READ_BLOCKS),
+                unpacker: Unpacker::new(),
+            })
+        });
+        PageReader { buffers, digester }
+    }
+
+    /// See [`super::FileDevice::read`].
+    pub(super) fn read(
+        &self,
+        store: &ExtentStore,
+        reqs: &mut [(Slot, &mut Page)],
+    ) -> Result<(), ReadError> {
         let mut order = Vec::with_capacity(reqs.len());
         {
-            let state = self.state.lock();
+            let state = store.state.lock();
             for (i, &(slot, _)) in reqs.iter().enumerate() {
                 let place = state
                     .places
@@ -44,30 +66,27 @@ impl FileDevice {
         }
         let Some(first) = order.first() else { return Ok(()) };
         let slot = first.slot;
-        let mut inbox = self
-            .read_buffers
-            .iter()
-            .find_map(Lock::try_lock)
-            .unwrap_or_else(|| self.read_buffers[0].lock());
-        let ReadBuffer { buffer, unpacker } = &mut *inbox;
-        let inbox = buffer
+        let mut blocks =
+            self.buffers.iter().find_map(Lock::try_lock).unwrap_or_else(|| self.buffers[0].lock());
+        let ReadBuffer { buffer, unpacker } = &mut *blocks;
+        let blocks = buffer
             .blocks(PAGE_BLOCKS + READ_BLOCKS)
             .map_err(|errno| ReadError { slot, kind: ReadErrorKind::Io(errno) })?;
-        let (spare, inbox) = inbox.split_at_mut(PAGE_BLOCKS * PAGE_SIZE);
+        let (spare, blocks) = blocks.split_at_mut(PAGE_BLOCKS * PAGE_SIZE);
         // In the order of the file, so that neighbours become one read.
         order.sort_unstable_by_key(|w| w.place.span);
         let mut rest = &mut order[..];
         while !rest.is_empty() {
-            match self.read_some(rest, inbox, unpacker, reqs) {
+            match read_some(store, rest, blocks, unpacker, reqs) {
                 Ok(n) => rest = &mut rest[n..],
                 Err((at, kind)) => {
                     let slot = rest[at].slot;
                     // Cleaning may have moved it, and something else may lie there now.
                     let before = rest[at].place;
-                    self.look_again(rest)?;
+                    look_again(store, rest)?;
                     if rest[at].place == before {
                         let page = &mut *reqs[rest[at].number].1;
-                        let copy = self.copy_of(&rest[at], spare);
+                        let copy = rest[at].read_copy(&*store.io, spare);
                         if copy.is_none_or(|bytes| rest[at].unpack(bytes, page, unpacker).is_err())
                         {
                             page.fill(0);
@@ -81,7 +100,7 @@ impl FileDevice {
             }
         }
         let digests: Vec<_> = order.iter().map(|w| self.digester.of(reqs[w.number].1)).collect();
-        let mut state = self.state.lock();
+        let mut state = store.state.lock();
         for (w, digest) in order.iter().zip(digests) {
             // Not if it was freed meanwhile; one that was moved is left out too.
             if let Some(digest) = digest.filter(|_| state.places.get(w.slot) == Some(w.place)) {
@@ -91,70 +110,69 @@ impl FileDevice {
         Ok(())
     }
 
-    /// Whether `page` is certainly what the slot holds: it was read since it was last written, and
-    /// had these contents. Does no I/O; `false` proves nothing.
-    #[must_use]
-    pub fn unchanged(&self, slot: Slot, page: &Page) -> bool {
-        let Some(then) = self.state.lock().digests.get(slot) else { return false };
+    /// See [`super::FileDevice::unchanged`].
+    pub(super) fn unchanged(&self, store: &ExtentStore, slot: Slot, page: &Page) -> bool {
+        let Some(then) = store.state.lock().digests.get(slot) else { return false };
         self.digester.of(page) == Some(then)
     }
 
-    /// Reads and unpacks as many pages as fit the buffer. On failure, tells which one of `wanted`
-    /// failed.
-    fn read_some(
-        &self,
-        wanted: &mut [Wanted],
-        inbox: &mut [u8],
-        unpacker: &mut Unpacker,
-        reqs: &mut [(Slot, &mut Page)],
-    ) -> Result<usize, (usize, ReadErrorKind)> {
-        let (n, mut runs) = lay_out(wanted, inbox);
-        if let Err((block, errno)) = self.io.read_runs(&mut runs) {
-            let at = wanted[..n]
-                .iter()
-                .position(|w| w.uses(block))
-                .expect("every block that is read is some page's");
-            return Err((at, ReadErrorKind::Io(errno)));
-        }
-        for i in 0..n {
-            let w = &wanted[i];
-            if let Some(same) =
-                i.checked_sub(1).map(|i| &wanted[i]).filter(|same| same.place.span == w.place.span)
-            {
-                // Asked for twice. Its bytes have been opened already.
-                if let Ok([(_, from), (_, to)]) = reqs.get_disjoint_mut([same.number, w.number]) {
-                    to.copy_from_slice(&from[..]);
-                }
-                continue;
+    /// Unlocks it in a forked child.
+    ///
+    /// # Safety
+    /// As of [`super::FileDevice::force_unlock`].
+    pub(super) unsafe fn force_unlock(&self) {
+        // SAFETY: the holders of the locks do not exist in this process, and had left the data
+        // consistent (caller).
+        self.buffers.iter().for_each(|buffer| unsafe { buffer.force_unlock() });
+    }
+}
+
+/// Reads and unpacks as many pages as fit the buffer. On failure, tells which one of `wanted`
+/// failed.
+fn read_some(
+    store: &ExtentStore,
+    wanted: &mut [Wanted],
+    blocks: &mut [u8],
+    unpacker: &mut Unpacker,
+    reqs: &mut [(Slot, &mut Page)],
+) -> Result<usize, (usize, ReadErrorKind)> {
+    let (n, mut runs) = lay_out(wanted, blocks);
+    if let Err((block, errno)) = store.io.read_runs(&mut runs) {
+        let at = wanted[..n]
+            .iter()
+            .position(|w| w.uses(block))
+            .expect("every block that is read is some page's");
+        return Err((at, ReadErrorKind::Io(errno)));
+    }
+    for i in 0..n {
+        let w = &wanted[i];
+        if let Some(same) =
+            i.checked_sub(1).map(|i| &wanted[i]).filter(|same| same.place.span == w.place.span)
+        {
+            // Asked for twice. Its bytes have been opened already.
+            if let Ok([(_, from), (_, to)]) = reqs.get_disjoint_mut([same.number, w.number]) {
+                to.copy_from_slice(&from[..]);
             }
-            let page = &mut *reqs[w.number].1;
-            w.unpack(&mut inbox[w.at..w.at + w.place.span.len()], page, unpacker)
-                .map_err(|kind| (i, kind))?;
+            continue;
         }
-        Ok(n)
+        let page = &mut *reqs[w.number].1;
+        w.unpack(&mut blocks[w.at..w.at + w.place.span.len()], page, unpacker)
+            .map_err(|kind| (i, kind))?;
     }
+    Ok(n)
+}
 
-    /// The bytes of a page from the other copy that there is of it, if there is one; sealed.
-    /// `spare` is room for its blocks.
-    pub(super) fn copy_of<'b>(&self, w: &Wanted, spare: &'b mut [u8]) -> Option<&'b mut [u8]> {
-        let span = w.place.span;
-        let blocks = &mut spare[..(span.end_block() - span.block()) as usize * PAGE_SIZE];
-        self.io.read_copy(u64::from(span.block()) * PAGE_SIZE as u64, blocks).ok()?;
-        Some(&mut blocks[span.byte()..][..span.len()])
+/// Looks up where pages lie now.
+fn look_again(store: &ExtentStore, wanted: &mut [Wanted]) -> Result<(), ReadError> {
+    let state = store.state.lock();
+    for w in wanted {
+        let place = state
+            .places
+            .get(w.slot)
+            .ok_or(ReadError { slot: w.slot, kind: ReadErrorKind::NoSuchSlot })?;
+        *w = Wanted::new(&state, w.slot, place, w.number);
     }
-
-    /// Looks up where pages lie now.
-    fn look_again(&self, wanted: &mut [Wanted]) -> Result<(), ReadError> {
-        let state = self.state.lock();
-        for w in wanted {
-            let place = state
-                .places
-                .get(w.slot)
-                .ok_or(ReadError { slot: w.slot, kind: ReadErrorKind::NoSuchSlot })?;
-            *w = Wanted::new(&state, w.slot, place, w.number);
-        }
-        Ok(())
-    }
+    Ok(())
 }
 
 /// A page to read, and what it takes to open it.
@@ -182,6 +200,19 @@ impl Wanted {
             number,
             at: 0,
         }
+    }
+
+    /// Its bytes from the other copy that there is of it, if there is one; sealed. `spare` is room
+    /// for its blocks.
+    pub(super) fn read_copy<'b>(
+        &self,
+        io: &dyn BlockIo,
+        spare: &'b mut [u8],
+    ) -> Option<&'b mut [u8]> {
+        let span = self.place.span;
+        let blocks = &mut spare[..(span.end_block() - span.block()) as usize * PAGE_SIZE];
+        io.read_copy(u64::from(span.block()) * PAGE_SIZE as u64, blocks).ok()?;
+        Some(&mut blocks[span.byte()..][..span.len()])
     }
 
     /// Whether any of its bytes are in that block of the buffer.

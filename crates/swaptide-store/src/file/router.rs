@@ -447,8 +447,8 @@ mod tests {
         Box::leak(Box::new(Two { files, generation, opened, failed }))
     }
 
-    fn block(byte: u8) -> super::super::Buffer {
-        let mut buffer = super::super::Buffer::default();
+    fn block(byte: u8) -> super::super::buffer::Buffer {
+        let mut buffer = super::super::buffer::Buffer::default();
         buffer.blocks(1).unwrap().fill(byte);
         buffer
     }
@@ -467,7 +467,7 @@ mod tests {
             two.files[usize::from(extent % 2)].read_exact_at(page.blocks(1).unwrap(), at).unwrap();
             assert!(page.blocks(1).unwrap().iter().all(|byte| *byte == extent + 1));
         }
-        let mut buffer = super::super::Buffer::default();
+        let mut buffer = super::super::buffer::Buffer::default();
         let mut runs: Vec<_> = buffer
             .blocks(8)
             .unwrap()

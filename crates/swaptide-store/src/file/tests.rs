@@ -4,10 +4,10 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use proptest::prelude::*;
+use swaptide_sys::Errno;
 
 use super::*;
-use crate::Page;
-use crate::codec::{Choice, Compressor, PackedKind};
+use crate::codec::{self, Choice, Compressor, PackedKind};
 
 mod ahead;
 mod far;
@@ -332,8 +332,8 @@ fn device(disk: &Disk, source: &Source) -> FileDevice {
 fn forked(parent: &FileDevice, disk: &Disk, source: &Source) -> FileDevice {
     let child = device(disk, source);
     {
-        let parent = parent.state.lock();
-        let mut state = child.state.lock();
+        let parent = parent.store.state.lock();
+        let mut state = child.store.state.lock();
         state.places = parent.places.clone();
         state.digests = parent.digests.clone();
         state.extents = parent.extents.clone();
@@ -391,7 +391,7 @@ fn write_raw(device: &FileDevice, pages: &[(u32, u32)]) -> Result<(), WriteError
 }
 
 fn check(device: &FileDevice) {
-    let state = device.state.lock();
+    let state = device.store.state.lock();
     let mut spans = Vec::new();
     let mut cluster = 0;
     while state.places.of_cluster(cluster, |_, place| spans.push(place.span)) {
@@ -719,7 +719,8 @@ fn a_failed_write_keeps_the_old_pages_and_avoids_the_place() {
     let failed = write(&device, &packed).unwrap_err();
     let lengths = packed
         .iter()
-        .map(|&(slot, seed)| packed_len(&codecs()[slot as usize % 2].compress(&page_of(seed))));
+        .map(|&(slot, seed)| (slot as usize % 2, page_of(seed)))
+        .map(|(codec, page)| super::write::packed_len(&codecs()[codec].compress(&page)));
     let before: usize = lengths.take(failed.slot.0 as usize).sum();
     assert!(
         (63 * PAGE_SIZE..64 * PAGE_SIZE).contains(&before),

@@ -128,8 +128,9 @@ fn what_was_freed_or_written_since_is_not_handed_out() {
 #[test]
 fn a_neighbour_that_cannot_be_read_costs_nobody_a_page() {
     let (disk, device) = turning(true);
-    let block =
-        |slot: u32| u64::from(device.state.lock().places.get(Slot(slot)).unwrap().span.block());
+    let block = |slot: u32| {
+        u64::from(device.store.state.lock().places.get(Slot(slot)).unwrap().span.block())
+    };
     let mut ahead = ReadAhead::default();
     disk.0.lock().unwrap().pages.get_mut(&block(5)).unwrap()[9] ^= 1;
     let (page, came) = bring(&mut ahead, &device, 6, 8).unwrap();
@@ -151,7 +152,7 @@ fn what_a_failed_read_wrote_over_is_not_handed_out() {
     for block in 0..9 {
         walk(&mut ahead, &device, block * 8..block * 8 + 4, 8);
     }
-    let block = u64::from(device.state.lock().places.get(Slot(79)).unwrap().span.block());
+    let block = u64::from(device.store.state.lock().places.get(Slot(79)).unwrap().span.block());
     disk.0.lock().unwrap().pages.get_mut(&block).unwrap()[9] ^= 1;
     assert_eq!(walk(&mut ahead, &device, 72..73, 8), Ahead::default());
     let came = walk(&mut ahead, &device, (0..72).filter(|slot| slot % 8 >= 4), 1);

@@ -118,8 +118,8 @@ fn a_child_does_not_give_back_what_its_parent_has_emptied() {
     write_raw(&parent, &(0..513).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
     (0..512).for_each(|slot| assert!(parent.free(Slot(slot))));
     let child = forked(&parent, &disk, &source);
-    *child.emptied.lock() = parent.emptied.lock().clone();
-    assert_eq!(child.emptied.lock().len(), 1);
+    *child.store.emptied.lock() = parent.store.emptied.lock().clone();
+    assert_eq!(child.store.emptied.lock().len(), 1);
     child.abandon(Vec::new());
     child.let_go_far();
     assert_eq!(source.held(), 2);

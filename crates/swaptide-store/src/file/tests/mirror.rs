@@ -152,7 +152,7 @@ fn a_page_that_both_lost_is_an_error_and_no_other_one_is() {
     let (three, source) = (three(), Source::new(MIRRORED));
     let device = over(three, &source);
     fill(&device, 0..600);
-    let span = device.state.lock().places.get(Slot(300)).unwrap().span;
+    let span = device.store.state.lock().places.get(Slot(300)).unwrap().span;
     for (file, at) in three.files.iter().zip([0, EXTENT_BYTES]) {
         file.write_all_at(b"?", at + span.start() + 3).unwrap();
     }

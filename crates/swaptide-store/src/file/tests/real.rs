@@ -1,5 +1,7 @@
 //! On files and in shared memory.
 
+use swaptide_sys::mem::Mapping;
+
 use super::*;
 
 /// A file without a name, in the first directory that takes it.

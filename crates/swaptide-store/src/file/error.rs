@@ -1,0 +1,43 @@
+//! Why pages could not be written or brought back.
+
+use swaptide_sys::Errno;
+
+use crate::Slot;
+
+/// A batch was not written; every slot has the page it had before.
+#[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("swap file: writing slot {slot}: {}", swaptide_sys::ErrnoName(*errno))]
+pub struct WriteError {
+    /// The first slot that could not be written.
+    pub slot: Slot,
+    /// Why; `NOSPC` also when no extent is to be had.
+    pub errno: Errno,
+}
+
+/// Why a page could not be brought back.
+#[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReadErrorKind {
+    /// The file could not be read.
+    #[error("{}", swaptide_sys::ErrnoName(*.0))]
+    Io(Errno),
+    /// What was read is not what was written.
+    #[error("the page is not what was written there: the file was changed, or the disk is failing")]
+    Authentication,
+    /// The slot holds no page.
+    #[error("the slot holds no page")]
+    NoSuchSlot,
+    /// What was written is not a packed page: it was damaged in memory before.
+    #[error("the data does not unpack: memory was damaged before it was written")]
+    Unpacking,
+}
+
+/// A page of a batch could not be brought back; the contents of the batch's other pages are
+/// undefined.
+#[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("swap file: reading slot {slot}: {kind}")]
+pub struct ReadError {
+    /// The first slot that failed.
+    pub slot: Slot,
+    /// Why.
+    pub kind: ReadErrorKind,
+}

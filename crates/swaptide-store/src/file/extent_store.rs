@@ -1,0 +1,235 @@
+//! The file, the extents leased of it, and what lies in them.
+//!
+//! Owns the state of the slots and of the extents. Writes sealed objects to the file, and gives
+//! extents without live pages back. Rules and locks are those of the device ([`super`]).
+
+use core::ops::Range;
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use core::time::Duration;
+use std::sync::Arc;
+
+use swaptide_sys::Errno;
+use swaptide_sys::lock::Lock;
+use swaptide_sys::thread::now;
+
+use super::cipher::Cipher;
+use super::digests::Digests;
+use super::extents::{Extents, FreedExtent, Taken};
+use super::io::{self, BlockIo};
+use super::places::SlotExtents;
+use super::{EXTENT_BYTES, Extent, ExtentSource, WRITE_BLOCKS};
+use crate::{PAGE_SIZE, Slot};
+
+/// A server that has not taken note of an empty extent for so long does not answer; then none is
+/// told for a while.
+const TRIM_TIMEOUT: Duration = Duration::from_secs(1);
+const TRIM_BACKOFF: Duration = Duration::from_secs(60);
+
+/// See the module's description.
+pub(super) struct ExtentStore {
+    pub(super) io: Box<dyn BlockIo>,
+    pub(super) source: Box<dyn ExtentSource + Send + Sync>,
+    pub(super) state: Lock<FileState>,
+    /// Before this moment no server is told of extents that emptied: one has just not answered. In
+    /// nanoseconds of the monotonic clock.
+    trims_rest: AtomicU64,
+    /// Extents of servers without live pages: a server is not told of them by the thread that freed
+    /// the last one.
+    pub(super) emptied: Lock<Vec<FreedExtent>>,
+}
+
+pub(super) struct FileState {
+    pub(super) places: SlotExtents,
+    /// Of pages that were read and neither freed nor written again since.
+    pub(super) digests: Digests,
+    pub(super) extents: Extents,
+}
+
+/// What could not be written.
+pub(super) struct Unwritten {
+    /// The first object of the write that failed.
+    pub(super) object: usize,
+    pub(super) extent: Extent,
+    pub(super) errno: Errno,
+}
+
+impl ExtentStore {
+    pub(super) fn new(
+        io: Box<dyn BlockIo>,
+        source: Box<dyn ExtentSource + Send + Sync>,
+        cipher: Cipher,
+    ) -> ExtentStore {
+        let extents = Extents::new(Arc::new(cipher));
+        let state =
+            FileState { places: SlotExtents::default(), digests: Digests::default(), extents };
+        ExtentStore {
+            io,
+            source,
+            state: Lock::new(state),
+            trims_rest: AtomicU64::new(0),
+            emptied: Lock::default(),
+        }
+    }
+
+    /// Seals objects into `out` and writes them to their places, what lies together at once. `seal`
+    /// is given an object's number, its place and where to.
+    pub(super) fn put(
+        &self,
+        out: &mut [u8],
+        taken: &[Taken],
+        mut seal: impl FnMut(usize, &Taken, &mut [u8]),
+    ) -> Result<(), Unwritten> {
+        const FULL: usize = WRITE_BLOCKS * PAGE_SIZE;
+        // The bytes in `out`, the place in the file they begin at, and the first object among them.
+        let (mut fill, mut base, mut first) = (0usize, 0u64, 0);
+        let write = |base: u64, bytes: &[u8], first: usize| {
+            let written = io::write_all(&*self.io, base, bytes);
+            self.leave_doubtful(base..base + bytes.len() as u64);
+            written.map_err(|(at, errno)| Unwritten {
+                object: first,
+                extent: Extent((at / EXTENT_BYTES) as u32),
+                errno,
+            })
+        };
+        for (i, place) in taken.iter().enumerate() {
+            let start = place.span.start();
+            let at = usize::try_from(start.wrapping_sub(base)).unwrap_or(usize::MAX);
+            let padded = fill.next_multiple_of(PAGE_SIZE);
+            if fill > 0 && at != fill && at != padded {
+                out[fill..padded].fill(0);
+                write(base, &out[..padded], first)?;
+                fill = 0;
+            }
+            if fill == 0 {
+                (base, first) = (start, i);
+                assert_eq!(
+                    place.span.byte(),
+                    0,
+                    "swap file: a write that does not begin with a block"
+                );
+            } else {
+                out[fill..at].fill(0);
+                fill = at;
+            }
+            seal(i, place, &mut out[fill..fill + place.span.len()]);
+            fill += place.span.len();
+            if fill >= FULL {
+                write(base, &out[..FULL], first)?;
+                out.copy_within(FULL..fill, 0);
+                (fill, base, first) = (fill - FULL, base + FULL as u64, i);
+            }
+        }
+        let padded = fill.next_multiple_of(PAGE_SIZE);
+        out[fill..padded].fill(0);
+        if fill == 0 { Ok(()) } else { write(base, &out[..padded], first) }
+    }
+
+    /// Lays nothing more into those extents of a range of the file that are in doubt: what has just
+    /// been written there may be written once more at any time, over whatever lies there then.
+    fn leave_doubtful(&self, range: Range<u64>) {
+        for number in range.start / EXTENT_BYTES..range.end.div_ceil(EXTENT_BYTES) {
+            let extent = Extent(number as u32);
+            if self.source.is_in_doubt(extent) {
+                self.state.lock().extents.distrust(extent);
+            }
+        }
+    }
+
+    /// See [`super::FileDevice::free`].
+    pub(super) fn free(&self, slot: Slot) -> bool {
+        let vacated = {
+            let mut state = self.state.lock();
+            let Some(place) = state.places.remove(slot) else { return false };
+            state.digests.remove(slot);
+            state.extents.free(place.span)
+        };
+        match vacated {
+            Some(remote) if self.source.server_of(remote.extent).is_some() => {
+                self.emptied.lock().push(remote)
+            }
+            local => self.release(local.as_slice()),
+        }
+        true
+    }
+
+    /// Forgets all slots, and gives every extent back.
+    pub(super) fn clear(&self) {
+        let vacated = {
+            let mut state = self.state.lock();
+            state.places = SlotExtents::default();
+            state.digests = Digests::default();
+            state.extents.clear()
+        };
+        self.release(&vacated);
+        self.release_remote();
+    }
+
+    /// Undoes the reservations of a write that failed.
+    pub(super) fn give_up(&self, taken: &[Taken], suspect: Option<Extent>) {
+        let mut vacated = Vec::new();
+        {
+            let mut state = self.state.lock();
+            if let Some(extent) = suspect {
+                state.extents.distrust(extent);
+            }
+            for page in taken {
+                vacated.extend(state.extents.free(page.span));
+            }
+        }
+        self.release(&vacated);
+    }
+
+    /// Gives extents without live pages back to the file system and to the source. Without the
+    /// lock: punching takes time, and nobody can lease them before the source has them back.
+    pub(super) fn release(&self, vacated: &[FreedExtent]) {
+        for &FreedExtent { extent, shared } in vacated {
+            if !shared {
+                self.source.release(extent, self.punch(extent));
+            } else if self.source.release_shared(extent) {
+                // The last one that had it.
+                self.source.release(extent, self.punch(extent));
+            }
+        }
+    }
+
+    fn punch(&self, extent: Extent) -> bool {
+        !self.source.is_in_doubt(extent)
+            && self.io.punch(u64::from(extent.0) * EXTENT_BYTES, EXTENT_BYTES).is_ok()
+    }
+
+    /// See [`super::FileDevice::let_go_far`].
+    pub(super) fn release_remote(&self) {
+        let emptied = core::mem::take(&mut *self.emptied.lock());
+        for FreedExtent { extent, shared } in emptied {
+            let began = now();
+            let tells = !shared && began.0 >= self.trims_rest.load(Relaxed);
+            let told = tells && self.punch(extent);
+            if tells && !told && now().since(began) > TRIM_TIMEOUT {
+                self.trims_rest
+                    .store(now().0.saturating_add(TRIM_BACKOFF.as_nanos() as u64), Relaxed);
+            }
+            if !shared {
+                self.source.release(extent, told);
+            } else if self.source.release_shared(extent) {
+                self.source.release(
+                    extent,
+                    began.0 >= self.trims_rest.load(Relaxed) && self.punch(extent),
+                );
+            }
+        }
+    }
+
+    /// Unlocks it in a forked child.
+    ///
+    /// # Safety
+    /// As of [`super::FileDevice::force_unlock`].
+    pub(super) unsafe fn force_unlock(&self) {
+        // SAFETY: the holder of the locks does not exist in this process, and had left the data
+        // consistent (caller).
+        unsafe {
+            self.state.force_unlock();
+            self.emptied.force_unlock();
+            self.io.force_unlock();
+        }
+    }
+}
