@@ -4,11 +4,7 @@
 //! what it read under the same hold, so nobody sees the one without the other: a forked child runs
 //! from the moment its event is read, and is known by then.
 //!
-//! A page is brought back into the *page cache*: by `UFFDIO_COPY` through the fault's own address
-//! space, which maps it there too; where the kernel refuses that (its mappings are changing, or the
-//! pages lie in two of them), by writing into the hole of the memory file, which needs no address.
-//! Either gives the page whole: nobody sees a part of it. Other processes find it in the cache and
-//! map it without asking.
+//! What a fault brings in is decided here; how it comes in is `swap_in`'s.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,53 +15,32 @@ use rustix::event::epoll;
 use swaptide_engine::mm::types::PageNo;
 use swaptide_engine::readahead::locality::SwapIn;
 use swaptide_ipc::{Counter, LAST_ORDER, OfOrder};
-use swaptide_store::codec::Unpacker;
-use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::uffd::{Event, Message, Uffd};
 
 use crate::reclaim::margin;
-use crate::region::{RegionId, RegionPage};
-use crate::space::{Piece, Space, SpaceId, SpaceState};
-use crate::state::{
-    GUARD_TIMEOUT, Inner, PagerState, ROOM_TOKEN, STOP_FAULTS, is_hole, write_pages,
-};
+use crate::region::RegionPage;
+use crate::space::{SpaceId, SpaceState};
+use crate::state::{GUARD_TIMEOUT, Inner, PagerState, ROOM_TOKEN, STOP_FAULTS, is_hole};
+use crate::swap_in::{FIRST_PAGES, FaultSite, MAX_PAGES_PER_FAULT, PageLoader};
 
-/// Most pages that one fault brings in: 2 MiB.
-const MAX_PAGES_PER_FAULT: usize = 512;
-/// Pages that are brought in before the one asked for is woken.
-const FIRST_PAGES: usize = 16;
 /// Pages that are brought in together of what a program wants in.
 const WINDOW_PAGES: usize = 64;
 /// Without a limit, what one fault may bring in is bounded as under this one.
 const DEFAULT_WINDOW_LIMIT_BYTES: u64 = 128 << 20;
 
-/// Memory of a thread that brings pages in.
-pub(crate) struct PageLoader {
-    buffer: Vec<u8>,
-    unpacker: Unpacker,
+/// The thread that answers.
+struct FaultThread {
+    inner: Arc<Inner>,
+    loader: PageLoader,
 }
 
-impl PageLoader {
-    /// With room for the most usual window.
-    pub fn new() -> PageLoader {
-        PageLoader { buffer: vec![0; FIRST_PAGES * PAGE_SIZE], unpacker: Unpacker::new() }
-    }
-}
-
-/// Where pages of a fault are to be mapped at once.
-#[derive(Clone, Copy)]
-struct EventPoller {
-    space: SpaceId,
-    piece: Piece,
-}
-
-/// The thread.
+/// What the thread does.
 pub(crate) fn run(inner: Arc<Inner>) {
     // A fault is a thread that waits.
     swaptide_sys::affinity::go_first();
-    let mut loader = PageLoader::new();
+    let mut thread = FaultThread { inner: inner.clone(), loader: PageLoader::new() };
     let mut events =
         [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
             64];
@@ -93,25 +68,25 @@ pub(crate) fn run(inner: Arc<Inner>) {
             if data == ROOM_TOKEN {
                 let _ = rustix::io::read(&inner.room, &mut [0u8; 8]);
             } else if data & 1 == 1 {
-                inner.guard_gone(&mut state, id);
+                thread.guard_gone(&mut state, id);
             } else {
-                inner.hear(&mut state, id, &mut loader);
+                thread.hear(&mut state, id);
             }
         }
         for (id, addr, wp) in std::mem::take(&mut state.waiting) {
-            inner.answer(&mut state, id, addr, wp, &mut loader);
+            thread.answer(&mut state, id, addr, wp);
         }
         if ready == 0 && !comes_in || patience == 5 {
-            inner.look_after(&mut state, &mut loader);
+            thread.look_after(&mut state);
         }
-        comes_in = inner.bring_some(&mut state, &mut loader);
+        comes_in = thread.bring_some(&mut state);
         if !state.waiting.is_empty() || !state.wanted_in.is_empty() {
             inner.work.notify_all();
         }
     }
 }
 
-impl Inner {
+impl FaultThread {
     /// True when nothing may come in before something goes out.
     fn is_full(&self, state: &PagerState) -> bool {
         !self.has_room(state, FIRST_PAGES) && !state.is_stuck()
@@ -119,14 +94,14 @@ impl Inner {
 
     /// True when `pages` pages may come in within the limit.
     fn has_room(&self, state: &PagerState, pages: usize) -> bool {
-        let Some(limit) = self.limit().filter(|_| state.engaged) else { return true };
-        let used = (state.counts().resident * PAGE_SIZE) as u64 + self.own_bytes_before();
+        let Some(limit) = self.inner.limit().filter(|_| state.engaged) else { return true };
+        let used = (state.counts().resident * PAGE_SIZE) as u64 + self.inner.own_bytes_before();
         used + (pages * PAGE_SIZE) as u64 <= limit
     }
 
     /// Brings in a window of what programs want in, if there is room. True when there is more to
     /// bring in at once: faults are answered in between.
-    fn bring_some(&self, state: &mut PagerState, loader: &mut PageLoader) -> bool {
+    fn bring_some(&mut self, state: &mut PagerState) -> bool {
         while let Some((id, pages)) = state.wanted_in.front().cloned() {
             let region = state.regions.get(&id);
             let out = |page: &usize| region.is_some_and(|region| region.state(*page).is_out());
@@ -135,7 +110,7 @@ impl Inner {
                 continue;
             };
             // What reclaim keeps free has room for this much.
-            let most = self.limit().map_or(WINDOW_PAGES, |limit| {
+            let most = self.inner.limit().map_or(WINDOW_PAGES, |limit| {
                 (margin(limit) as usize / PAGE_SIZE).clamp(1, WINDOW_PAGES)
             });
             if !self.has_room(state, most) {
@@ -150,7 +125,7 @@ impl Inner {
                 // What cannot be brought in now comes when it is touched.
                 left.start = start + len;
             }
-            self.fill(state, None, id, start..start + len, loader);
+            self.inner.fill(state, None, id, start..start + len, &mut self.loader);
             return true;
         }
         false
@@ -166,12 +141,12 @@ impl Inner {
         space.unguarded = Instant::now();
         state.generation += 1;
         if space.standing() == SpaceState::Gone {
-            self.forget_space(state, id);
+            self.inner.forget_space(state, id);
         }
     }
 
     /// Looks at address spaces without a guard, and at faults that wait.
-    fn look_after(&self, state: &mut PagerState, loader: &mut PageLoader) {
+    fn look_after(&mut self, state: &mut PagerState) {
         let alone: Vec<SpaceId> = state
             .spaces
             .iter()
@@ -181,39 +156,19 @@ impl Inner {
         for id in alone {
             let space = &state.spaces[&id];
             if space.standing() == SpaceState::Gone {
-                self.forget_space(state, id);
+                self.inner.forget_space(state, id);
             } else if space.unguarded.elapsed() > GUARD_TIMEOUT && !space.rescued {
-                self.rescue(state, id);
+                self.inner.rescue(state, id);
             }
         }
-        self.forget_unmapped(state);
+        self.inner.forget_unmapped(state);
         for (id, addr, wp) in std::mem::take(&mut state.held) {
-            self.answer(state, id, addr, wp, loader);
-        }
-    }
-
-    /// Brings everything back that an address space may need which nobody stands guard for, or
-    /// whose faults somebody else answers.
-    pub(crate) fn rescue(&self, state: &mut PagerState, id: SpaceId) {
-        let regions: Vec<RegionId> = match state.spaces.get_mut(&id) {
-            Some(space) => {
-                space.rescued = true;
-                if space.stale {
-                    state.regions.keys().copied().collect()
-                } else {
-                    space.layout.iter().map(|p| p.region).collect()
-                }
-            }
-            None => return,
-        };
-        for region in regions {
-            let pages = state.regions.get(&region).map_or(0, |region| region.pages());
-            self.restore(state, region, 0..pages);
+            self.answer(state, id, addr, wp);
         }
     }
 
     /// Reads what an address space tells, and answers.
-    fn hear(&self, state: &mut PagerState, id: SpaceId, loader: &mut PageLoader) {
+    fn hear(&mut self, state: &mut PagerState, id: SpaceId) {
         let mut messages = Message::buffer::<32>();
         let mut faults: Vec<(VirtAddr, bool)> = Vec::new();
         let mut children: Vec<Uffd> = Vec::new();
@@ -231,7 +186,7 @@ impl Inner {
                     Event::Remove(_) => {}
                     Event::Remap { .. } | Event::Unmap(_) => changed = true,
                     Event::Unknown(number) => {
-                        (self.log)(&format!("shared memory: event {number:#x} is not known"))
+                        (self.inner.log)(&format!("shared memory: event {number:#x} is not known"))
                     }
                 }
             }
@@ -242,8 +197,8 @@ impl Inner {
         for uffd in children {
             let layout = state.spaces.get(&id).map_or(Vec::new(), |space| space.layout.clone());
             let unsure = changed || state.spaces.get(&id).is_some_and(|space| space.stale);
-            self.count(Counter::Forks, 1);
-            match self.add_space(state, uffd, None, layout) {
+            self.inner.count(Counter::Forks, 1);
+            match self.inner.add_space(state, uffd, None, layout) {
                 Ok(child) => {
                     if let Some(space) = state.spaces.get_mut(&child) {
                         space.stale = unsure;
@@ -258,29 +213,22 @@ impl Inner {
             }
         }
         if changed {
-            self.learn(state, id);
+            self.inner.learn(state, id);
         }
         for (addr, wp) in faults {
-            self.answer(state, id, addr, wp, loader);
+            self.answer(state, id, addr, wp);
         }
     }
 
     /// Answers one fault.
-    fn answer(
-        &self,
-        state: &mut PagerState,
-        id: SpaceId,
-        addr: VirtAddr,
-        wp: bool,
-        loader: &mut PageLoader,
-    ) {
+    fn answer(&mut self, state: &mut PagerState, id: SpaceId, addr: VirtAddr, wp: bool) {
         let Some(space) = state.spaces.get(&id) else { return };
         let place = match space.translate(addr) {
             Some(place) if !space.stale => Some(place),
             _ => {
                 // After a change that was not told: a mapping that grew into what was its own
                 // before.
-                self.learn(state, id);
+                self.inner.learn(state, id);
                 let Some(space) = state.spaces.get(&id) else { return };
                 if space.stale && space.rescued {
                     self.answer_unknown(state, id, addr, wp);
@@ -296,10 +244,10 @@ impl Inner {
         let at = VirtRange::from_len(addr, PAGE_SIZE);
         let Some((piece, page)) = place else {
             // It is no longer mapped, which a waiting thread finds out.
-            self.wake(state, id, at);
+            wake(state, id, at);
             return;
         };
-        let door = EventPoller { space: id, piece };
+        let site = FaultSite { space: id, piece };
         let comes_in = |state: RegionPage| state == RegionPage::Absent || state.is_out();
         if state.regions.get(&piece.region).is_some_and(|region| comes_in(region.state(page)))
             && self.is_full(state)
@@ -308,24 +256,24 @@ impl Inner {
             return;
         }
         let Some(region) = state.regions.get_mut(&piece.region) else {
-            self.wake(state, id, at);
+            wake(state, id, at);
             return;
         };
         match region.state(page) {
-            RegionPage::Absent => self.grow(state, door, page),
+            RegionPage::Absent => self.grow(state, site, page),
             RegionPage::Zero | RegionPage::Pool | RegionPage::File => {
-                self.swap_in(state, door, page, loader)
+                self.swap_in(state, site, page)
             }
             RegionPage::Leaving if wp => {
                 // It is written to: it stays, and so does what is around it, for a while.
                 region.set(page, RegionPage::Present);
                 region.chunk(page / 16).hot = true;
-                self.count(Counter::SwapCacheHit, 1);
+                self.inner.count(Counter::SwapCacheHit, 1);
             }
             // A program gave it up by itself.
             RegionPage::Present if !wp && is_hole(&region.memory, &(page..page + 1)) => {
                 region.set(page, RegionPage::Absent);
-                self.grow(state, door, page);
+                self.grow(state, site, page);
             }
             RegionPage::Present | RegionPage::Leaving => {}
             RegionPage::Lost => {
@@ -346,7 +294,7 @@ impl Inner {
                 return;
             }
         }
-        self.wake(state, id, at);
+        wake(state, id, at);
     }
 
     /// Answers a fault in a space whose mappings are not known, and for which everything was
@@ -355,7 +303,7 @@ impl Inner {
         let counts = state.counts();
         if counts.out() > counts.lost {
             // Something could not be brought back for want of memory: it is tried again.
-            self.rescue(state, id);
+            self.inner.rescue(state, id);
             let counts = state.counts();
             if counts.out() > counts.lost {
                 state.held.push((id, addr, wp));
@@ -374,33 +322,29 @@ impl Inner {
         let _ = space.uffd.wake(at);
     }
 
-    fn wake(&self, state: &PagerState, id: SpaceId, at: VirtRange) {
-        if let Some(space) = state.spaces.get(&id) {
-            let _ = space.uffd.wake(at);
-        }
-    }
-
     /// Pages that one fault may bring in.
     fn bound(&self) -> usize {
-        let limit = self.limit().unwrap_or(DEFAULT_WINDOW_LIMIT_BYTES);
+        let limit = self.inner.limit().unwrap_or(DEFAULT_WINDOW_LIMIT_BYTES);
         let bound = (limit / 64) as usize / PAGE_SIZE;
         // As for a process's own memory: with a file, page-cluster says how far is read ahead, of
         // compressed memory in front of it too.
-        let bound = match self.segment.header.swap_in.page_cluster_plus.load(Relaxed) {
+        let bound = match self.inner.segment.header.swap_in.page_cluster_plus.load(Relaxed) {
             0 => bound,
-            plus if self.store.has_file() => bound.min(1 << (plus - 1).min(u32::from(LAST_ORDER))),
+            plus if self.inner.store.has_file() => {
+                bound.min(1 << (plus - 1).min(u32::from(LAST_ORDER)))
+            }
             _ => bound,
         };
-        match self.segment.header.swap_in.largest_order_plus.load(Relaxed) {
+        match self.inner.segment.header.swap_in.largest_order_plus.load(Relaxed) {
             0 => bound.clamp(1, MAX_PAGES_PER_FAULT),
             plus => bound.clamp(1, 1 << (plus - 1).min(u32::from(LAST_ORDER))),
         }
     }
 
     /// Pages that nobody has touched yet.
-    fn grow(&self, state: &mut PagerState, door: EventPoller, page: usize) {
+    fn grow(&self, state: &mut PagerState, site: FaultSite, page: usize) {
         let bound = self.bound();
-        let Some(region) = state.regions.get_mut(&door.piece.region) else { return };
+        let Some(region) = state.regions.get_mut(&site.piece.region) else { return };
         let window = region.locality.growth_window(PageNo(page), bound);
         let end = (page + window).min(region.pages());
         let run = region
@@ -408,8 +352,8 @@ impl Inner {
             .first()
             .cloned()
             .unwrap_or(page..page + 1);
-        let space = state.spaces.get(&door.space);
-        if let (Some(space), Some(range)) = (space, door.piece.addresses(door.piece.region, &run)) {
+        let space = state.spaces.get(&site.space);
+        if let (Some(space), Some(range)) = (space, site.piece.addresses(site.piece.region, &run)) {
             // What of it fails is made below.
             let _ = space.uffd.zero_pages(range, true);
         }
@@ -419,7 +363,7 @@ impl Inner {
             && let Err(errno) =
                 rustix::fs::fallocate(&region.memory, rustix::fs::FallocateFlags::empty(), at, len)
         {
-            (self.log)(&format!(
+            (self.inner.log)(&format!(
                 "shared memory: no memory for a page: {}",
                 swaptide_sys::ErrnoName(errno)
             ));
@@ -429,22 +373,16 @@ impl Inner {
             region.set(page, RegionPage::Present);
         }
         region.locality.grew(PageNo(page), run.len());
-        self.count(Counter::Pgminfault, 1);
+        self.inner.count(Counter::Pgminfault, 1);
         for chunk in run.start / 16..run.end.div_ceil(16) {
-            state.enqueue(door.piece.region, chunk);
+            state.enqueue(site.piece.region, chunk);
         }
     }
 
     /// A page that is out, and what is likely to be wanted with it.
-    fn swap_in(
-        &self,
-        state: &mut PagerState,
-        door: EventPoller,
-        page: usize,
-        loader: &mut PageLoader,
-    ) {
+    fn swap_in(&mut self, state: &mut PagerState, site: FaultSite, page: usize) {
         let bound = self.bound();
-        let id = door.piece.region;
+        let id = site.piece.region;
         let Some(region) = state.regions.get_mut(&id) else { return };
         let reading = region.reading(page);
         let foretold = region.locality.swap_in(PageNo(0), PageNo(page), reading, bound);
@@ -470,9 +408,9 @@ impl Inner {
             .sum::<usize>();
         region.locality.record_swapped_in(ahead);
         let hits = region.locality.take_hits();
-        self.count(Counter::SwapRaHit, hits as u64);
-        self.count(Counter::SwapRa, ahead.saturating_sub(1) as u64);
-        self.count(Counter::Pgmajfault, 1);
+        self.inner.count(Counter::SwapRaHit, hits as u64);
+        self.inner.count(Counter::SwapRa, ahead.saturating_sub(1) as u64);
+        self.inner.count(Counter::Pgmajfault, 1);
         for run in without(region.runs(wanted.clone(), RegionPage::is_out), out) {
             self.count_orders(&run);
         }
@@ -480,13 +418,13 @@ impl Inner {
         let first = wanted.start.max(page / FIRST_PAGES * FIRST_PAGES)
             ..wanted.end.min((page / FIRST_PAGES + 1) * FIRST_PAGES);
         for run in without(region.runs(first.clone(), RegionPage::is_out), out) {
-            self.fill(state, Some(door), id, run, loader);
+            self.inner.fill(state, Some(site), id, run, &mut self.loader);
         }
         if first == wanted {
             return;
         }
-        if let Some(range) = door.piece.addresses(id, &(page..page + 1)) {
-            self.wake(state, door.space, range);
+        if let Some(range) = site.piece.addresses(id, &(page..page + 1)) {
+            wake(state, site.space, range);
         }
         for rest in [wanted.start..first.start, first.end..wanted.end] {
             let runs = state
@@ -494,7 +432,7 @@ impl Inner {
                 .get(&id)
                 .map_or(Vec::new(), |region| region.runs(rest, RegionPage::is_out));
             for run in without(runs, out) {
-                self.fill(state, Some(door), id, run, loader);
+                self.inner.fill(state, Some(site), id, run, &mut self.loader);
             }
         }
     }
@@ -506,120 +444,17 @@ impl Inner {
             let fits = |order: u8| at.is_multiple_of(1 << order) && at + (1 << order) <= window.end;
             let order = (0..=LAST_ORDER).rev().find(|order| fits(*order)).unwrap_or(0);
             if let Some(counter) = OfOrder::Swpin.counter(order) {
-                self.count(counter, 1);
+                self.inner.count(counter, 1);
             }
             at += 1 << order;
         }
     }
-
-    /// Brings all pages of a range back that are out.
-    pub fn restore(&self, state: &mut PagerState, id: RegionId, pages: Range<usize>) {
-        let mut loader = PageLoader::new();
-        let runs = state
-            .regions
-            .get(&id)
-            .map_or(Vec::new(), |region| region.runs(pages, RegionPage::is_out));
-        for run in runs {
-            for start in run.clone().step_by(MAX_PAGES_PER_FAULT) {
-                self.fill(
-                    state,
-                    None,
-                    id,
-                    start..(start + MAX_PAGES_PER_FAULT).min(run.end),
-                    &mut loader,
-                );
-            }
-        }
-    }
-
-    /// Brings a run of pages back that are all out.
-    fn fill(
-        &self,
-        state: &mut PagerState,
-        door: Option<EventPoller>,
-        id: RegionId,
-        run: Range<usize>,
-        loader: &mut PageLoader,
-    ) {
-        let Some(region) = state.regions.get_mut(&id) else { return };
-        let bytes = run.len() * PAGE_SIZE;
-        if loader.buffer.len() < bytes {
-            loader.buffer.resize(bytes, 0);
-        }
-        let (pages, _) = loader.buffer[..bytes].as_chunks_mut::<PAGE_SIZE>();
-        let mut requests: Vec<(Slot, RegionPage, &mut Page)> = run
-            .clone()
-            .zip(pages)
-            .map(|(page, buffer)| (region.slot(page), region.state(page), buffer))
-            .collect();
-        let failed = self.store.load(&mut requests, &mut loader.unpacker);
-        let from = |wanted: RegionPage| {
-            requests.iter().filter(|(_, state, _)| *state == wanted).count() as u64
-        };
-        self.count(Counter::Zswpin, from(RegionPage::Pool));
-        self.count(Counter::Pswpin, from(RegionPage::File));
-        self.count(Counter::SwpinZero, from(RegionPage::Zero));
-        for slot in &failed {
-            let page = (slot.0 - region.base) as usize;
-            (self.log)(&format!(
-                "shared memory: page {page} of region {} could not be brought back",
-                id.0
-            ));
-            self.count(Counter::PagesPoisoned, 1);
-            region.set(page, RegionPage::Lost);
-        }
-        let goods = region.runs(run.clone(), RegionPage::is_out);
-        for good in &goods {
-            let data = &loader.buffer
-                [(good.start - run.start) * PAGE_SIZE..(good.end - run.start) * PAGE_SIZE];
-            let space = door.and_then(|door| Some((state.spaces.get(&door.space)?, door.piece)));
-            let done = space.map_or(0, |(space, piece)| copy_in(space, &piece, id, good, data));
-            if done < good.len()
-                && let Err(error) =
-                    write_pages(&region.memory, good.start + done, &data[done * PAGE_SIZE..])
-            {
-                // What is not there stays out, and is asked for again.
-                (self.log)(&format!("shared memory: no memory for a page that is wanted: {error}"));
-                continue;
-            }
-            for page in good.clone() {
-                self.store.free(region.slot(page), region.state(page));
-                region.set(page, RegionPage::Present);
-            }
-            self.count(Counter::WorkingsetRefault, good.len() as u64);
-        }
-        for chunk in goods.iter().flat_map(|good| good.start / 16..good.end.div_ceil(16)) {
-            self.activate(state, id, chunk);
-        }
-        self.publish(&state.counts());
-    }
-
-    /// A chunk came in: hot, if it went not long ago.
-    fn activate(&self, state: &mut PagerState, id: RegionId, chunk: usize) {
-        let resident = state.counts().resident as u32;
-        let clock = state.clock;
-        if let Some(region) = state.regions.get_mut(&id) {
-            let chunk = region.chunk(chunk);
-            if clock.wrapping_sub(chunk.gone) < resident / 2 && !chunk.hot {
-                chunk.hot = true;
-                self.count(Counter::WorkingsetActivate, 1);
-            }
-        }
-        state.enqueue(id, chunk);
-    }
 }
 
-/// Fills addresses of an address space; answers with the pages done, from the first on.
-fn copy_in(space: &Space, piece: &Piece, id: RegionId, run: &Range<usize>, data: &[u8]) -> usize {
-    let Some(range) = piece.addresses(id, run) else { return 0 };
-    if range.pages() != run.len() {
-        return 0;
+fn wake(state: &PagerState, id: SpaceId, at: VirtRange) {
+    if let Some(space) = state.spaces.get(&id) {
+        let _ = space.uffd.wake(at);
     }
-    // SAFETY: the source is the pager's own memory; the destination is a hole of a region, which
-    // only this pager fills.
-    let progress =
-        unsafe { space.uffd.copy_pages(range.start, data.as_ptr(), data.len(), true, false) };
-    progress.done / PAGE_SIZE
 }
 
 /// Runs of pages without one page.

@@ -13,6 +13,7 @@
 //! | `state` | all of them together |
 //! | [`pager`] | its threads; requests |
 //! | `fault` | answers to faults and events |
+//! | `swap_in` | bringing pages back |
 //! | [`reclaim`] | making room; why no write is lost |
 //! | `pinned` | writers past page tables |
 //! | [`handle`] | the interface for programs that know what they do |
@@ -37,6 +38,7 @@ pub mod region;
 pub mod space;
 mod state;
 pub mod store;
+mod swap_in;
 
 pub use handle::{Host, SharedRegion};
 pub use pager::{PagerSettings, PagerStats, SharedMemoryPager};

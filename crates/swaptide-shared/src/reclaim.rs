@@ -62,8 +62,9 @@ const WRITEBACK_BATCH_PAGES: usize = 128;
 /// How long nobody waits for room after nothing could go out.
 const FULL_BACKOFF: Duration = Duration::from_millis(20);
 
-/// What the thread works with.
+/// The thread that makes room, with what it works with.
 struct ReclaimThread {
+    inner: Arc<Inner>,
     compressor: Compressor,
     unpacker: Unpacker,
     buffer: Vec<u8>,
@@ -106,10 +107,11 @@ enum Outcome {
     Full,
 }
 
-/// The thread.
+/// What the thread does.
 pub(crate) fn run(inner: Arc<Inner>) {
-    let mut worker = ReclaimThread {
+    let mut thread = ReclaimThread {
         compressor: compressor(inner.segment),
+        inner: inner.clone(),
         unpacker: Unpacker::new(),
         buffer: Vec::new(),
         huge_pages: HugePages::new(),
@@ -122,94 +124,103 @@ pub(crate) fn run(inner: Arc<Inner>) {
             drop(inner.work.wait_timeout(state, waits));
         }
         inner.take_orders();
-        waits = worker.turn(&inner);
+        waits = thread.turn();
     }
 }
 
 impl ReclaimThread {
     /// Does what there is to do, a step of it; answers with the time until it is worth looking
     /// again.
-    fn turn(&mut self, inner: &Inner) -> Duration {
-        inner.segment.slot(inner.index).usage.shared_bytes.store(inner.resident_bytes(), Relaxed);
-        let Some(limit) = inner.limit() else { return Duration::from_millis(20) };
-        if !inner.lock().engaged {
+    fn turn(&mut self) -> Duration {
+        self.inner
+            .segment
+            .slot(self.inner.index)
+            .usage
+            .shared_bytes
+            .store(self.inner.resident_bytes(), Relaxed);
+        let Some(limit) = self.inner.limit() else { return Duration::from_millis(20) };
+        if !self.inner.lock().engaged {
             return Duration::from_millis(2);
         }
-        inner.set_pool_limit(limit);
-        if inner.store.follow_areas() {
+        self.set_pool_limit(limit);
+        if self.inner.store.follow_areas() {
             return Duration::ZERO;
         }
-        if inner.store.has_file() && inner.store.pool_excess() > 0 && self.write_back(inner) {
+        if self.inner.store.has_file() && self.inner.store.pool_excess() > 0 && self.write_back() {
             return Duration::ZERO;
         }
         let (over, wanted) = {
-            let state = inner.lock();
-            let used = (state.counts().resident * PAGE_SIZE) as u64 + inner.own_bytes();
-            inner.tell_use(&state);
+            let state = self.inner.lock();
+            let used = (state.counts().resident * PAGE_SIZE) as u64 + self.inner.own_bytes();
+            self.tell_use(&state);
             (used.saturating_sub(limit - margin(limit)), !state.wanted_out.is_empty())
         };
         if over == 0 && !wanted {
-            inner.store.tidy();
+            self.inner.store.tidy();
             return Duration::from_millis(5);
         }
         let least = if over == 0 { 0 } else { 16 };
-        let mut outcome = self
-            .batch(inner, (over / PAGE_SIZE as u64).clamp(least, MAX_BATCH_PAGES as u64) as usize);
-        if outcome == Outcome::Nothing && inner.lock().is_passing() {
+        let mut outcome =
+            self.batch((over / PAGE_SIZE as u64).clamp(least, MAX_BATCH_PAGES as u64) as usize);
+        if outcome == Outcome::Nothing && self.inner.lock().is_passing() {
             outcome = Outcome::Again;
         }
         if over > 0 && matches!(outcome, Outcome::Nothing | Outcome::Full) {
-            inner.lock().stuck_until = Some(Instant::now() + FULL_BACKOFF);
+            self.inner.lock().stuck_until = Some(Instant::now() + FULL_BACKOFF);
         }
-        inner.tell_room();
+        self.inner.tell_room();
         match outcome {
             Outcome::Out(_) => Duration::ZERO,
             Outcome::Again => Duration::from_micros(200),
             Outcome::Nothing => Duration::from_millis(5),
             Outcome::Full => {
-                inner.count(Counter::SwapFull, 1);
+                self.inner.count(Counter::SwapFull, 1);
                 FULL_BACKOFF
             }
         }
     }
 
-    fn batch(&mut self, inner: &Inner, pages: usize) -> Outcome {
+    fn batch(&mut self, pages: usize) -> Outcome {
         if self.huge_pages.come_unasked() {
-            inner.keep_all();
+            self.keep_all();
             return Outcome::Nothing;
         }
-        let batch = match inner.protect(pages) {
+        let batch = match self.protect(pages) {
             Ok(Some(batch)) => batch,
             Ok(None) => return Outcome::Nothing,
             Err(_) => return Outcome::Again,
         };
-        let excused = inner.exempted(&batch);
+        let excused = self.exempted(&batch);
         let mut stored = Vec::with_capacity(batch.pages());
-        if excused || !self.store(inner, &batch, &mut stored) {
-            stored.iter().for_each(|stored| inner.drop_stored(stored));
-            inner.unprotect(&mut inner.lock(), &batch);
+        if excused || !self.store(&batch, &mut stored) {
+            stored.iter().for_each(|stored| self.drop_stored(stored));
+            self.unprotect(&mut self.inner.lock(), &batch);
             return Outcome::Nothing;
         }
         let full = !stored.is_empty() && stored.iter().all(|stored| stored.put == PutOutcome::Full);
-        match inner.finish(&batch, &stored, &self.buffer) {
+        match self.finish(&batch, &stored) {
             Some(_) if full => Outcome::Full,
             Some(out) => Outcome::Out(out),
             None => {
-                inner.lock().want_again(batch.wanted);
+                self.inner.lock().want_again(batch.wanted);
                 Outcome::Again
             }
         }
     }
 
     /// Reads the pages of a batch and puts them away. False when one of its regions is gone.
-    fn store(&mut self, inner: &Inner, batch: &ReclaimBatch, stored: &mut Vec<Stored>) -> bool {
+    fn store(&mut self, batch: &ReclaimBatch, stored: &mut Vec<Stored>) -> bool {
         self.buffer.resize(batch.pages() * PAGE_SIZE, 0);
         let mut at = 0;
         let mut for_file: Vec<(usize, Slot, usize)> = Vec::new();
         for (id, run) in &batch.runs {
             let bytes = at * PAGE_SIZE..(at + run.len()) * PAGE_SIZE;
-            let found =
-                inner.lock().regions.get(id).map(|region| (region.memory.clone(), region.base));
+            let found = self
+                .inner
+                .lock()
+                .regions
+                .get(id)
+                .map(|region| (region.memory.clone(), region.base));
             let Some((memory, base)) = found else { return false };
             if memory
                 .read_exact_at(&mut self.buffer[bytes.clone()], (run.start * PAGE_SIZE) as u64)
@@ -220,12 +231,12 @@ impl ReclaimThread {
             let (pages, _) = self.buffer[bytes].as_chunks::<PAGE_SIZE>();
             for (page, data) in run.clone().zip(pages) {
                 let slot = Slot(base + page as u32);
-                let put = inner.store.put(slot, data, &mut self.compressor);
+                let put = self.inner.store.put(slot, data, &mut self.compressor);
                 match put {
-                    PutOutcome::Poor => inner.count(Counter::RejectCompressPoor, 1),
+                    PutOutcome::Poor => self.inner.count(Counter::RejectCompressPoor, 1),
                     PutOutcome::Refused(at_limit) => {
-                        inner.count(Counter::RejectPoolFull, 1);
-                        inner.count(Counter::PoolLimitHit, at_limit.into());
+                        self.inner.count(Counter::RejectPoolFull, 1);
+                        self.inner.count(Counter::PoolLimitHit, at_limit.into());
                     }
                     PutOutcome::In(_) | PutOutcome::Full => {}
                 }
@@ -240,14 +251,14 @@ impl ReclaimThread {
         for some in for_file.chunks(WRITEBACK_BATCH_PAGES) {
             let batch: Vec<(Slot, &Page)> =
                 some.iter().map(|(_, slot, at)| (*slot, &pages[*at])).collect();
-            let written = inner.store.write(&batch);
+            let written = self.inner.store.write(&batch);
             if !written {
-                inner.count(Counter::WriteErrors, 1);
+                self.inner.count(Counter::WriteErrors, 1);
             }
             for (number, slot, at) in some {
                 stored[*number].put = match written {
                     true => PutOutcome::In(RegionPage::File),
-                    false => inner.store.keep(*slot, &pages[*at], &mut self.compressor),
+                    false => self.inner.store.keep(*slot, &pages[*at], &mut self.compressor),
                 };
             }
         }
@@ -256,10 +267,10 @@ impl ReclaimThread {
 
     /// Writes the oldest pages of compressed memory to the file. False when there was nothing to
     /// write, or it failed.
-    fn write_back(&mut self, inner: &Inner) -> bool {
+    fn write_back(&mut self) -> bool {
         let mut chosen: Vec<(RegionId, usize, Slot, u32)> = Vec::new();
         {
-            let mut state = inner.lock();
+            let mut state = self.inner.lock();
             while chosen.len() < WRITEBACK_BATCH_PAGES {
                 let Some((id, chunk)) = state.pool_log.pop_front() else { break };
                 let Some(region) = state.regions.get_mut(&id) else { continue };
@@ -277,12 +288,12 @@ impl ReclaimThread {
             return false;
         }
         let slots: Vec<Slot> = chosen.iter().map(|(_, _, slot, _)| *slot).collect();
-        let copied = inner.store.copy_back(&slots, &mut self.unpacker);
-        let mut state = inner.lock();
+        let copied = self.inner.store.copy_back(&slots, &mut self.unpacker);
+        let mut state = self.inner.lock();
         let mut counts = state.counts();
         let moved = copied.iter().filter(|copied| **copied).count();
         counts.file += moved;
-        inner.publish(&counts);
+        self.inner.publish(&counts);
         let mut again: Vec<(RegionId, usize)> = Vec::new();
         for ((id, page, slot, epoch), copied) in chosen.into_iter().zip(copied) {
             let stands = state.regions.get_mut(&id).is_some_and(|region| {
@@ -292,53 +303,46 @@ impl ReclaimThread {
             });
             match (copied, stands) {
                 (true, true) => {
-                    inner.store.free(slot, RegionPage::Pool);
+                    self.inner.store.free(slot, RegionPage::Pool);
                     if let Some(region) = state.regions.get_mut(&id) {
                         region.set(page, RegionPage::File);
                     }
-                    inner.count(Counter::Zswpwb, 1);
-                    inner.count(Counter::Pswpout, 1);
+                    self.inner.count(Counter::Zswpwb, 1);
+                    self.inner.count(Counter::Pswpout, 1);
                 }
-                (true, false) => inner.store.free(slot, RegionPage::File),
+                (true, false) => self.inner.store.free(slot, RegionPage::File),
                 (false, true) => again.push((id, page / 16)),
                 (false, false) => {}
             }
         }
         if moved == 0 {
-            inner.count(Counter::WriteErrors, 1);
+            self.inner.count(Counter::WriteErrors, 1);
         }
         for (id, chunk) in again {
-            inner.log_chunk(&mut state, id, chunk);
+            self.log_chunk(&mut state, id, chunk);
         }
-        inner.publish(&state.counts());
+        self.inner.publish(&state.counts());
         drop(state);
-        inner.store.tidy();
+        self.inner.store.tidy();
         moved > 0
     }
-}
 
-/// What stays free, so that faults find room.
-pub(crate) fn margin(limit: u64) -> u64 {
-    (limit / 64).clamp(256 << 10, 16 << 20).min(limit / 2)
-}
-
-impl Inner {
     fn set_pool_limit(&self, limit: u64) {
-        let percent = match self.segment.header.pool.percent.load(Relaxed) {
+        let percent = match self.inner.segment.header.pool.percent.load(Relaxed) {
             0 => 60,
             percent => u64::from(percent),
         };
-        self.store.set_pool_limit(limit, percent);
+        self.inner.store.set_pool_limit(limit, percent);
     }
 
     /// Nothing goes out any more of what there is now: it may consist of huge pages.
     fn keep_all(&self) {
         let mut kept = 0;
-        for region in self.lock().regions.values_mut() {
+        for region in self.inner.lock().regions.values_mut() {
             kept += usize::from(!std::mem::replace(&mut region.kept, true));
         }
         if kept > 0 {
-            (self.log)(
+            (self.inner.log)(
                 "shared memory: the kernel gives it huge pages unasked, and parts of those cannot \
                  go out: it stays in memory; set transparent_hugepage/shmem_enabled to never or \
                  advise",
@@ -348,11 +352,11 @@ impl Inner {
 
     /// Publishes what the keeper and the report ask for.
     fn tell_use(&self, state: &PagerState) {
-        let slot = self.segment.slot(self.index);
+        let slot = self.inner.segment.slot(self.inner.index);
         let counts = state.counts();
         slot.usage.managed_bytes.store((counts.resident * PAGE_SIZE) as u64, Relaxed);
-        slot.usage.pool_bytes.store(self.store.pool_bytes() as u64, Relaxed);
-        slot.usage.overhead_bytes.store(self.store.metadata_bytes() as u64, Relaxed);
+        slot.usage.pool_bytes.store(self.inner.store.pool_bytes() as u64, Relaxed);
+        slot.usage.overhead_bytes.store(self.inner.store.metadata_bytes() as u64, Relaxed);
     }
 
     fn log_chunk(&self, state: &mut PagerState, id: RegionId, chunk: usize) {
@@ -366,7 +370,7 @@ impl Inner {
     /// Chooses pages that were asked for, and `most` of others, and protects them. `None` when
     /// nothing may go out; an error when some address space is changing.
     fn protect(&self, most: usize) -> Result<Option<ReclaimBatch>, Errno> {
-        let mut state = self.lock();
+        let mut state = self.inner.lock();
         let mut runs: Vec<(RegionId, Range<usize>)> = Vec::new();
         let mut count = 0;
         let forbidden = state.forbidden();
@@ -410,7 +414,7 @@ impl Inner {
             marks.queued = false;
             count += take_chunk(&mut state, id, chunk as usize, &mut runs);
         }
-        self.count(Counter::Pgscan, count as u64);
+        self.inner.count(Counter::Pgscan, count as u64);
         if count == 0 {
             return Ok(None);
         }
@@ -429,12 +433,12 @@ impl Inner {
                     // Gone, and with it every writer.
                     self.unprotect(&mut state, &batch);
                     state.want_again(batch.wanted);
-                    self.forget_space(&mut state, id);
+                    self.inner.forget_space(&mut state, id);
                     return Err(Errno::SRCH);
                 }
                 Some(errno) => {
                     if errno != Errno::AGAIN {
-                        self.learn(&mut state, id);
+                        self.inner.learn(&mut state, id);
                     }
                     self.unprotect(&mut state, &batch);
                     state.want_again(batch.wanted);
@@ -449,7 +453,7 @@ impl Inner {
     /// regions wait.
     fn exempted(&self, batch: &ReclaimBatch) -> bool {
         let pids: HashSet<u32> = {
-            let state = self.lock();
+            let state = self.inner.lock();
             let concerned = |region: &RegionId| batch.runs.iter().any(|(id, _)| id == region);
             let maps = |space: &&crate::space::Space| {
                 space.layout.iter().any(|piece| concerned(&piece.region))
@@ -458,7 +462,7 @@ impl Inner {
         };
         let found = pids.into_iter().find_map(pinned);
         if found.is_some() {
-            self.count(Counter::PagesBusy, batch.pages() as u64);
+            self.inner.count(Counter::PagesBusy, batch.pages() as u64);
         }
         found.is_some()
     }
@@ -500,14 +504,14 @@ impl Inner {
     /// now, of which nothing can be stored there: only this thread stores.
     fn drop_stored(&self, stored: &Stored) {
         if let PutOutcome::In(place) = stored.put {
-            self.store.free(stored.slot, place);
+            self.inner.store.free(stored.slot, place);
         }
     }
 
     /// Takes stored pages out of the memory files. `None` when something changed meanwhile, and
     /// nothing went out.
-    fn finish(&self, batch: &ReclaimBatch, stored: &[Stored], buffer: &[u8]) -> Option<usize> {
-        let mut state = self.lock();
+    fn finish(&self, batch: &ReclaimBatch, stored: &[Stored]) -> Option<usize> {
+        let mut state = self.inner.lock();
         let concerned = |id: &RegionId| batch.runs.iter().any(|(region, _)| region == id);
         let quiet = state.generation == batch.generation
             && state.spaces.values().all(|space| {
@@ -537,7 +541,7 @@ impl Inner {
                 _ => counts.pool += 1,
             }
         }
-        self.publish(&counts);
+        self.inner.publish(&counts);
         let mut out = 0;
         let mut rest = &outs[..];
         while let Some((id, first, _)) = rest.first() {
@@ -548,12 +552,12 @@ impl Inner {
                 .count();
             let (run, behind) = rest.split_at(len);
             rest = behind;
-            out += self.take_out(&mut state, *id, run, batch, buffer);
+            out += self.take_out(&mut state, *id, run, batch);
         }
-        self.count(Counter::Pgsteal, out as u64);
+        self.inner.count(Counter::Pgsteal, out as u64);
         state.clock = state.clock.wrapping_add(out as u32);
         self.unprotect(&mut state, batch);
-        self.publish(&state.counts());
+        self.inner.publish(&state.counts());
         self.tell_use(&state);
         quiet.then_some(out)
     }
@@ -565,7 +569,6 @@ impl Inner {
         id: RegionId,
         run: &[(RegionId, usize, RegionPage)],
         batch: &ReclaimBatch,
-        buffer: &[u8],
     ) -> usize {
         let clock = state.clock;
         let Some(region) = state.regions.get_mut(&id) else { return 0 };
@@ -581,7 +584,7 @@ impl Inner {
                     if write_pages(
                         &region.memory,
                         pages.start,
-                        &buffer[from..from + pages.len() * PAGE_SIZE],
+                        &self.buffer[from..from + pages.len() * PAGE_SIZE],
                     )
                     .is_err()
                     {
@@ -594,7 +597,7 @@ impl Inner {
             }
             region.kept = true;
             for (_, page, place) in run {
-                self.store.free(region.slot(*page), *place);
+                self.inner.store.free(region.slot(*page), *place);
             }
             return 0;
         }
@@ -603,12 +606,12 @@ impl Inner {
             region.set(*page, *place);
             region.chunk(page / 16).gone = clock;
             match place {
-                RegionPage::Zero => self.count(Counter::SwpoutZero, 1),
+                RegionPage::Zero => self.inner.count(Counter::SwpoutZero, 1),
                 RegionPage::Pool => {
-                    self.count(Counter::Zswpout, 1);
+                    self.inner.count(Counter::Zswpout, 1);
                     logged.push(page / 16);
                 }
-                _ => self.count(Counter::Pswpout, 1),
+                _ => self.inner.count(Counter::Pswpout, 1),
             }
         }
         logged.dedup();
@@ -617,11 +620,19 @@ impl Inner {
         }
         for aligned in pages.start.next_multiple_of(16)..pages.end {
             if aligned.is_multiple_of(16) && aligned + 16 <= pages.end {
-                OfOrder::Zswpout.counter(4).into_iter().for_each(|counter| self.count(counter, 1));
+                OfOrder::Zswpout
+                    .counter(4)
+                    .into_iter()
+                    .for_each(|counter| self.inner.count(counter, 1));
             }
         }
         run.len()
     }
+}
+
+/// What stays free, so that faults find room.
+pub(crate) fn margin(limit: u64) -> u64 {
+    (limit / 64).clamp(256 << 10, 16 << 20).min(limit / 2)
 }
 
 /// Makes the pages of a chunk leave that are there; gives their number.

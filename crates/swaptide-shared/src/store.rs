@@ -28,6 +28,12 @@ pub const SLOTS: u32 = 1 << 26;
 pub type OpenArea = Arc<dyn Fn(AreaId) -> Option<OwnedFd> + Send + Sync>;
 
 /// What the swap areas are to the pager: extents leased in the segment, and descriptors.
+///
+/// An engine has its own (`SegmentExtents`), for a process does more with areas: it leases of
+/// servers, with connections, mirrors and extents in doubt; it avoids an area that failed; its
+/// forked children hold its extents and have other slots. The pager leases of files and block
+/// devices alone, and is never forked. What the two have in common is the segment's own: leasing,
+/// charging and looking up an extent.
 #[derive(Clone)]
 struct SharedExtents {
     segment: &'static Segment,

@@ -1,0 +1,176 @@
+//! Bringing pages back.
+//!
+//! A page is brought back into the *page cache*: by `UFFDIO_COPY` through the fault's own address
+//! space, which maps it there too; where the kernel refuses that (its mappings are changing, or the
+//! pages lie in two of them), by writing into the hole of the memory file, which needs no address.
+//! Either gives the page whole: no process sees a part of it. Other processes find it in the cache
+//! and map it without a fault to the pager.
+//!
+//! Owns nothing. Everything here runs with the state's lock held.
+
+use std::ops::Range;
+
+use swaptide_ipc::Counter;
+use swaptide_store::codec::Unpacker;
+use swaptide_store::{Page, Slot};
+use swaptide_sys::page::PAGE_SIZE;
+
+use crate::region::{RegionId, RegionPage};
+use crate::space::{Piece, Space, SpaceId};
+use crate::state::{Inner, PagerState, write_pages};
+
+/// Most pages that one fault brings in: 2 MiB.
+pub(crate) const MAX_PAGES_PER_FAULT: usize = 512;
+/// Pages that are brought in before the one asked for is woken.
+pub(crate) const FIRST_PAGES: usize = 16;
+
+/// Memory of a thread that brings pages in.
+pub(crate) struct PageLoader {
+    buffer: Vec<u8>,
+    unpacker: Unpacker,
+}
+
+impl PageLoader {
+    /// With room for the most usual window.
+    pub fn new() -> PageLoader {
+        PageLoader { buffer: vec![0; FIRST_PAGES * PAGE_SIZE], unpacker: Unpacker::new() }
+    }
+}
+
+/// Where pages of a fault are to be mapped at once.
+#[derive(Clone, Copy)]
+pub(crate) struct FaultSite {
+    pub space: SpaceId,
+    pub piece: Piece,
+}
+
+impl Inner {
+    /// Brings everything back that an address space may need which nobody stands guard for, or
+    /// whose faults somebody else answers.
+    pub(crate) fn rescue(&self, state: &mut PagerState, id: SpaceId) {
+        let regions: Vec<RegionId> = match state.spaces.get_mut(&id) {
+            Some(space) => {
+                space.rescued = true;
+                if space.stale {
+                    state.regions.keys().copied().collect()
+                } else {
+                    space.layout.iter().map(|p| p.region).collect()
+                }
+            }
+            None => return,
+        };
+        for region in regions {
+            let pages = state.regions.get(&region).map_or(0, |region| region.pages());
+            self.restore(state, region, 0..pages);
+        }
+    }
+
+    /// Brings all pages of a range back that are out.
+    pub(crate) fn restore(&self, state: &mut PagerState, id: RegionId, pages: Range<usize>) {
+        let mut loader = PageLoader::new();
+        let runs = state
+            .regions
+            .get(&id)
+            .map_or(Vec::new(), |region| region.runs(pages, RegionPage::is_out));
+        for run in runs {
+            for start in run.clone().step_by(MAX_PAGES_PER_FAULT) {
+                self.fill(
+                    state,
+                    None,
+                    id,
+                    start..(start + MAX_PAGES_PER_FAULT).min(run.end),
+                    &mut loader,
+                );
+            }
+        }
+    }
+
+    /// Brings a run of pages back that are all out.
+    pub(crate) fn fill(
+        &self,
+        state: &mut PagerState,
+        site: Option<FaultSite>,
+        id: RegionId,
+        run: Range<usize>,
+        loader: &mut PageLoader,
+    ) {
+        let Some(region) = state.regions.get_mut(&id) else { return };
+        let bytes = run.len() * PAGE_SIZE;
+        if loader.buffer.len() < bytes {
+            loader.buffer.resize(bytes, 0);
+        }
+        let (pages, _) = loader.buffer[..bytes].as_chunks_mut::<PAGE_SIZE>();
+        let mut requests: Vec<(Slot, RegionPage, &mut Page)> = run
+            .clone()
+            .zip(pages)
+            .map(|(page, buffer)| (region.slot(page), region.state(page), buffer))
+            .collect();
+        let failed = self.store.load(&mut requests, &mut loader.unpacker);
+        let from = |wanted: RegionPage| {
+            requests.iter().filter(|(_, state, _)| *state == wanted).count() as u64
+        };
+        self.count(Counter::Zswpin, from(RegionPage::Pool));
+        self.count(Counter::Pswpin, from(RegionPage::File));
+        self.count(Counter::SwpinZero, from(RegionPage::Zero));
+        for slot in &failed {
+            let page = (slot.0 - region.base) as usize;
+            (self.log)(&format!(
+                "shared memory: page {page} of region {} could not be brought back",
+                id.0
+            ));
+            self.count(Counter::PagesPoisoned, 1);
+            region.set(page, RegionPage::Lost);
+        }
+        let goods = region.runs(run.clone(), RegionPage::is_out);
+        for good in &goods {
+            let data = &loader.buffer
+                [(good.start - run.start) * PAGE_SIZE..(good.end - run.start) * PAGE_SIZE];
+            let space = site.and_then(|site| Some((state.spaces.get(&site.space)?, site.piece)));
+            let done = space.map_or(0, |(space, piece)| copy_in(space, &piece, id, good, data));
+            if done < good.len()
+                && let Err(error) =
+                    write_pages(&region.memory, good.start + done, &data[done * PAGE_SIZE..])
+            {
+                // What is not there stays out, and is asked for again.
+                (self.log)(&format!("shared memory: no memory for a page that is wanted: {error}"));
+                continue;
+            }
+            for page in good.clone() {
+                self.store.free(region.slot(page), region.state(page));
+                region.set(page, RegionPage::Present);
+            }
+            self.count(Counter::WorkingsetRefault, good.len() as u64);
+        }
+        for chunk in goods.iter().flat_map(|good| good.start / 16..good.end.div_ceil(16)) {
+            self.activate(state, id, chunk);
+        }
+        self.publish(&state.counts());
+    }
+
+    /// A chunk came in: hot, if it went not long ago.
+    fn activate(&self, state: &mut PagerState, id: RegionId, chunk: usize) {
+        let resident = state.counts().resident as u32;
+        let clock = state.clock;
+        if let Some(region) = state.regions.get_mut(&id) {
+            let chunk = region.chunk(chunk);
+            if clock.wrapping_sub(chunk.gone) < resident / 2 && !chunk.hot {
+                chunk.hot = true;
+                self.count(Counter::WorkingsetActivate, 1);
+            }
+        }
+        state.enqueue(id, chunk);
+    }
+}
+
+/// Fills addresses of an address space; answers with the pages done, from the first on.
+fn copy_in(space: &Space, piece: &Piece, id: RegionId, run: &Range<usize>, data: &[u8]) -> usize {
+    let Some(range) = piece.addresses(id, run) else { return 0 };
+    if range.pages() != run.len() {
+        return 0;
+    }
+    // SAFETY: the source is the pager's own memory; the destination is a hole of a region, which
+    // only this pager fills.
+    let progress =
+        unsafe { space.uffd.copy_pages(range.start, data.as_ptr(), data.len(), true, false) };
+    progress.done / PAGE_SIZE
+}
