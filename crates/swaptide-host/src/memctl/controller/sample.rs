@@ -1,7 +1,7 @@
-//! What the keeper makes of one process at each look: how it stands, what it uses, how hard it
+//! What the controller makes of one process at each look: how it stands, what it uses, how hard it
 //! presses, and what it shares.
 //!
-//! Owns what is remembered of a slot between two looks ([`Watch`]). Everything else is read from
+//! Owns what is remembered of a slot between two looks (`Watch`). Everything else is read from
 //! the segment and the tree.
 //!
 //! Invariants
@@ -9,20 +9,23 @@
 //! 2. What is wanted before a fork says nothing of the family after it: pressure begins at none
 //!    then.
 //!
-//! Locks: none; the keeper's thread alone.
+//! Locks: none; the controller's thread alone.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use swaptide_ipc::{Counter, ProcSlot, ProcState, SlotIndex};
+use swaptide_ipc::{Counter, ProcSlot, ProcState, Segment, SlotIndex};
 use swaptide_sys::PAGE_SIZE;
 use swaptide_sys::process::proc_info;
 use swaptide_sys::thread::now;
 
 use crate::cgroup::psi::TimeShare;
-use crate::memctl::controller::{BudgetNode, MemoryController, TickMember};
+use crate::memctl::controller::TickMember;
+use crate::memctl::controller::runs::Runs;
 use crate::memctl::policy::{self, Process, RecentSum, Sharing, StableMin, Standing};
+use crate::memctl::processes::ProcessTree;
+use crate::memctl::shared_pager::SharedPager;
 
 /// A process that shares this much with another, and has as much in compressed memory, is of a
 /// copy-on-write group; it stays one as long as it shares half of that.
@@ -31,11 +34,11 @@ const MIN_COW_GROUP_BYTES: u64 = 8 << 20;
 /// A wait that continues for so long may be that of a process which is stopped: then it is none.
 const LONG_STALL: Duration = Duration::from_millis(100);
 
-/// What the keeper knows of a slot between two ticks.
+/// What is remembered of a slot between two ticks.
 #[derive(Default)]
-pub(super) struct Watch {
-    pub(super) pid: u32,
-    pub(super) run: u32,
+struct Watch {
+    pid: u32,
+    run: u32,
     moved_pages: u64,
     /// It shares much since a fork, compressed memory among it (see
     /// [`policy`](crate::memctl::policy)).
@@ -45,10 +48,10 @@ pub(super) struct Watch {
     /// Microseconds in which its threads waited for memory, so far; and what part of the time that
     /// was since the last look, and lately.
     stalled_us: u64,
-    pub(super) stalled: TimeShare,
+    stalled: TimeShare,
     stalled_lately: TimeShare,
     /// What of its limit is lent, and what it shared lately.
-    pub(super) lent: u64,
+    lent: u64,
     lasting: StableMin,
     /// What came to it by faults while it shares pages, and what of that was copied lately.
     grown: Option<i64>,
@@ -56,7 +59,7 @@ pub(super) struct Watch {
     /// Raised whenever it is seen to be of a family.
     word: u32,
     /// What it would have if all were divided by demand at once.
-    pub(super) fair: u64,
+    fair: u64,
 }
 
 /// What is seen of a process at a look.
@@ -96,6 +99,12 @@ impl Watch {
     }
 }
 
+/// Minor faults of a process so far that copied nothing: those that its engine made, and those that
+/// it answered.
+pub(super) fn copied_nothing(slot: &ProcSlot) -> u64 {
+    [Counter::EngineFaults, Counter::Pgmajfault].iter().map(|counter| slot.counted(*counter)).sum()
+}
+
 /// How the process of a slot stands to the budget.
 fn standing(slot: &ProcSlot) -> Standing {
     match (slot.state(), slot.control.engage.load(Relaxed)) {
@@ -107,7 +116,57 @@ fn standing(slot: &ProcSlot) -> Standing {
     }
 }
 
-impl MemoryController {
+/// What is remembered of all slots.
+pub(super) struct Watches {
+    pub(super) segment: &'static Segment,
+    by_slot: HashMap<SlotIndex, Watch>,
+    /// Processes that were counted as refused.
+    refused: HashSet<u32>,
+    /// A process that is first seen from now on was not there before.
+    pub(super) has_looked: bool,
+    /// The pager of shared memory, where it is this process's.
+    pub(super) shared: Option<&'static SharedPager>,
+    /// What the pager of another process can have at most: all memory there is.
+    most_shared: u64,
+}
+
+impl Watches {
+    pub(super) fn new(segment: &'static Segment) -> Watches {
+        Watches {
+            segment,
+            by_slot: HashMap::new(),
+            refused: HashSet::new(),
+            has_looked: false,
+            shared: None,
+            most_shared: crate::units::ram_total(),
+        }
+    }
+
+    /// The slot's process is gone. Gives its run, if it was watched.
+    pub(super) fn forget(&mut self, index: SlotIndex, pid: u32) -> Option<u32> {
+        self.refused.remove(&pid);
+        self.by_slot.remove(&index).filter(|watch| watch.pid == pid).map(|watch| watch.run)
+    }
+
+    /// What a process would have if all were divided by demand at once.
+    pub(super) fn fair(&self, index: SlotIndex, pid: u32) -> u64 {
+        self.by_slot.get(&index).filter(|watch| watch.pid == pid).map_or(0, |watch| watch.fair)
+    }
+
+    /// What part of the time since the last look its threads have waited for memory.
+    pub(super) fn stalled(&self, index: SlotIndex) -> TimeShare {
+        self.by_slot.get(&index).map_or_else(TimeShare::default, |watch| watch.stalled)
+    }
+
+    /// Notes what a process would have by demand, and, where it got a new limit, what of that is
+    /// lent.
+    pub(super) fn note_limit(&mut self, index: SlotIndex, fair: u64, lent: Option<u64>) {
+        if let Some(watch) = self.by_slot.get_mut(&index) {
+            watch.fair = fair;
+            watch.lent = lent.unwrap_or(watch.lent);
+        }
+    }
+
     /// What is divided: processes that were detached take nothing of the budget, or those that are
     /// still managed would have to pay for them.
     pub(super) fn counted(&self, members: &[TickMember], processes: &[Process]) -> Vec<Process> {
@@ -127,8 +186,11 @@ impl MemoryController {
     /// What a process asks of the budget.
     pub(super) fn judge(
         &mut self,
+        tree: &ProcessTree,
+        runs: &mut Runs,
         member: &TickMember,
-        nodes: &HashMap<BudgetNode, usize>,
+        group: usize,
+        budget: u64,
         elapsed: Duration,
     ) -> Process {
         let pid = member.pid;
@@ -137,12 +199,7 @@ impl MemoryController {
             // Another process's pager says how it stands.
             None => self.segment.slot(slot).usage.shared_bytes.load(Relaxed).min(self.most_shared),
         };
-        let used = self.tree.used(pid) + member.slot.map_or(0, of_shared);
-        let in_its_runs_group =
-            self.runs.get(&member.run).is_some_and(|kept| kept.run.group == Some(member.group));
-        let of_run = nodes.get(&BudgetNode::Run(member.run)).filter(|_| in_its_runs_group);
-        let group =
-            of_run.or_else(|| nodes.get(&BudgetNode::Group(member.group))).copied().unwrap_or(0);
+        let used = tree.used(pid) + member.slot.map_or(0, of_shared);
         let Some(index) = member.slot else {
             return Process {
                 group,
@@ -160,12 +217,12 @@ impl MemoryController {
         let standing = standing(slot);
         if slot.state() == ProcState::Refused
             && self.refused.insert(pid)
-            && let Some(kept) = self.runs.get_mut(&member.run)
+            && let Some(kept) = runs.get_mut(member.run)
         {
             kept.totals.refused += 1;
         }
-        let (shared, pool) = (self.tree.shared(pid), ProcSlot::bytes(&slot.usage.pool_bytes));
-        let was = self.watches.get(&index).is_some_and(|watch| watch.pid == pid && watch.of_family);
+        let (shared, pool) = (tree.shared(pid), ProcSlot::bytes(&slot.usage.pool_bytes));
+        let was = self.by_slot.get(&index).is_some_and(|watch| watch.pid == pid && watch.of_family);
         let enough = if was { MIN_COW_GROUP_BYTES / 2 } else { MIN_COW_GROUP_BYTES };
         let of_family = shared >= enough && pool >= enough;
         // What goes out of a process that has the same as another says only that it is to have
@@ -196,13 +253,13 @@ impl MemoryController {
         };
         let swapped = ProcSlot::bytes(&slot.usage.swapped_pool_bytes)
             + ProcSlot::bytes(&slot.usage.swapped_file_bytes);
-        let watch = self.watches.entry(index).or_insert_with(new);
+        let watch = self.by_slot.entry(index).or_insert_with(new);
         if watch.pid != pid {
             *watch = new();
         }
         // More than is out, or than there is, counts for no more, and would only last longer.
         let grown = watch.follow(
-            ProcessSample { used, moved, of_family, stalled_us, most: swapped.min(self.budget) },
+            ProcessSample { used, moved, of_family, stalled_us, most: swapped.min(budget) },
             elapsed,
         );
         let growth = if standing == Standing::Watching {
@@ -236,35 +293,27 @@ impl MemoryController {
         }
     }
 
-    /// Minor faults of a process so far that copied nothing: those that its engine made, and those
-    /// that it answered.
-    pub(super) fn copied_nothing(&self, index: SlotIndex) -> u64 {
-        let counted = [Counter::EngineFaults, Counter::Pgmajfault];
-        counted.iter().map(|counter| self.segment.slot(index).counted(*counter)).sum()
-    }
-
     /// What a process has of pages that others have too.
-    pub(super) fn sharing(&mut self, member: &TickMember, elapsed: Duration) -> Sharing {
+    pub(super) fn sharing(
+        &mut self,
+        tree: &ProcessTree,
+        member: &TickMember,
+        elapsed: Duration,
+    ) -> Sharing {
         let Some(index) = member.slot else { return Sharing::default() };
         // What engines make their own to take it out is not to come twice.
-        let unshared =
-            self.segment.slot(index).counted(Counter::PagesUnshared) + self.copied_nothing(index);
-        let Some(watch) = self.watches.get_mut(&index) else { return Sharing::default() };
-        let grown = self
-            .tree
-            .grown(member.pid)
-            .map(|bytes| bytes as i64 - (unshared * PAGE_SIZE as u64) as i64);
+        let slot = self.segment.slot(index);
+        let unshared = slot.counted(Counter::PagesUnshared) + copied_nothing(slot);
+        let Some(watch) = self.by_slot.get_mut(&index) else { return Sharing::default() };
+        let grown =
+            tree.grown(member.pid).map(|bytes| bytes as i64 - (unshared * PAGE_SIZE as u64) as i64);
         let before = std::mem::replace(&mut watch.grown, grown);
         // A process that begins to share had all that before.
         let copied = grown.zip(before).map_or(0, |(grown, before)| (grown - before).max(0) as u64);
-        let shared = self.tree.shared(member.pid);
+        let shared = tree.shared(member.pid);
         let lasting = watch.lasting.follow(shared, elapsed);
         watch.word = watch.word.wrapping_add(1).max(1);
-        self.segment
-            .slot(index)
-            .control
-            .cow_hint
-            .store(if watch.of_family { watch.word } else { 0 }, Relaxed);
+        slot.control.cow_hint.store(if watch.of_family { watch.word } else { 0 }, Relaxed);
         Sharing {
             bytes: if watch.of_family { shared } else { lasting },
             lent: watch.lent,

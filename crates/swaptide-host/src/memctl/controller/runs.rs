@@ -1,0 +1,160 @@
+//! The runs that the controller keeps, and what each did so far.
+//!
+//! Locks: none; the controller's thread alone.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use swaptide_ipc::{GroupIndex, ProcSlot, Segment};
+use swaptide_sys::process::pidfd_open;
+use swaptide_sys::sock::poll_readable;
+
+use super::TickMember;
+use crate::memctl::policy::Process;
+use crate::memctl::processes::ProcessTree;
+use crate::memctl::strict::Excess;
+use crate::report::totals::Totals;
+
+/// How often is looked for runs that are over.
+const RUN_RECORD_MAX_AGE: Duration = Duration::from_millis(500);
+
+/// A run: the processes under one supervisor.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ManagedRun {
+    /// Whose descendants its processes are.
+    pub root: u32,
+    /// The process that the user started.
+    pub front: u32,
+    /// Whose it is.
+    pub uid: u32,
+    /// The program's name.
+    pub program: String,
+    /// When it began, in seconds since 1970.
+    pub started: f64,
+    /// The group that they are in, unless they were moved; where there is none, that of their
+    /// cgroup.
+    #[serde(skip)]
+    pub group: Option<GroupIndex>,
+    /// The most that they may have together, where that is not its group's matter.
+    pub max: Option<u64>,
+    /// They are killed when they have more than they may for long, or swap space is out.
+    pub strict: bool,
+}
+
+/// A run, and what it did so far.
+pub(super) struct RunRecord {
+    pub(super) run: ManagedRun,
+    /// Stands for the root; none where it was gone already.
+    pidfd: Option<OwnedFd>,
+    /// What its dead have counted, and the most that there was at a time.
+    pub(super) totals: Totals,
+    /// Of times that swap space was out, those before it was last within its budget.
+    pub(super) swap_full: u64,
+    pub(super) excess: Excess,
+}
+
+/// The runs, by the process whose descendants theirs are.
+pub(super) struct Runs {
+    records: BTreeMap<u32, RunRecord>,
+    /// When was looked for those that are over.
+    looked: Instant,
+}
+
+impl Runs {
+    pub(super) fn new() -> Runs {
+        Runs { records: BTreeMap::new(), looked: Instant::now() }
+    }
+
+    pub(super) fn add(&mut self, run: ManagedRun) {
+        let pidfd = pidfd_open(run.root).ok();
+        let (totals, excess) = (Totals::default(), Excess::default());
+        self.records.insert(run.root, RunRecord { run, pidfd, totals, swap_full: 0, excess });
+    }
+
+    pub(super) fn get(&self, root: u32) -> Option<&RunRecord> {
+        self.records.get(&root)
+    }
+
+    pub(super) fn get_mut(&mut self, root: u32) -> Option<&mut RunRecord> {
+        self.records.get_mut(&root)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &ManagedRun> {
+        self.records.values().map(|record| &record.run)
+    }
+
+    /// The root of the run, where there is only one.
+    pub(super) fn only(&self) -> Option<u32> {
+        self.records.keys().next().copied().filter(|_| self.records.len() == 1)
+    }
+
+    /// The memory cgroups leave less than the budget: `left` bytes.
+    pub(super) fn note_cgroup_left(&mut self, left: u64) {
+        for record in self.records.values_mut() {
+            let least = &mut record.totals.cgroup_left;
+            *least = Some(least.map_or(left, |least| least.min(left)));
+        }
+    }
+
+    /// Notes the most that each run has at a time.
+    pub(super) fn note_peaks(
+        &mut self,
+        segment: &Segment,
+        members: &[TickMember],
+        processes: &[Process],
+    ) {
+        #[derive(Default)]
+        struct Sum {
+            resident: u64,
+            footprint: u64,
+            pool: u64,
+        }
+        let mut sums: BTreeMap<u32, Sum> = BTreeMap::new();
+        for (process, member) in processes.iter().zip(members) {
+            let sum = sums.entry(member.run).or_default();
+            sum.resident += process.used;
+            let Some(slot) = member.slot.map(|index| segment.slot(index)) else {
+                sum.footprint += process.used;
+                continue;
+            };
+            let own =
+                [&slot.usage.pool_bytes, &slot.usage.staging_bytes, &slot.usage.overhead_bytes]
+                    .map(ProcSlot::bytes);
+            let swapped = ProcSlot::bytes(&slot.usage.swapped_pool_bytes)
+                + ProcSlot::bytes(&slot.usage.swapped_file_bytes);
+            sum.footprint += process.used.saturating_sub(own.iter().sum()) + swapped;
+            sum.pool += own[0];
+        }
+        for (run, sum) in sums {
+            if let Some(RunRecord { totals, .. }) = self.records.get_mut(&run) {
+                totals.peak_resident = totals.peak_resident.max(sum.resident);
+                totals.peak_footprint = totals.peak_footprint.max(sum.footprint);
+                totals.peak_pool = totals.peak_pool.max(sum.pool);
+            }
+        }
+    }
+
+    /// Forgets runs whose supervisor is gone and that have no process left, if it is time to look.
+    pub(super) fn forget_ended(&mut self, tree: &mut ProcessTree) {
+        if self.looked.elapsed() <= RUN_RECORD_MAX_AGE {
+            return;
+        }
+        self.looked = Instant::now();
+        let gone = |kept: &RunRecord| {
+            let ended = |pidfd: &OwnedFd| {
+                poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)).is_ok_and(|ready| ready != 0)
+            };
+            kept.pidfd.as_ref().is_none_or(ended)
+        };
+        let gone: Vec<u32> =
+            self.records.iter().filter(|(_, kept)| gone(kept)).map(|(root, _)| *root).collect();
+        for root in gone {
+            if !tree.pids().any(|pid| tree.root_of(pid) == root) {
+                tree.forget_root(root);
+                self.records.remove(&root);
+            }
+        }
+    }
+}
