@@ -60,35 +60,21 @@ use swaptide_sys::Errno;
 use swaptide_sys::uffd::OpenError;
 
 /// Why memory cannot be managed.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     /// A userfaultfd was refused.
+    #[error("{0}; `swaptide doctor` shows what is missing")]
     Open(OpenError),
     /// A mapping or a registration was refused.
+    #[error(
+        "{0}: {errno}; raise the limit on address space or vm.max_map_count",
+        errno = swaptide_sys::ErrnoName(*.1)
+    )]
     Memory(&'static str, Errno),
     /// A device could not be made.
+    #[error("{0}; raise the limit on address space")]
     Devices(&'static str),
 }
-
-impl std::fmt::Display for EngineError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            EngineError::Open(error) => {
-                write!(f, "{error}; `swaptide doctor` shows what is missing")
-            }
-            EngineError::Memory(what, errno) => {
-                write!(
-                    f,
-                    "{what}: {}; raise the limit on address space or vm.max_map_count",
-                    swaptide_sys::ErrnoName(*errno)
-                )
-            }
-            EngineError::Devices(what) => write!(f, "{what}; raise the limit on address space"),
-        }
-    }
-}
-
-impl std::error::Error for EngineError {}
 
 /// Ends the process with a message: a check failed, and going on could hand out a wrong page.
 fn fatal(message: &str) -> ! {

@@ -40,23 +40,13 @@ use crate::swap::spec::{self, Device};
 use crate::units::parse_share;
 
 /// A mistake in a file.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{place}: {what}")]
 pub struct ConfigError {
-    file: PathBuf,
-    line: usize,
+    /// The file, with the line where that is known.
+    place: String,
     what: String,
 }
-
-impl fmt::Display for ConfigError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.line {
-            0 => write!(f, "{}: {}", self.file.display(), self.what),
-            line => write!(f, "{}:{line}: {}", self.file.display(), self.what),
-        }
-    }
-}
-
-impl std::error::Error for ConfigError {}
 
 /// A text, a number, or yes or no: whatever suits a value.
 struct Value(String);
@@ -226,7 +216,13 @@ impl Config {
     /// # Errors
     /// The first mistake.
     pub fn load(path: &Path, ram: u64) -> Result<Config, ConfigError> {
-        let fail = |line, what| ConfigError { file: path.to_owned(), line, what };
+        let fail = |line, what| {
+            let place = match line {
+                0 => path.display().to_string(),
+                line => format!("{}:{line}", path.display()),
+            };
+            ConfigError { place, what }
+        };
         let text = std::fs::read_to_string(path)
             .map_err(|error| fail(0, format!("cannot be read: {error}")))?;
         let mut config = Config::parse(&text, ram).map_err(|(line, what)| fail(line, what))?;

@@ -388,39 +388,25 @@ pub struct Segment {
 }
 
 /// Why a segment cannot be used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SegmentError {
     /// The map is smaller than a segment.
+    #[error(
+        "the shared segment is too small: the supervisor and the agent are of different builds; \
+        install both from one"
+    )]
     TooSmall,
     /// The first word is not [`MAGIC`].
+    #[error("the shared segment has no magic word: the supervisor has not set it up")]
     NotASegment,
     /// Supervisor and agent come from different builds.
+    #[error(
+        "the shared segment has version {0}, this build speaks {own}: install supervisor and agent \
+        from one build",
+        own = VERSION
+    )]
     Version(u32),
 }
-
-impl std::fmt::Display for SegmentError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            SegmentError::TooSmall => write!(
-                f,
-                "the shared segment is too small: the supervisor and the agent are of different \
-                builds; install both from one"
-            ),
-            SegmentError::NotASegment => {
-                write!(f, "the shared segment has no magic word: the supervisor has not set it up")
-            }
-            SegmentError::Version(found) => {
-                write!(
-                    f,
-                    "the shared segment has version {found}, this build speaks {VERSION}: install \
-                    supervisor and agent from one build"
-                )
-            }
-        }
-    }
-}
-
-impl std::error::Error for SegmentError {}
 
 impl Segment {
     /// Bytes of a segment (pages that nobody touches cost nothing).

@@ -10,21 +10,13 @@ const MAX_PATH_BYTES: usize = 255;
 pub struct GroupPath(String);
 
 /// Why a text is no path of a group.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{0:?} is not the path of a group; write /NAME or /NAME/NAME, without blanks, . or .. as a \
+    name, and at most {max} bytes",
+    max = MAX_PATH_BYTES
+)]
 pub struct PathError(String);
-
-impl fmt::Display for PathError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{:?} is not the path of a group; write /NAME or /NAME/NAME, without blanks, . or .. \
-            as a name, and at most {MAX_PATH_BYTES} bytes",
-            self.0
-        )
-    }
-}
-
-impl std::error::Error for PathError {}
 
 impl GroupPath {
     /// The group that all others are below.

@@ -1,7 +1,5 @@
 //! What can be set of a group, by its name and as text.
 
-use std::fmt;
-
 use swaptide_core::{TierError, TierMask, Tiers};
 
 use crate::units::{SizeError, parse_bytes, parse_share};
@@ -67,46 +65,25 @@ pub const KEYS: [&str; 8] = [
     "zswap.writeback",
 ];
 
-/// Why a key cannot be set so.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SettingError {
-    /// The key.
-    pub key: String,
-    /// What is wrong.
-    pub why: SettingErrorKind,
-}
-
-/// What is wrong with a key or its value.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum SettingErrorKind {
+/// Why a key, which is named first, cannot be set so.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SettingError {
     /// No such key.
-    Unknown,
+    #[error("there is no {0:?}; a group has {keys}", keys = KEYS.join(", "))]
+    Unknown(String),
     /// A key that can only be read.
-    ReadOnly,
+    #[error("{0} is read-only")]
+    ReadOnly(String),
     /// Not `max` and no size.
-    Size(SizeError),
+    #[error("{0}: {1}, or max for no bound")]
+    Size(String, SizeError),
     /// Neither 0 nor 1.
-    Switch(String),
+    #[error("{0}: {1:?} is neither 0 nor 1")]
+    Switch(String, String),
     /// Not a change of the tiers.
-    Tiers(TierError),
+    #[error("{0}: {1}")]
+    Tiers(String, TierError),
 }
-
-impl fmt::Display for SettingError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let key = &self.key;
-        match &self.why {
-            SettingErrorKind::Unknown => {
-                write!(f, "there is no {key:?}; a group has {}", KEYS.join(", "))
-            }
-            SettingErrorKind::ReadOnly => write!(f, "{key} is read-only"),
-            SettingErrorKind::Size(error) => write!(f, "{key}: {error}, or max for no bound"),
-            SettingErrorKind::Switch(text) => write!(f, "{key}: {text:?} is neither 0 nor 1"),
-            SettingErrorKind::Tiers(error) => write!(f, "{key}: {error}"),
-        }
-    }
-}
-
-impl std::error::Error for SettingError {}
 
 impl Settings {
     /// Sets one key. Sizes of memory may be percentages of `ram`.
@@ -120,19 +97,19 @@ impl Settings {
         tiers: &Tiers,
         ram: u64,
     ) -> Result<(), SettingError> {
-        let failed = |why| SettingError { key: key.to_owned(), why };
+        let name = || key.to_owned();
         let share = |text: &str| {
             bytes(text, |text| parse_share(text, ram))
-                .map_err(|error| failed(SettingErrorKind::Size(error)))
+                .map_err(|error| SettingError::Size(name(), error))
         };
         let size = |text: &str| {
-            bytes(text, parse_bytes).map_err(|error| failed(SettingErrorKind::Size(error)))
+            bytes(text, parse_bytes).map_err(|error| SettingError::Size(name(), error))
         };
         match key {
             "swap.tiers" => self
                 .tiers
                 .apply(value, tiers)
-                .map_err(|error| failed(SettingErrorKind::Tiers(error)))?,
+                .map_err(|error| SettingError::Tiers(name(), error))?,
             "ram.max" => self.ram_max = share(value)?,
             "ram.high" => self.ram_high = share(value)?,
             "ram.low" => self.ram_low = share(value)?.unwrap_or(u64::MAX),
@@ -143,13 +120,11 @@ impl Settings {
                 self.zswap_writeback = match value.trim() {
                     "0" => false,
                     "1" => true,
-                    other => return Err(failed(SettingErrorKind::Switch(other.to_owned()))),
+                    other => return Err(SettingError::Switch(name(), other.to_owned())),
                 }
             }
-            _ if READ_ONLY.contains(&key) => {
-                return Err(failed(SettingErrorKind::ReadOnly));
-            }
-            _ => return Err(failed(SettingErrorKind::Unknown)),
+            _ if READ_ONLY.contains(&key) => return Err(SettingError::ReadOnly(name())),
+            _ => return Err(SettingError::Unknown(name())),
         }
         Ok(())
     }

@@ -27,7 +27,7 @@ use crate::cgroup::psi::{Pressure, TimeShare};
 pub(crate) use crate::cgroup::path::cgroup_of;
 pub use crate::cgroup::path::{GroupPath, PathError, memory_cgroup};
 pub(crate) use crate::cgroup::settings::READ_ONLY;
-pub use crate::cgroup::settings::{KEYS, SettingError, SettingErrorKind, Settings};
+pub use crate::cgroup::settings::{KEYS, SettingError, Settings};
 
 /// What processes have.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -16,11 +16,11 @@
 //! Locks: none.
 
 use std::fs::{DirBuilder, File};
+use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::{fmt, io};
 
 use rustix::fs::SealFlags;
 use swaptide_ipc::Segment;
@@ -42,17 +42,9 @@ fn own_uid() -> u32 {
 }
 
 /// Why a socket or a directory is not trusted.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}; set XDG_RUNTIME_DIR or SWAPTIDE_DIRECTORY to a directory of your own")]
 struct Untrusted(String);
-
-impl fmt::Display for Untrusted {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let help = "set XDG_RUNTIME_DIR or SWAPTIDE_DIRECTORY to a directory of your own";
-        write!(f, "{}; {help}", self.0)
-    }
-}
-
-impl std::error::Error for Untrusted {}
 
 fn refused(why: impl Into<String>) -> io::Error {
     io::Error::other(Untrusted(why.into()))
