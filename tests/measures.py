@@ -7,8 +7,8 @@ its types by fields and by files with an `impl` block.
 
 Usage: measures.py [--check] [--all] [CRATE...]
 --all prints every type; without it only those past half of a limit. With --check nothing but errors
-is printed, and the exit status is 1, where a type is past a limit and is neither in KNOWN nor in
-BASELINE, where one has grown past its entry in BASELINE, or where an entry is no longer needed.
+is printed, and the exit status is 1, where a type is past a limit and is not in KNOWN, or where an
+entry of KNOWN is no longer needed.
 """
 
 import argparse
@@ -31,10 +31,6 @@ SHOWN = 3
 # Types that stay past a limit, by crate and name, with the record in docs/adr that says why.
 KNOWN = {
     "swaptide-ipc::Segment": "0012",
-}
-
-# Types that are still past a limit: fields, files with an `impl` block. Neither may grow.
-BASELINE = {
 }
 
 # Comments, strings and characters; a lifetime (`'a`) is none of them.
@@ -255,18 +251,14 @@ def check(crate, measured):
         key = f"{crate}::{name}"
         size = f"{fields} fields, impl blocks in {blocks} files"
         is_large = fields > MAX_FIELDS or blocks > MAX_IMPL_FILES
-        if is_large and key in BASELINE:
-            most_fields, most_blocks = BASELINE[key]
-            if fields > most_fields or blocks > most_blocks:
-                errors.append(f"{key} has grown to {size}; take state or methods out of it")
-        elif is_large and key not in KNOWN:
+        if is_large and key not in KNOWN:
             errors.append(
                 f"{key}: {size}; at most {MAX_FIELDS} and {MAX_IMPL_FILES}: split it, or write an "
                 f"ADR and name it in KNOWN"
             )
-        elif not is_large and (key in BASELINE or key in KNOWN):
+        elif not is_large and key in KNOWN:
             errors.append(f"{key} is within the limits: take its entry out of tests/measures.py")
-    for key in (*BASELINE, *KNOWN):
+    for key in KNOWN:
         if key.startswith(f"{crate}::") and key.partition("::")[2] not in measured:
             errors.append(f"{key} does not exist: take its entry out of tests/measures.py")
     return errors
