@@ -519,6 +519,77 @@ def test_security_doors(case):
     ended(case, program)
 
 
+# Connects to a run's socket and leaves there what its last holder waits for: connections that have
+# something to send, to a process that does not read.
+LINGERS = """
+import array, os, socket, struct, sys, time
+name = b"\\0" + (sys.argv[1] if len(sys.argv) > 1 else os.environ["SWAPTIDE_SOCKET"]).encode()
+near, far, packets = [], [], []
+for _ in range(24):
+    server = socket.create_server(("127.0.0.1", 0))
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 3600))
+    one.connect(server.getsockname())
+    far.append(server.accept()[0])
+    one.setblocking(False)
+    try:
+        while True:
+            one.send(bytes(65536))
+    except BlockingIOError:
+        near.append(one)
+for number, one in enumerate(near):
+    packet = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    fds = array.array("i", [one.fileno()] * 200)
+    try:
+        packet.connect(name)
+        packet.sendmsg([b"HS"[number % 2:][:1]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+    except OSError:
+        pass
+    one.close()
+    packets.append(packet)
+print("ready", os.getpid(), flush=True)
+time.sleep(600)
+"""
+AS_NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+
+
+def assert_ends(case, program, what):
+    """The run takes a signal at once: its supervisor attends to it."""
+    time.sleep(0.5)
+    os.kill(program.pid, signal.SIGTERM)
+    until(case, what, lambda: program.process.poll() is not None, seconds=15)
+
+
+@pytest.mark.swaptide(budget=32, swaps=False, native=False)
+def test_security_lingers(case):
+    """What another user, or a program of the run, leaves in a connection to the supervisor keeps it
+    for a moment, and not for as long as a socket may linger.
+    """
+    program = case.start([case.python, PRESSURE, 8, "wait"])
+    inside = wait_for_line(case, program, "ready").split()[1]
+    variables = Path(f"/proc/{inside}/environ").read_bytes().split(b"\0")
+    name = next(v.split(b"=", 1)[1] for v in variables if v.startswith(b"SWAPTIDE_SOCKET="))
+    prefix = AS_NOBODY if os.geteuid() == 0 else []
+    words = [*prefix, "python3", "-c", LINGERS, name.decode()]
+    attack = subprocess.Popen(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    try:
+        assert attack.stdout.readline().startswith(b"ready")
+        assert_ends(case, program, "the end of a run that a stranger has written to")
+        program.finish(7)
+    finally:
+        attack.kill()
+        attack.wait()
+        attack.stdout.close()
+    program = case.start([case.python, "-c", LINGERS])
+    inside = int(wait_for_line(case, program, "ready").split()[1])
+    try:
+        assert_ends(case, program, "the end of a run whose program has written to it")
+        program.finish(143)
+    finally:
+        if os.path.exists(f"/proc/{inside}"):
+            os.kill(inside, signal.SIGKILL)
+
+
 @pytest.mark.swaptide(budget=24, swaps=False, native=False)
 def test_security_fsize(case):
     """One process with a limit on the size of files, whether or not it ignores the signal: it keeps

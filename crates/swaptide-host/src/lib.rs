@@ -35,6 +35,7 @@
 //! socket.
 
 pub mod cgroup;
+mod client_conn;
 pub mod config;
 pub mod control;
 pub mod daemon;

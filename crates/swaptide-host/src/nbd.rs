@@ -20,7 +20,7 @@
 
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -247,6 +247,8 @@ impl Connector {
                 )
                 .map_err(failed)?;
                 let address = SocketAddrUnix::new(path.as_path()).map_err(failed)?;
+                // Where that cannot be had a server can keep a reader.
+                let _ = swaptide_sys::sock::deny_descriptors(fd.as_fd());
                 // A server that accepts nobody must not hold us for ever.
                 set_socket_timeout(&fd, Timeout::Send, Some(left())).map_err(failed)?;
                 rustix::net::connect(&fd, &address).map_err(failed)?;

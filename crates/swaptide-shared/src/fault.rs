@@ -135,7 +135,7 @@ impl FaultThread {
     /// soon will have.
     fn guard_gone(&self, state: &mut PagerState, id: SpaceId) {
         let Some(space) = state.spaces.get_mut(&id) else { return };
-        space.guard = None;
+        space.guard.take().into_iter().for_each(self.inner.close);
         // Another program may go by that number now.
         space.pid = None;
         space.unguarded = Instant::now();

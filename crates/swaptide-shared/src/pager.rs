@@ -29,6 +29,8 @@ pub struct PagerSettings {
     pub open: OpenArea,
     /// Tells of what went wrong.
     pub log: fn(&str),
+    /// Closes a connection that a client made. What a client has left in it must keep no thread.
+    pub close: fn(Conn),
 }
 
 /// How a pager stands.
@@ -60,13 +62,14 @@ impl SharedMemoryPager {
     /// # Errors
     /// When there is no slot in the segment, no memory, or no thread.
     pub fn start(settings: PagerSettings) -> Result<SharedMemoryPager, Errno> {
-        let PagerSettings { segment, open, log } = settings;
+        let PagerSettings { segment, open, log, close } = settings;
         let index = segment.claim(std::process::id(), 0).ok_or(Errno::NOSPC)?;
         let inner = Arc::new(Inner {
             segment,
             index,
             store: Store::new(segment, index, open)?,
             log,
+            close,
             state: Mutex::new(PagerState::default()),
             work: Condvar::new(),
             poll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
@@ -122,6 +125,10 @@ impl SharedMemoryPager {
             body.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()).map(u64::from_le_bytes)
         };
         let byte = request as u8;
+        if request == Request::Guard {
+            let landmark = number(0).map(|landmark| VirtAddr(landmark as usize));
+            return self.inner.stand_guard(pid, landmark, conn, byte);
+        }
         // A client that hung up has gone without an answer.
         let _ = match request {
             Request::Region => match number(0).and_then(|bytes| self.create_region(bytes).ok()) {
@@ -129,12 +136,6 @@ impl SharedMemoryPager {
                 None => conn.send(&[byte], &[]),
             },
             Request::Attach => conn.send(&[byte, self.inner.attach(pid, fd) as u8], &[]),
-            Request::Guard => match number(0) {
-                Some(landmark) => {
-                    self.inner.stand_guard(pid, VirtAddr(landmark as usize), conn, byte)
-                }
-                None => Ok(()),
-            },
             Request::Advise => {
                 let advice = body
                     .get(16..20)
@@ -150,6 +151,7 @@ impl SharedMemoryPager {
             }
             _ => Ok(()),
         };
+        (self.inner.close)(conn);
     }
 
     /// A new region: its memory file, to be mapped and [attached](swaptide_ipc::shared::attach).

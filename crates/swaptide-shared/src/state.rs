@@ -60,6 +60,7 @@ pub(crate) struct Inner {
     pub index: SlotIndex,
     pub store: Store,
     pub log: fn(&str),
+    pub close: fn(Conn),
     pub state: Mutex<PagerState>,
     /// Wakes reclaim.
     pub work: Condvar,
@@ -284,16 +285,17 @@ impl Inner {
 
     /// An address space is gone.
     pub(crate) fn forget_space(&self, state: &mut PagerState, id: SpaceId) {
-        if let Some(space) = state.spaces.remove(&id) {
+        if let Some(mut space) = state.spaces.remove(&id) {
             // A copy of the descriptor would keep it in the poll otherwise.
             let _ = epoll::delete(&self.poll, space.uffd.as_fd());
-            if let Some(guard) = &space.guard {
+            if let Some(guard) = space.guard.take() {
                 let _ = epoll::delete(&self.poll, guard.as_fd());
             }
             state.held.retain(|(space, ..)| *space != id);
             state.waiting.retain(|(space, ..)| *space != id);
             self.forget_unmapped(state);
         }
+                (self.close)(guard);
     }
 
     /// Drops the regions that nobody maps any more.
@@ -332,41 +334,36 @@ impl Inner {
         self.publish(&state.counts());
     }
 
-    /// A process's guard has come.
-    pub(crate) fn stand_guard(
-        &self,
-        pid: u32,
-        landmark: VirtAddr,
-        conn: Conn,
-        byte: u8,
-    ) -> Result<(), Errno> {
+    /// A process's guard has come. Who is of no address space without one is hung up on.
+    pub(crate) fn stand_guard(&self, pid: u32, landmark: Option<VirtAddr>, conn: Conn, byte: u8) {
         let mut state = self.lock();
-        let mark = VirtRange::from_len(landmark, PAGE_SIZE);
-        if !landmark.is_page_aligned() {
-            return Ok(());
-        }
-        let mut found = None;
-        for (id, space) in &state.spaces {
-            if space.guard.is_none() && space.uffd.register_wp(mark).is_ok() {
-                let _ = space.uffd.unregister(mark);
-                found = Some(*id);
-                break;
-            }
-        }
-        let Some(id) = found else { return Ok(()) };
         let mut reply = [byte, 0, 0, 0, 0];
         reply[1..].copy_from_slice(&self.index.0.to_le_bytes());
-        {
-            let Some(space) = state.spaces.get_mut(&id) else { return Ok(()) };
-            conn.send(&reply, &[space.uffd.as_fd()])?;
-            self.watch(conn.as_fd(), id, true)?;
-            space.guard = Some(conn);
-            space.pid = Some(pid);
-            space.rescued = false;
-        }
+        let is_marked = |space: &Space| {
+            let Some(mark) = landmark.filter(|landmark| landmark.is_page_aligned()) else {
+                return false;
+            };
+            let mark = VirtRange::from_len(mark, PAGE_SIZE);
+            let is_there = space.guard.is_none() && space.uffd.register_wp(mark).is_ok();
+            if is_there {
+                let _ = space.uffd.unregister(mark);
+            }
+            is_there
+        };
+        let id = match state.spaces.iter_mut().find(|(_, space)| is_marked(space)) {
+            Some((id, space))
+                if conn.send(&reply, &[space.uffd.as_fd()]).is_ok()
+                    && self.watch(conn.as_fd(), *id, true).is_ok() =>
+            {
+                space.guard = Some(conn);
+                space.pid = Some(pid);
+                space.rescued = false;
+                *id
+            }
+            _ => return (self.close)(conn),
+        };
         self.learn(&mut state, id);
         self.work.notify_all();
-        Ok(())
     }
 
     /// What a program says of a range.

@@ -87,6 +87,7 @@ mod so {
     pub const SOL_SOCKET: usize = 1;
     pub const SO_PEERCRED: usize = 17;
     pub const SO_PEERPIDFD: usize = 77;
+    pub const SO_PASSRIGHTS: usize = 83;
     pub const SCM_RIGHTS: i32 = 1;
     pub const SCM_CREDENTIALS: i32 = 2;
     pub const MSG_TRUNC: u32 = 0x20;
@@ -106,6 +107,46 @@ struct MessageHeader {
 }
 
 const CONTROL_HEADER: usize = 16;
+
+/// The other end of a Unix socket, or those that connect to it, can send no descriptors (`EPERM`
+/// there). The thread that receives drops what came along, and that may be a socket that lingers
+/// for hours. `ENOPROTOOPT` before Linux 6.16.
+pub fn deny_descriptors(socket: BorrowedFd<'_>) -> Result<(), Errno> {
+    set_pass_rights(socket, false)
+}
+
+/// Whether the other end may send descriptors.
+fn set_pass_rights(socket: BorrowedFd<'_>, on: bool) -> Result<(), Errno> {
+    let on = u32::from(on);
+    let words = [
+        socket.as_raw_fd() as usize,
+        so::SOL_SOCKET,
+        so::SO_PASSRIGHTS,
+        &raw const on as usize,
+        size_of_val(&on),
+        0,
+    ];
+    // SAFETY: the kernel reads a word, which is live.
+    check(unsafe { syscall6(k::__NR_setsockopt, words) }).map(drop)
+}
+
+/// How long a listener may take to have room for a connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The number of users that have none in this namespace.
+const OVERFLOW_UID: u32 = 65534;
+
+/// Whether every user has a number here. True where that cannot be told.
+fn is_initial_user_namespace() -> bool {
+    use rustix::fs::{Mode, OFlags, open};
+    let map = open(c"/proc/self/uid_map", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+    let mut text = [0u8; 128];
+    let read = map.and_then(|map| retry(|| rustix::io::read(&map, &mut text[..])));
+    let Ok(length) = read else { return true };
+    // The last of three numbers: how many users have one.
+    let count = text[..length].trim_ascii_end().rsplit(u8::is_ascii_whitespace).next();
+    count == Some(b"4294967295")
+}
 
 fn socket() -> Result<OwnedFd, Errno> {
     net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
@@ -150,6 +191,17 @@ impl Listener {
         rustix::io::ioctl_fionbio(&self.0, on)
     }
 
+    /// Descriptors cannot be sent on connections that are made from here on (`EPERM`), unless
+    /// [`Conn::permit_descriptors`]. `ENOPROTOOPT` before Linux 6.16.
+    pub fn deny_descriptors(&self) -> Result<(), Errno> {
+        deny_descriptors(self.0.as_fd())
+    }
+
+    /// Nobody can connect any more. Who has connected can be accepted.
+    pub fn shut(&self) -> Result<(), Errno> {
+        net::shutdown(&self.0, net::Shutdown::Both)
+    }
+
     /// Has every packet on connections that are accepted from here on carry its sender (see
     /// [`Conn::recv_from`]).
     pub fn want_senders(&self) -> Result<(), Errno> {
@@ -174,6 +226,31 @@ impl Conn {
         let addr = SocketAddrUnix::new_abstract_name(name)?;
         retry(|| net::connect(&fd, &addr))?;
         Ok(Conn(fd))
+    }
+
+    /// As [`Conn::connect_abstract`], to a listener that root has made or this thread's user
+    /// ([`Conn::of_trusted`]), and waits no longer than [`CONNECT_TIMEOUT`] (`EAGAIN`).
+    pub fn connect_trusted(name: &[u8]) -> Result<Conn, Errno> {
+        let fd = socket()?;
+        net::sockopt::set_socket_timeout(&fd, net::sockopt::Timeout::Send, Some(CONNECT_TIMEOUT))?;
+        let addr = SocketAddrUnix::new_abstract_name(name)?;
+        retry(|| net::connect(&fd, &addr))?;
+        net::sockopt::set_socket_timeout(&fd, net::sockopt::Timeout::Send, None)?;
+        Conn(fd).of_trusted()
+    }
+
+    /// The connection, if the other end is root's or of this thread's user; `EPERM` otherwise. A
+    /// name is free for everybody when the process that listened there has ended.
+    ///
+    /// In a user namespace in which the other end's user has no number nobody can tell him from
+    /// others: there he is believed.
+    pub fn of_trusted(self) -> Result<Conn, Errno> {
+        let uid = self.peer()?.uid;
+        let own = [rustix::process::getuid(), rustix::process::geteuid()];
+        let is_trusted = uid == 0
+            || own.iter().any(|own| own.as_raw() == uid)
+            || uid == OVERFLOW_UID && !is_initial_user_namespace();
+        if is_trusted { Ok(self) } else { Err(Errno::PERM) }
     }
 
     /// As [`Conn::connect_abstract`], and never waits: `EAGAIN` when the listener's queue is full.
@@ -236,6 +313,16 @@ impl Conn {
         rustix::io::ioctl_fionbio(&self.0, on)
     }
 
+    /// Descriptors can be sent on this connection, whatever its listener said.
+    pub fn permit_descriptors(&self) -> Result<(), Errno> {
+        set_pass_rights(self.0.as_fd(), true)
+    }
+
+    /// Hangs up, and keeps what has not been received.
+    pub fn shut(&self) -> Result<(), Errno> {
+        net::shutdown(&self.0, net::Shutdown::Both)
+    }
+
     /// Sends one packet, with up to `MAX_FDS` descriptors; `EPIPE` (and no signal) when the other
     /// end is gone. An empty packet cannot be told from the end of the connection: refused.
     pub fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
@@ -285,6 +372,14 @@ impl Conn {
         } else {
             Ok((got.bytes, count))
         }
+    }
+
+    /// Whether a packet waits to be received: 1 if so, 0 at the end of the connection, `EAGAIN`
+    /// where there is neither. It stays to be received, with what came with it.
+    pub fn peek(&self) -> Result<usize, Errno> {
+        let mut byte = [0u8; 1];
+        retry(|| net::recv(&self.0, &mut byte, RecvFlags::PEEK | RecvFlags::DONTWAIT))
+            .map(|(length, _)| length)
     }
 
     /// As [`Conn::recv`], with the sender of the packet, as the kernel reports it, where the
@@ -473,6 +568,43 @@ mod tests {
         assert_eq!(listener.accept().err(), Some(Errno::AGAIN));
         drop(listener);
         assert_eq!(Conn::connect_abstract(&name).err(), Some(Errno::CONNREFUSED));
+    }
+
+    #[test]
+    fn who_listens_is_looked_at_before_anything_is_sent() {
+        let (own, name) = Listener::bind_autogenerated().unwrap();
+        Conn::connect_trusted(name.as_bytes()).unwrap();
+        drop(own);
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        // The listener of another user, made by a thread that becomes that user and ends.
+        let bind = || {
+            let user = 12345usize;
+            // SAFETY: the call changes the rights of this thread alone.
+            unsafe { syscall!(k::__NR_setresuid, user, user, user) }.unwrap();
+            Listener::bind_autogenerated().unwrap()
+        };
+        let (_strangers, name) = std::thread::spawn(bind).join().unwrap();
+        Conn::connect_abstract(name.as_bytes()).unwrap();
+        assert_eq!(Conn::connect_trusted(name.as_bytes()).err(), Some(Errno::PERM));
+    }
+
+    #[test]
+    fn a_listener_that_is_shut_gives_those_who_were_there_and_lets_nobody_in() {
+        let (listener, name) = Listener::bind_autogenerated().unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let early = Conn::connect_abstract(name.as_bytes()).unwrap();
+        early.send(b"early", &[]).unwrap();
+        listener.shut().unwrap();
+        assert_eq!(Conn::try_connect_abstract(name.as_bytes()).err(), Some(Errno::CONNREFUSED));
+        let (server, _) = listener.accept().unwrap();
+        assert!(listener.accept().is_err());
+        assert_eq!(server.peek(), Ok(1), "of five bytes the first is looked at");
+        assert_eq!(server.recv(&mut [0; 8], &mut []), Ok((5, 0)));
+        assert_eq!(server.peek(), Err(Errno::AGAIN));
+        drop(early);
+        assert_eq!(server.peek(), Ok(0));
     }
 
     #[test]

@@ -10,7 +10,7 @@
 //! Locks: none; the forking thread waits on a futex word.
 
 use std::sync::atomic::{
-    AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire,
+    AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::AcqRel, Ordering::Acquire,
     Ordering::Relaxed, Ordering::Release,
 };
 use std::time::Duration;
@@ -18,8 +18,8 @@ use std::time::Duration;
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::process::{pidfd_getfd, pidfd_open, pidfd_open_thread};
 use swaptide_sys::sock::{Conn, Listener, poll_readable};
-use swaptide_sys::thread::{getpid, random_name};
-use swaptide_sys::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use swaptide_sys::thread::{getpid, random_name, sleep};
+use swaptide_sys::{AsFd, BorrowedFd, Errno, FromRawFd, IntoRawFd, OwnedFd};
 
 use crate::readahead::history::SharedMissHistory;
 use crate::sched::deadline::{Deadline, WAIT_SLICE, Waited};
@@ -140,29 +140,42 @@ impl ForkControl {
     /// In the handler: the handler's end, which the forking thread brings. `None` if it cannot.
     ///
     /// The way is a listener whose name is made of 128 random bits and lives until the end is here.
-    /// The kernel tells the process that connects. Only this one is listened to, nothing is ever
-    /// sent, and any other connection is closed.
+    /// The kernel tells the process that connects. Only this one is listened to, and nothing is
+    /// ever sent. Strangers cannot leave descriptors there. Where they can, before Linux 6.16, they
+    /// are hung up on and their connections stay open: to close one would drop what its maker has
+    /// sent, and a socket among that lasts as long as he likes (`SO_LINGER`).
     pub(crate) fn fetch_end(&self) -> Option<Conn> {
+        self.fetch_end_by(|listener| listener.deny_descriptors().is_ok())
+    }
+
+    fn fetch_end_by(&self, denies: impl FnOnce(&Listener) -> bool) -> Option<Conn> {
         if self.ends[0].load(Acquire) == NONE_FD {
+            return None;
+        }
+        if STRANGERS.load(Relaxed) >= MAX_STRANGERS {
             return None;
         }
         let random = random_name().ok()?;
         let (name, len) = end_socket_name(random);
         let listener = Listener::bind_abstract(&name[..len]).ok()?;
         listener.set_nonblocking(true).ok()?;
+        let denies = denies(&listener);
         self.name[0].store(random as u64, Relaxed);
         self.name[1].store((random >> 64) as u64, Relaxed);
         self.set(END_SOCKET);
         let mut patience = Deadline::new(END_TIMEOUT);
         let mut end = None;
-        while end.is_none() && self.phase.load(Acquire) != NO_FORK && !patience.is_over(|| false) {
+        while end.is_none()
+            && STRANGERS.load(Relaxed) < MAX_STRANGERS
+            && self.phase.load(Acquire) != NO_FORK
+            && !patience.is_over(|| false)
+        {
             let _ = poll_readable(&[listener.as_fd()], Some(Duration::from_millis(10)));
-            end = listener
-                .accept()
-                .ok()
-                .filter(|(_, peer)| peer.pid == getpid().0)
-                .and_then(|(conn, _)| receive_end(&conn));
+            end = accept_own(&listener, denies).and_then(|conn| receive_end(&conn));
         }
+        // Nobody connects from here on, so that nobody's connection is dropped with the listener.
+        let _ = listener.shut();
+        while accept_own(&listener, denies).is_some() {}
         end
     }
 
@@ -180,7 +193,17 @@ impl ForkControl {
             // The name is the handler's as long as it listens, and perhaps another process's after
             // that.
             let is_own = conn.peer().is_ok_and(|peer| peer.pid == getpid().0);
-            (is_own && conn.send(&[END], &[end]).is_ok()).then_some(())
+            let mut patience = Deadline::new(END_TIMEOUT);
+            let mut sent = || loop {
+                match conn.send(&[END], &[end]) {
+                    // The handler has not seen yet whose the connection is.
+                    Err(Errno::PERM) if !patience.is_over(|| false) => {
+                        sleep(Duration::from_micros(100));
+                    }
+                    sent => return sent.is_ok(),
+                }
+            };
+            (is_own && sent()).then_some(())
         };
         let failed = if brought().is_some() { END_SENT } else { NO_FORK };
         // Not if the handler has gone on meanwhile.
@@ -263,6 +286,32 @@ const END: u8 = b'E';
 /// How long the forking thread is waited for that was asked to bring the handler's end.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// Connections of strangers that stay open. They have found names that exist for a moment; after
+/// this many, no further name is made.
+const MAX_STRANGERS: usize = 64;
+/// How many there are.
+static STRANGERS: AtomicUsize = AtomicUsize::new(0);
+
+/// The next connection that this process has made, if there is one. `denies`: strangers cannot have
+/// sent descriptors.
+fn accept_own(listener: &Listener, denies: bool) -> Option<Conn> {
+    loop {
+        match listener.accept() {
+            Ok((conn, peer)) if peer.pid == getpid().0 => {
+                let _ = conn.permit_descriptors();
+                return Some(conn);
+            }
+            Ok(_) if denies => {}
+            Ok((conn, _)) => {
+                STRANGERS.fetch_add(1, Relaxed);
+                let _ = conn.shut();
+                core::mem::forget(conn);
+            }
+            Err(_) => return None,
+        }
+    }
+}
+
 /// The handler's end, out of the connection that brings it.
 fn receive_end(conn: &Conn) -> Option<Conn> {
     let mut patience = Deadline::new(END_TIMEOUT);
@@ -291,14 +340,23 @@ fn end_socket_name(random: u128) -> ([u8; 64], usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use swaptide_sys::Errno;
     use swaptide_sys::thread::gettid;
 
     /// Runs `bring` as the forking thread while the handler fetches its end.
     fn fetched(control: &ForkControl, bring: impl FnOnce() + Send) -> Option<Conn> {
+        fetched_by(control, true, bring)
+    }
+
+    /// The same; `may_deny`: as on a kernel that can keep strangers from sending descriptors.
+    fn fetched_by(
+        control: &ForkControl,
+        may_deny: bool,
+        bring: impl FnOnce() + Send,
+    ) -> Option<Conn> {
         std::thread::scope(|scope| {
             let handler = scope.spawn(|| {
-                let end = control.fetch_end();
+                let denies = |listener: &Listener| may_deny && listener.deny_descriptors().is_ok();
+                let end = control.fetch_end_by(denies);
                 control.set(if end.is_some() { PREPARED } else { REFUSED });
                 end
             });
@@ -331,9 +389,15 @@ mod tests {
 
     #[test]
     fn another_process_at_the_door_gets_nothing() {
+        another_process_at_the_door(true);
+        another_process_at_the_door(false);
+        assert!(STRANGERS.load(Relaxed) > 0, "the second connection is not dropped");
+    }
+
+    fn another_process_at_the_door(may_deny: bool) {
         let control = ForkControl::new(false);
         control.open_ends();
-        let end = fetched(&control, || {
+        let end = fetched_by(&control, may_deny, || {
             let (name, len) = serve_end_socket(&control);
             // SAFETY: the child makes system calls only, and ends.
             let child = unsafe { fork() };

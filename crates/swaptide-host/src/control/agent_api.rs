@@ -16,9 +16,10 @@ use swaptide_ipc::shared::SHARED_FEATURES;
 use swaptide_ipc::{AreaId, Request};
 use swaptide_sys::Errno;
 use swaptide_sys::affinity::go_normally;
-use swaptide_sys::sock::{Conn, Listener, poll_readable};
+use swaptide_sys::sock::{Listener, poll_readable};
 use swaptide_sys::uffd::{Features, Uffd};
 
+use crate::client_conn::{ClientConn, bounded, close_apart};
 use crate::control::REQUIRED;
 pub use crate::control::Users;
 use crate::control::fork_tracer::TracedForks;
@@ -34,6 +35,9 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 /// Clients whose request has not come yet that are kept. More are hung up on, those first that wait
 /// longest.
 const MAX_WAITING_CLIENTS: usize = 24;
+
+/// How long nobody is taken in where there is no descriptor left.
+const CROWDED_BACKOFF: Duration = Duration::from_millis(5);
 
 /// Connections to servers that are being made at a time for one process (as many as its engine
 /// uses), and for all. Each takes a thread and descriptors of the supervisor until the server
@@ -89,7 +93,7 @@ pub struct AgentServer {
 
 /// A client that has connected and said nothing yet.
 struct Waiting {
-    client: Conn,
+    client: ClientConn,
     peer: Peer,
     since: Instant,
 }
@@ -152,7 +156,18 @@ impl AgentServer {
         // No more at a time, so that a client that connects again and again does not keep the
         // supervisor from everything else.
         for _ in 0..MAX_WAITING_CLIENTS {
-            let Ok((client, _)) = self.listener.accept() else { break };
+            let client = match self.listener.accept() {
+                Ok((client, _)) => client,
+                Err(errno) => {
+                    if errno != Errno::AGAIN {
+                        // There is no descriptor for it, and who waits would wake this thread again
+                        // at once.
+                        std::thread::sleep(CROWDED_BACKOFF);
+                    }
+                    break;
+                }
+            };
+            let client = ClientConn::new(client);
             // One that is not ours is hung up on.
             let Some(peer) = Peer::of(&client, self.supervisor) else { continue };
             if self.waiting.len() == MAX_WAITING_CLIENTS {
@@ -189,7 +204,7 @@ impl AsFd for AgentServer {
 impl AgentServer {
     fn answer(
         &self,
-        client: Conn,
+        client: ClientConn,
         peer: Peer,
         segment: &OwnedFd,
         areas: &Arc<dyn AreaOpener>,
@@ -198,7 +213,9 @@ impl AgentServer {
     ) -> Option<Request> {
         let mut message = [0u8; 32];
         let mut fds = [None];
-        let (length, _, sender) = client.recv_from(&mut message, &mut fds).ok()?;
+        let (length, _, sender) = bounded(|| client.recv_from(&mut message, &mut fds)).ok()?;
+        let [fd] = fds;
+        let fd = ReceivedFd(fd);
         if !peer.has_sent(sender) {
             return None;
         }
@@ -215,11 +232,10 @@ impl AgentServer {
         {
             return None;
         }
-        let [fd] = fds;
         let may_have_fd = matches!(request, Request::Handshake | Request::Attach | Request::Hold);
         if length != 1 + request.body()
-            || fd.is_some() && !may_have_fd
-            || fd.is_none() && matches!(request, Request::Handshake | Request::Hold)
+            || fd.0.is_some() && !may_have_fd
+            || fd.0.is_none() && matches!(request, Request::Handshake | Request::Hold)
         {
             return None;
         }
@@ -228,14 +244,15 @@ impl AgentServer {
             return Some(request);
         }
         if request == Request::Hold {
-            let uffd = fd.filter(is_userfaultfd)?;
+            let uffd = fd.userfaultfd()?;
             // It waits for this; by the time it continues, the descriptor is on the list.
             let _ = client.send(&message[..1], &[]);
             self.holds.add(pid, client, uffd);
             return Some(request);
         }
         if request.is_shared() {
-            shared?.serve(request, &message[1..length], fd, client, pid);
+            let fd = if fd.0.is_some() { Some(fd.userfaultfd()?) } else { None };
+            shared?.serve(request, &message[1..length], fd, client.into_inner(), pid);
             return Some(request);
         }
         let opened;
@@ -282,7 +299,7 @@ impl AgentServer {
                 return Some(request);
             }
             Request::Handshake => {
-                vouch(fd?, u64::from_le_bytes(message[1..9].try_into().ok()?))?;
+                vouch(fd.userfaultfd()?, u64::from_le_bytes(message[1..9].try_into().ok()?))?;
                 client.send(&message[..1], &[]).ok()?;
                 return Some(request);
             }
@@ -295,6 +312,22 @@ impl AgentServer {
         };
         client.send(&message[..1], &[descriptor]).ok()?;
         Some(request)
+    }
+}
+
+/// What came with a request. Only userfaultfds are of use: what else there is is closed by nobody
+/// who is waited for.
+struct ReceivedFd(Option<OwnedFd>);
+
+impl ReceivedFd {
+    fn userfaultfd(mut self) -> Option<OwnedFd> {
+        if self.0.as_ref().is_some_and(is_userfaultfd) { self.0.take() } else { None }
+    }
+}
+
+impl Drop for ReceivedFd {
+    fn drop(&mut self) {
+        self.0.take().into_iter().for_each(close_apart);
     }
 }
 
@@ -315,7 +348,9 @@ fn vouch(fd: OwnedFd, features: u64) -> Option<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::client_conn::tests::{assert_quick, lingering};
     use crate::swap::areas::Areas;
+    use swaptide_sys::sock::Conn;
 
     fn ask(
         counter: &mut AgentServer,
@@ -418,6 +453,30 @@ mod tests {
         assert!(began.elapsed() < REQUEST_TIMEOUT, "{:?}", began.elapsed());
         assert!(counter.waiting.len() <= MAX_WAITING_CLIENTS && counter.patience().is_some());
         drop(silent);
+    }
+
+    #[test]
+    fn what_a_client_sends_keeps_the_others_waiting_for_a_moment_at_most() {
+        let areas: Arc<dyn AreaOpener> = Arc::new(Areas::new(crate::testing::segment()));
+        let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
+        // Of a process of the run, and of one that is none.
+        for supervisor in [std::process::id(), u32::MAX] {
+            let mut counter = AgentServer::open(Users::All).expect("socket");
+            counter.supervisor = supervisor;
+            let mut others = Vec::new();
+            for request in [&b"H"[..], b"S", b"?"] {
+                let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
+                for _ in 0..2 {
+                    let (socket, other) = lingering();
+                    let fds = [socket.as_fd(); 20];
+                    client.send(request, &fds).expect("send");
+                    others.push(other);
+                }
+            }
+            assert_quick(|| {
+                counter.serve(&segment, &areas, None, &mut TracedForks::default());
+            });
+        }
     }
 
     #[test]

@@ -40,9 +40,11 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use swaptide_sys::Errno;
 use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::uffd::Uffd;
 
+use crate::client_conn::ClientConn;
 use crate::control::orphans::{Inode, Orphans};
 
 /// Holds of one process: of its engine, of one before it whose end is being looked at, of children
@@ -57,7 +59,7 @@ struct Hold {
     pid: u32,
     inode: Inode,
     uffd: OwnedFd,
-    conn: Conn,
+    conn: ClientConn,
     /// The connection has ended.
     is_ending: bool,
 }
@@ -84,7 +86,7 @@ impl HoldList {
 
 impl Holds {
     /// Holds a userfaultfd for a process until the process is gone, or says otherwise on `conn`.
-    pub fn add(&self, pid: u32, conn: Conn, uffd: OwnedFd) {
+    pub(crate) fn add(&self, pid: u32, conn: ClientConn, uffd: OwnedFd) {
         let wake = self.wake.get_or_init(|| {
             let (wake, woken) = Conn::pair().ok()?;
             let list = Arc::clone(&self.list);
@@ -152,9 +154,13 @@ fn look_after(list: &HoldList, woken: &Conn) {
             if hold.is_ending || !is_ready(&hold.conn) {
                 return true;
             }
-            let received = hold.conn.recv(&mut [0u8; 8], &mut []);
-            hold.is_ending = !received.is_ok_and(|(length, _)| length > 0);
-            hold.is_ending
+            // Nothing is received: what came with it is dropped with the connection.
+            match hold.conn.peek() {
+                Ok(length) if length > 0 => return false,
+                Err(Errno::AGAIN) => {}
+                _ => hold.is_ending = true,
+            }
+            true
         });
         let mut ending: Vec<u32> =
             holds.iter().filter(|hold| hold.is_ending).map(|hold| hold.pid).collect();
@@ -223,11 +229,11 @@ mod tests {
         for says_so in [true, false] {
             let (mut reader, writer) = held();
             let (ours, theirs) = Conn::pair().expect("pair");
-            holds.add(std::process::id(), theirs, writer);
+            holds.add(std::process::id(), ClientConn::new(theirs), writer);
             if says_so {
                 ours.send(b"-", &[]).expect("send");
-                // It hangs up when the descriptor is closed.
-                assert_eq!(ours.recv(&mut [0u8; 8], &mut []), Ok((0, 0)));
+                // It hangs up when the descriptor is closed. What was said is not received.
+                assert_eq!(ours.recv(&mut [0u8; 8], &mut []), Err(Errno::CONNRESET));
             } else {
                 drop(ours);
             }
@@ -242,7 +248,7 @@ mod tests {
             .map(|_| {
                 let (reader, writer) = held();
                 let (ours, theirs) = Conn::pair().expect("pair");
-                holds.add(1, theirs, writer);
+                holds.add(1, ClientConn::new(theirs), writer);
                 (reader, ours)
             })
             .collect();

@@ -14,6 +14,7 @@ use swaptide_shared::{PagerSettings, SharedMemoryPager};
 use swaptide_sys::OwnedFd;
 use swaptide_sys::sock::Conn;
 
+use crate::client_conn::close;
 use crate::swap::areas::AreaOpener;
 
 /// See the module's description.
@@ -43,8 +44,9 @@ impl SharedPager {
             Request::Region if self.wanted => self.pager.get_or_init(|| self.start()).as_ref(),
             _ => self.pager.get().and_then(Option::as_ref),
         };
-        if let Some(pager) = pager {
-            pager.serve(request, body, fd, conn, pid);
+        match pager {
+            Some(pager) => pager.serve(request, body, fd, conn, pid),
+            None => close(conn),
         }
     }
 
@@ -52,7 +54,8 @@ impl SharedPager {
         let areas = self.areas.clone();
         let open = Arc::new(move |id: AreaId| areas.open(id));
         // This process has no standard error: what goes wrong shows in the counters.
-        SharedMemoryPager::start(PagerSettings { segment: self.segment, open, log: |_| {} }).ok()
+        let log = |_: &str| {};
+        SharedMemoryPager::start(PagerSettings { segment: self.segment, open, log, close }).ok()
     }
 
     /// Bytes of shared memory that count for a slot: all of them, if it is the pager's.
