@@ -590,6 +590,60 @@ def test_security_lingers(case):
             os.kill(inside, signal.SIGKILL)
 
 
+# Waits for a file, and starts a program then.
+STARTS_LATER = """
+import os, subprocess, sys, time
+print("ready", os.getpid(), flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.02)
+words = [sys.executable, "-c", "held = bytearray(64 << 20); print('child')"]
+done = subprocess.run(words, capture_output=True, text=True, timeout=40)
+print(done.stdout.strip(), flush=True)
+"""
+# Has the name of a supervisor that is gone, and says what it hears there.
+IMPOSTOR = """
+import socket, sys
+door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+door.bind(b"\\0" + sys.argv[1].encode())
+door.listen()
+print("listens", flush=True)
+held = []
+while True:
+    held.append(door.accept()[0])
+    said, came, *_ = held[-1].recvmsg(64, 1024)
+    print("heard", said.hex() or "nothing", len(came), flush=True)
+"""
+
+
+@pytest.mark.swaptide(budget=16, allowance=96, swaps=False, native=False)
+def test_security_impostor(case):
+    """Another user takes the name of a supervisor that was killed: the run's processes do not speak
+    to him, and send him no descriptor.
+    """
+    need_root()
+    mark = case.directory / "mark"
+    program = case.start([case.python, "-c", STARTS_LATER, mark])
+    inside = wait_for_line(case, program, "ready").split()[1]
+    variables = Path(f"/proc/{inside}/environ").read_bytes().split(b"\0")
+    name = next(v.split(b"=", 1)[1] for v in variables if v.startswith(b"SWAPTIDE_SOCKET="))
+    supervisor = int(Path(f"/proc/{inside}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    assert supervisor != program.pid, "the process that the user started is the supervisor"
+    os.kill(supervisor, signal.SIGKILL)
+    is_free = lambda: name.decode() not in Path("/proc/net/unix").read_text()  # noqa: E731
+    until(case, "the end of the supervisor's socket", is_free)
+    words = [*AS_NOBODY, "python3", "-c", IMPOSTOR, name.decode()]
+    impostor = subprocess.Popen(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+    try:
+        assert impostor.stdout.readline() == "listens\n"
+        mark.touch()
+        wait_for_line(case, program, "child")
+    finally:
+        impostor.kill()
+        heard = impostor.communicate()[0].splitlines()
+    assert heard and set(heard) == {"heard nothing 0"}, heard
+    program.process.wait()
+
+
 @pytest.mark.swaptide(budget=24, swaps=False, native=False)
 def test_security_fsize(case):
     """One process with a limit on the size of files, whether or not it ignores the signal: it keeps

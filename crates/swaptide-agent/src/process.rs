@@ -152,7 +152,7 @@ pub(crate) fn ask_to_follow(tid: u32, entry: u64, frame: u64) -> Option<Conn> {
     request[5..13].copy_from_slice(&entry.to_le_bytes());
     request[13..].copy_from_slice(&frame.to_le_bytes());
     let (name, len) = *SOCKET.lock();
-    let conn = Conn::connect_abstract(&name[..len]).ok()?;
+    let conn = Conn::connect_trusted(&name[..len]).ok()?;
     conn.send(&request, &[]).ok()?;
     let mut reply = [0u8; 8];
     let (length, _) = conn.recv(&mut reply, &mut []).ok()?;
@@ -177,7 +177,7 @@ pub(crate) fn exchange(
     reply: &mut [u8],
 ) -> Option<(usize, Option<OwnedFd>)> {
     let (name, len) = *SOCKET.lock();
-    let conn = Conn::connect_abstract(&name[..len]).ok()?;
+    let conn = Conn::connect_trusted(&name[..len]).ok()?;
     conn.send(request, fds).ok()?;
     let mut fds = [None];
     let (length, _) = conn.recv(reply, &mut fds).ok()?;
@@ -236,7 +236,7 @@ const HOLD_TIMEOUT: Duration = Duration::from_secs(2);
 /// out, and a request of the dead is refused. Refused, the end is as without.
 pub(crate) fn request_hold(engine: &Engine) {
     let (name, len) = *SOCKET.lock();
-    let sent = Conn::connect_abstract(&name[..len]).and_then(|conn| {
+    let sent = Conn::connect_trusted(&name[..len]).and_then(|conn| {
         conn.send(&[Request::Hold as u8], &[engine.uffd().as_fd()])?;
         // Where a limit on files forbids to poll, the answer is waited for.
         if poll_readable(&[conn.as_fd()], Some(HOLD_TIMEOUT)) != Ok(0) {
@@ -251,7 +251,7 @@ pub(crate) fn request_hold(engine: &Engine) {
 /// has what it needs. Nobody waits for it: the child runs already.
 pub(crate) fn hold_child(uffd: BorrowedFd<'_>) -> Option<Conn> {
     let (name, len) = *SOCKET.lock();
-    let conn = Conn::try_connect_abstract(&name[..len]).ok()?;
+    let conn = Conn::try_connect_abstract(&name[..len]).and_then(Conn::of_trusted).ok()?;
     conn.send(&[Request::Hold as u8], &[uffd]).ok()?;
     Some(conn)
 }

@@ -80,7 +80,7 @@ pub enum AdviceOutcome {
 
 /// Asks the pager behind a socket for a region of `bytes` bytes.
 pub fn region(socket: &[u8], bytes: u64) -> Option<OwnedFd> {
-    let conn = Conn::connect_abstract(socket).ok()?;
+    let conn = Conn::connect_trusted(socket).ok()?;
     let mut request = [Request::Region as u8; 9];
     request[1..].copy_from_slice(&bytes.to_le_bytes());
     conn.send(&request, &[]).ok()?;
@@ -127,7 +127,7 @@ impl Reach {
 /// (`MADV_DONTFORK`).
 pub fn attach(socket: &[u8], reach: Reach) -> Option<()> {
     let ask = |uffd: Option<&Uffd>| {
-        let conn = Conn::connect_abstract(socket).ok()?;
+        let conn = Conn::connect_trusted(socket).ok()?;
         let fds = uffd.map(AsFd::as_fd);
         conn.send(&[Request::Attach as u8], fds.as_slice()).ok()?;
         let mut reply = [0u8; 2];
@@ -144,7 +144,7 @@ pub fn attach(socket: &[u8], reach: Reach) -> Option<()> {
 
 /// Advice on a range. `None`: the pager does not answer.
 pub fn advise(socket: &[u8], addr: usize, len: usize, advice: i32) -> Option<AdviceOutcome> {
-    let conn = Conn::connect_abstract(socket).ok()?;
+    let conn = Conn::connect_trusted(socket).ok()?;
     let mut request = [Request::Advise as u8; 21];
     request[1..9].copy_from_slice(&(addr as u64).to_le_bytes());
     request[9..17].copy_from_slice(&(len as u64).to_le_bytes());
@@ -189,7 +189,7 @@ impl PagerGuard {
 /// to live in a table that the program does not see.
 pub fn guard(socket: &[u8]) -> Option<PagerGuard> {
     let landmark = Landmark::raise().ok()?;
-    let conn = Conn::connect_abstract(socket).ok()?;
+    let conn = Conn::connect_trusted(socket).ok()?;
     let mut request = [Request::Guard as u8; 9];
     request[1..].copy_from_slice(&(landmark.range().start.0 as u64).to_le_bytes());
     conn.send(&request, &[]).ok()?;
