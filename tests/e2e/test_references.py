@@ -54,7 +54,16 @@ def test_fuse(case):
     """A file system between two processes, with cold memory on both sides."""
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
         pytest.skip("only root can mount, where there is a /dev/fuse")
-    case.run_c("fuse", megabytes=24, seconds=3, last="OK fuse")
+    case.run_c("fuse", "private", megabytes=24, seconds=3)
+
+
+@pytest.mark.swaptide(budget=24, allowance=48)
+@pytest.mark.parametrize("mode", ["shared", "ring"])
+def test_fuse_into(case, mode):
+    """What the kernel holds while a server takes its time is of a shared mapping: it stays in."""
+    if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
+        pytest.skip("only root can mount, where there is a /dev/fuse")
+    case.run_c("fuse", mode, megabytes=24, seconds=5, options=["--shared"])
 
 
 @pytest.mark.swaptide(budget=16, allowance=24, forks=True)

@@ -1,7 +1,15 @@
 /* A file system of its own (FUSE) between two processes: the kernel copies between the server's
  * cold memory and the reader's, also by direct reads, whose pages it holds while the server takes
- * its time. Every page that is read is the one that the server has. Needs the right to mount. */
+ * its time. Every page that is read is the one that the server has. Needs the right to mount.
+ *
+ * MODE: what is read into is
+ *     private   the process's own memory
+ *     shared    of a shared mapping, and the file is not open for direct I/O: the server says that
+ *               it is read so
+ *     ring      of a shared mapping, and the file is open for direct I/O only as one that is
+ *               registered with an io_uring */
 #include "common.h"
+#include "ring.h"
 #include <fcntl.h>
 #include <linux/fuse.h>
 #include <signal.h>
@@ -105,7 +113,8 @@ static void *pushes_out(void *x) {
 }
 
 int main(int count, char **words) {
-    given = parse(count, words, NULL);
+    given = parse(count, words, "private");
+    int is_private = strcmp(given.mode, "private") == 0, by_ring = strcmp(given.mode, "ring") == 0;
     char dir[] = "/tmp/swaptide-fuse-XXXXXX", options[128], path[64];
     MUST(mkdtemp(dir));
     int fd = open("/dev/fuse", O_RDWR | O_CLOEXEC);
@@ -120,9 +129,26 @@ int main(int count, char **words) {
     for (size_t page = 0; page < given.pages; page++)
         fill_page(cold + page * PAGE, key_of(given.seed, page, 9));
     snprintf(path, sizeof path, "%s/f", dir);
-    int file = open(path, O_RDONLY | O_DIRECT | O_CLOEXEC);
+    int is_direct = is_private || by_ring ? O_DIRECT : 0;
+    int file = open(path, O_RDONLY | is_direct | O_CLOEXEC);
     MUST(file >= 0);
-    into = map(AT_ONCE * PAGE);
+    struct ring ring;
+    if (by_ring) {
+        MUST(ring_make(&ring));
+        MUST(syscall(SYS_io_uring_register, ring.fd, IORING_REGISTER_FILES, &file, 1) == 0);
+        close(file);
+    }
+    unsigned char *shared = NULL;
+    if (is_private) {
+        into = map(AT_ONCE * PAGE);
+    } else {
+        shared = mmap(NULL, given.pages * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
+                      -1, 0);
+        MUST(shared != MAP_FAILED);
+        for (size_t page = 0; page < given.pages; page++)
+            fill_page(shared + page * PAGE, key_of(given.seed, page, 5));
+        into = shared;
+    }
     pthread_t pusher;
     MUST(pthread_create(&pusher, NULL, pushes_out, NULL) == 0);
     uint64_t state = given.seed, rounds = 0;
@@ -131,22 +157,26 @@ int main(int count, char **words) {
         size_t page = below(&state, given.pages - AT_ONCE);
         memset(into, 'x', AT_ONCE * PAGE);
         reading = 1;
-        ssize_t n = pread(file, into, AT_ONCE * PAGE, (off_t)(page * PAGE));
+        ssize_t n = by_ring ? ring_do(&ring, IORING_OP_READ, 0, into, AT_ONCE * PAGE, page * PAGE,
+                                      -1, IOSQE_FIXED_FILE)
+                            : pread(file, into, AT_ONCE * PAGE, (off_t)(page * PAGE));
         reading = 0;
         MUST(n == AT_ONCE * PAGE);
         for (size_t i = 0; i < AT_ONCE; i++)
             check_page(into + i * PAGE, key_of(given.seed, page + i, 7), "a page of the file");
         check_page(cold + page * PAGE, key_of(given.seed, page, 9), "a page of the reader's");
+        if (shared && page >= AT_ONCE)
+            check_page(shared + page * PAGE, key_of(given.seed, page, 5), "a shared page");
         rounds++;
     }
     over = 1;
     pthread_join(pusher, NULL);
-    close(file);
+    close(by_ring ? ring.fd : file);
     MUST(umount2(dir, MNT_DETACH) == 0);
     rmdir(dir);
     kill(server, SIGKILL);
     MUST(waitpid(server, NULL, 0) == server);
     printf("%llu reads; %zu pages were out while they were read into\n", (unsigned long long)rounds,
            (size_t)out_while_read);
-    return ok("fuse", NULL);
+    return ok("fuse", given.mode);
 }
