@@ -29,6 +29,8 @@ from processes import descendants, is_zombie
         param("stopped", allowance=16),
         param("wanted", allowance=8),
         # A child past libc gets everything, and nothing of it goes out while that lives.
+        # What the children have from their parent still goes out.
+        param("maps", allowance=16),
         param("raw", allowance=64),
     ],
 )

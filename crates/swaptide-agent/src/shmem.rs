@@ -50,6 +50,10 @@ const EAGAIN: isize = linux_raw_sys::errno::EAGAIN as isize;
 const ENOMEM: isize = linux_raw_sys::errno::ENOMEM as isize;
 
 const MAX_KNOWN_RANGES: usize = 128;
+/// How long the guard's word is waited for at a time, and how often where nothing is lost without
+/// it.
+const GUARD_WAIT_SLICE: Duration = Duration::from_millis(100);
+const GUARD_WAITS: u32 = 20;
 
 /// A range that has regions mapped, or had.
 struct KnownRange {
@@ -136,6 +140,9 @@ pub(crate) fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<
     // A part of a huge page could not go out.
     // SAFETY: the advice changes no data.
     let _ = unsafe { advise(range, Advice::NoHugePage) };
+    // The pager knows a forked child by its guard. Before that it would take this for a process
+    // that has two userfaultfds, of which one knows nothing of what is out.
+    wait_for_guard();
     // Refused, it is memory like any other.
     if shared::attach(socket, Reach::Whole).is_some() {
         note(range);
@@ -148,6 +155,19 @@ pub(crate) fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<
         }
     }
     Some(at)
+}
+
+/// Waits for the guard of this process that is on its way, if there is one, a while.
+fn wait_for_guard() {
+    if GUARDED.load(Relaxed) != getpid().0 {
+        return;
+    }
+    for _ in 0..GUARD_WAITS {
+        if GUARD.load(Acquire) != NONE {
+            return;
+        }
+        futex::wait(&GUARD, NONE, Some(GUARD_WAIT_SLICE), futex::Scope::Private);
+    }
 }
 
 /// Says what the program says of a range that may be of a region.
@@ -312,7 +332,7 @@ pub(crate) fn forked() {
         return;
     }
     while GUARD.load(Acquire) == NONE {
-        futex::wait(&GUARD, NONE, Some(Duration::from_millis(100)), futex::Scope::Private);
+        futex::wait(&GUARD, NONE, Some(GUARD_WAIT_SLICE), futex::Scope::Private);
     }
     if GUARD.load(Acquire) == GUARD_FAILED && pager.is_some() {
         abort_with(&[

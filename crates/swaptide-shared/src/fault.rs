@@ -147,6 +147,14 @@ impl FaultThread {
 
     /// Looks at address spaces without a guard, and at faults that wait.
     fn look_after(&mut self, state: &mut PagerState) {
+        // Their mappings could not be read when they changed: no memory, or no descriptor.
+        let unread: Vec<SpaceId> = state
+            .spaces
+            .iter()
+            .filter(|(_, space)| space.stale && !space.broken && space.pid.is_some())
+            .map(|(id, _)| *id)
+            .collect();
+        unread.into_iter().for_each(|id| self.inner.learn(state, id));
         let alone: Vec<SpaceId> = state
             .spaces
             .iter()

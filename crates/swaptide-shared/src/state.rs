@@ -208,7 +208,8 @@ impl Inner {
             .spaces
             .iter()
             .find(|(_, space)| space.pid == Some(pid) && space.standing() != SpaceState::Gone);
-        let id = match (known.map(|(id, _)| *id), fd) {
+        let known = known.map(|(id, _)| *id);
+        let id = match (known, fd) {
             (Some(id), _) => id,
             (None, None) => return Attached::Descriptor,
             (None, Some(fd)) => {
@@ -224,10 +225,14 @@ impl Inner {
         };
         self.learn(&mut state, id);
         if state.spaces.get(&id).is_some_and(|space| !space.broken && !space.stale) {
-            Attached::Done
-        } else {
-            Attached::Refused
+            return Attached::Done;
         }
+        // Of what a process has just mapped nothing is out. Were its address space kept, nothing of
+        // any region would go out as long as that lives, and all would come back.
+        if known.is_none() && state.spaces.get(&id).is_some_and(|space| !space.broken) {
+            self.forget_space(&mut state, id);
+        }
+        Attached::Refused
     }
 
     pub(crate) fn add_space(
@@ -290,12 +295,12 @@ impl Inner {
             let _ = epoll::delete(&self.poll, space.uffd.as_fd());
             if let Some(guard) = space.guard.take() {
                 let _ = epoll::delete(&self.poll, guard.as_fd());
+                (self.close)(guard);
             }
             state.held.retain(|(space, ..)| *space != id);
             state.waiting.retain(|(space, ..)| *space != id);
             self.forget_unmapped(state);
         }
-                (self.close)(guard);
     }
 
     /// Drops the regions that nobody maps any more.

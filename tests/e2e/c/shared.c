@@ -514,6 +514,40 @@ static void wanted(void) {
     check_own(0);
 }
 
+/* Children map shared memory of their own at once, before anything goes out. */
+enum { MAPPERS = 16, OWN_PAGES = 256 };
+static pid_t mappers[MAPPERS];
+
+static void start_mappers(void) {
+    /* The process is known by now. */
+    usleep(300000);
+    for (size_t i = 0; i < MAPPERS; i++) {
+        MUST((mappers[i] = fork()) >= 0);
+        if (mappers[i] != 0) continue;
+        unsigned char *at = mmap(NULL, OWN_PAGES * PAGE, PROT_READ | PROT_WRITE,
+                                 MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+        MUST(at != MAP_FAILED);
+        for (size_t page = 0; page < OWN_PAGES; page++)
+            fill_page(at + page * PAGE, key_of(given.seed, page, 2));
+        for (;;) {
+            usleep(200000);
+            for (size_t page = 0; page < OWN_PAGES; page++)
+                check_page(at + page * PAGE, key_of(given.seed, page, 2), "a child's own");
+        }
+    }
+    usleep(300000);
+}
+
+static void maps(void) {
+    uint64_t random = given.seed;
+    while (now() < end) steps(0, &random, 2000);
+    check_own(0);
+    for (size_t i = 0; i < MAPPERS; i++) {
+        MUST(waitpid(mappers[i], NULL, WNOHANG) == 0);
+        MUST(kill(mappers[i], SIGKILL) == 0 && waitpid(mappers[i], NULL, 0) == mappers[i]);
+    }
+}
+
 int main(int count, char **words) {
     given = parse(count, words, "hammer");
     region =
@@ -521,6 +555,7 @@ int main(int count, char **words) {
     MUST(region != MAP_FAILED);
     wrote = calloc(given.pages, sizeof *wrote);
     MUST(wrote != NULL);
+    if (strcmp(given.mode, "maps") == 0) start_mappers();
     fill();
     end = now() + given.seconds;
     static const struct {
@@ -529,7 +564,7 @@ int main(int count, char **words) {
     } modes[] = {
         {"hammer", hammer},     {"chains", chains}, {"killed", killed}, {"changes", changes},
         {"meetings", meetings}, {"starts", starts}, {"raw", raw},       {"both", both},
-        {"removes", removes},   {"stopped", stopped}, {"wanted", wanted},
+        {"removes", removes},   {"stopped", stopped}, {"wanted", wanted}, {"maps", maps},
     };
     for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
         if (strcmp(modes[i].name, given.mode) == 0) {

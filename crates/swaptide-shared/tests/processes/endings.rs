@@ -170,3 +170,45 @@ pub(super) fn raw_clone(words: &Words, mine: &mut Mine) {
     }
     assert_eq!(wait_for(child), 0);
 }
+
+/// A process whose userfaultfd is of no use is refused, and hinders nobody for as long as it lives.
+pub(super) fn a_refused_process() {
+    use std::io::Read;
+    let (host, region) = start(16 * MIB, 48 * MIB);
+    let words = Words::of(&region);
+    let name = String::from_utf8(host.name.as_bytes().to_vec()).expect("a name in hexadecimal");
+    let mut command = again(&["refused", &name]);
+    let mut other = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("spawn");
+    other.stdout.take().expect("a pipe").read_exact(&mut [0]).expect("it was refused");
+    // What has no guard for a second would be brought back.
+    std::thread::sleep(Duration::from_millis(1500));
+    words.fill();
+    until("it goes out", || host.out() > 0);
+    words.check_all();
+    other.kill().and_then(|()| other.wait()).expect("killed");
+}
+
+/// The process that is refused.
+pub(super) fn refused(name: &str) -> ! {
+    use swaptide_ipc::Request;
+    use swaptide_ipc::shared::Attached;
+    use swaptide_sys::AsFd;
+    use swaptide_sys::sock::Conn;
+    const USER_MODE_ONLY: libc::c_int = 1;
+    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | USER_MODE_ONLY;
+    // SAFETY: the call makes a descriptor. Nothing was negotiated for it, so it can do nothing.
+    let uffd = unsafe {
+        let number = libc::syscall(libc::SYS_userfaultfd, flags);
+        assert!(number >= 0, "userfaultfd");
+        OwnedFd::from_raw_fd(number as i32)
+    };
+    let conn = Conn::connect_abstract(name.as_bytes()).expect("connect");
+    conn.send(&[Request::Attach as u8], &[uffd.as_fd()]).expect("send");
+    let mut reply = [0; 2];
+    conn.recv(&mut reply, &mut []).expect("an answer");
+    assert_eq!(reply, [Request::Attach as u8, Attached::Refused as u8]);
+    print!("r");
+    std::io::stdout().flush().expect("a pipe");
+    let _ = std::io::stdin().read_line(&mut String::new());
+    std::process::exit(0)
+}

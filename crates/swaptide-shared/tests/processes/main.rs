@@ -27,7 +27,7 @@ use swaptide_sys::sock::Name;
 
 use self::endings::{
     a_killed_pager, a_raw_clone, a_raw_clone_gives_up, a_raw_clone_reads_no_zeros,
-    a_stopped_process, more_is_wanted_than_the_limit, raw_clone,
+    a_refused_process, a_stopped_process, more_is_wanted_than_the_limit, raw_clone, refused,
 };
 use self::unprivileged::{ordinary, without_any_right, without_capabilities};
 
@@ -54,6 +54,7 @@ const CASES: &[(&str, fn())] = &[
     ("a_raw_clone_gives_up", a_raw_clone_gives_up),
     ("a_raw_clone_reads_no_zeros", a_raw_clone_reads_no_zeros),
     ("a_stopped_process", a_stopped_process),
+    ("a_refused_process", a_refused_process),
     ("more_is_wanted_than_the_limit", more_is_wanted_than_the_limit),
     ("without_capabilities", without_capabilities),
     ("without_any_right", without_any_right),
@@ -71,6 +72,7 @@ fn main() -> ExitCode {
             ordinary();
             return ExitCode::SUCCESS;
         }
+        Some("refused") => refused(&arguments[1]),
         Some("worker") => {
             worker(&arguments[1..]);
             return ExitCode::SUCCESS;
