@@ -412,7 +412,7 @@ impl RequestHandler<'_> {
             Question::Remove(path) => {
                 let remove = move |keeper: &mut MemoryController| {
                     let path = owned(keeper, &path, uid, all)?;
-                    keeper.groups().remove(&path).map_err(|error| error.to_string())
+                    keeper.remove_group(&path).map_err(|error| error.to_string())
                 };
                 let removed = controller::ask(keeper, remove);
                 removed.map_or_else(ending, |removed| {

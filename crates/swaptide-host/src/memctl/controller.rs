@@ -434,6 +434,22 @@ impl MemoryController {
         &mut self.groups.tree
     }
 
+    /// Removes a group that nobody is in, managed or not. The next group that is made may get its
+    /// number.
+    ///
+    /// # Errors
+    /// As of [`GroupTree::remove`].
+    pub(crate) fn remove_group(&mut self, path: &GroupPath) -> Result<(), GroupError> {
+        let index = self.groups.find(path)?;
+        if self.groups.usage(index).processes > 0 {
+            return Err(GroupError::Busy(path.clone(), "processes are in it"));
+        }
+        self.groups.remove(path)?;
+        self.frozen.remove(&index);
+        self.idlers.forget(index);
+        Ok(())
+    }
+
     /// Whether a process is kept here.
     pub(crate) fn keeps(&self, pid: u32) -> bool {
         self.tree.contains(pid)

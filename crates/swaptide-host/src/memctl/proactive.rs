@@ -61,6 +61,11 @@ impl IdleGroups {
         self.groups.get(&group)?.bound
     }
 
+    /// A group is no more.
+    pub(crate) fn forget(&mut self, group: GroupIndex) {
+        self.groups.remove(&group);
+    }
+
     /// A look at all groups, if it is time.
     pub fn look(&mut self, groups: &GroupTree) {
         let Some(rule) = self.rule else { return };

@@ -208,9 +208,13 @@ impl ProcessTree {
             return;
         }
         let started = Instant::now();
+        let Ok(all) = processes() else {
+            // There is no descriptor left: it is tried again, though nobody may be started then.
+            self.scanned = Some(started);
+            return;
+        };
         let mut children: HashMap<u32, Vec<u32>> = HashMap::new();
-        for process in processes().unwrap_or_default().into_iter().filter(|process| !process.zombie)
-        {
+        for process in all.into_iter().filter(|process| !process.zombie) {
             children.entry(process.ppid).or_default().push(process.pid);
         }
         let mut open: Vec<(u32, u32)> = self.roots.iter().map(|root| (*root, *root)).collect();

@@ -128,7 +128,7 @@ fn set_group(
         made.retain(|path| !before.contains(path));
         // The deepest first; nobody is in them yet.
         made.sort_by_key(|path| std::cmp::Reverse(path.depth()));
-        made.iter().for_each(|path| drop(keeper.groups().remove(path)));
+        made.iter().for_each(|path| drop(keeper.remove_group(path)));
         return Err(error.to_string());
     }
     pids.into_iter().for_each(|pid| keeper.move_process(pid, index));

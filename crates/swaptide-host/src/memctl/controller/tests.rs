@@ -76,6 +76,52 @@ fn a_process_that_dies_leaves_its_counters_and_no_extent() {
 }
 
 #[test]
+fn a_group_that_gets_the_number_of_a_frozen_one_is_not_frozen() {
+    let segment = segment();
+    let child = sleeper();
+    let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
+    let path = |text: &str| GroupPath::parse(text).expect("a path");
+    let first = keeper.groups().ensure(&path("/first"), 0).expect("a group");
+    keeper.freeze(first, true);
+    keeper.move_process(child.id(), first);
+    keeper.tick();
+    keeper.tree.admit(child.id());
+    keeper.remove_group(&path("/first")).expect("nobody is in it");
+    let second = keeper.groups().ensure(&path("/second"), 0).expect("a group");
+    assert_eq!(second, first, "the number is used again");
+    assert_eq!(keeper.frozen().count(), 0);
+    end(child);
+}
+
+#[test]
+fn a_group_with_processes_that_are_not_managed_stays() {
+    let segment = segment();
+    let mut child = Command::new("sh")
+        .args(["-c", "sleep 600 & echo; wait"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("sh");
+    std::io::Read::read_exact(&mut child.stdout.take().expect("a pipe"), &mut [0]).expect("a line");
+    let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
+    let path = GroupPath::parse("/group").expect("a path");
+    let group = keeper.groups().ensure(&path, 0).expect("a group");
+    keeper.tick();
+    let inside = keeper.tree.pids().next().expect("the child of the root");
+    keeper.move_process(inside, group);
+    keeper.tick();
+    assert!(matches!(keeper.remove_group(&path), Err(GroupError::Busy(..))));
+    keeper.tree.kill_all(child.id());
+    let began = Instant::now();
+    while keeper.remove_group(&path).is_err() {
+        assert!(began.elapsed() < Duration::from_secs(20), "it has ended");
+        std::thread::sleep(Duration::from_millis(10));
+        keeper.tick();
+    }
+    end(child);
+}
+
+#[test]
 fn a_process_that_fills_the_budget_is_asked_to_be_managed_and_gets_a_limit() {
     let mut child = Command::new("python3")
         .args(["-c", "import sys; x=b'x'*(60<<20); print(flush=True); sys.stdin.read()"])
