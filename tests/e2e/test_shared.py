@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import HERE, param
+from cgroups import memory_cgroup
+from harness import HERE, MIB, param
 from processes import descendants, is_zombie
 
 
@@ -28,9 +29,9 @@ from processes import descendants, is_zombie
         # What may be mapped while a process is stopped stays in: a quarter.
         param("stopped", allowance=16),
         param("wanted", allowance=8),
-        # A child past libc gets everything, and nothing of it goes out while that lives.
         # What the children have from their parent still goes out.
         param("maps", allowance=16),
+        # A child past libc gets everything, and nothing of it goes out while that lives.
         param("raw", allowance=64),
     ],
 )
@@ -43,6 +44,32 @@ def test_shared_huge(case):
     """Advice to make huge pages of shared memory, whose parts could not go out, does nothing."""
     done = case.run([case.python, HERE / "py" / "shared_huge.py"], options=["--shared"])
     assert done.text() == "OK\n"
+
+
+FILLS = """
+import mmap, time
+region = mmap.mmap(-1, 44 << 20)
+for at in range(0, len(region), 4096):
+    region[at:at + 8] = at.to_bytes(8, "little")
+time.sleep(2)
+for at in range(0, len(region), 4096):
+    assert region[at:at + 8] == at.to_bytes(8, "little"), at
+print("OK")
+"""
+
+
+@pytest.mark.swaptide(budget=96, swaps=False, native=False)
+def test_shared_in_cgroup(case):
+    """In a cgroup of the budget's size shared memory counts once: what fits stays in."""
+    with memory_cgroup(case, 96 * MIB) as group:
+        if group is None:
+            pytest.skip("no memory cgroup can be made here")
+        words = [case.python, "-c", FILLS]
+        done = case.start(words, options=["--shared"], preexec=group.enter).finish()
+        group.end_of_sampling()
+    assert done.text() == "OK\n"
+    stats = {name: int(done.report["stats"][name]) for name in ("zswpout", "swpout_zero")}
+    assert set(stats.values()) == {0}, f"{stats}: {group.peaks}"
 
 
 @pytest.mark.swaptide(budget=32, allowance=64, swaps=False, forks=True, native=False)

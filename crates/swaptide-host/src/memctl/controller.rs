@@ -199,7 +199,10 @@ impl MemoryController {
         let pids: Vec<u32> = self.tree.pids().collect();
         let members: Vec<TickMember> =
             pids.into_iter().map(|pid| self.member(pid, slots.get(&pid).copied())).collect();
-        let resident = members.iter().map(|member| self.tree.used(member.pid)).sum();
+        // Regions are charged to the same cgroups, and count as used here, too.
+        let regions = |member: &TickMember| self.watches.own_regions(member.slot);
+        let resident =
+            members.iter().map(|member| self.tree.used(member.pid) + regions(member)).sum();
         let left = self.cgroup_limit.look(resident).unwrap_or(u64::MAX);
         if left < self.budget {
             self.runs.note_cgroup_left(left);
@@ -440,14 +443,7 @@ impl MemoryController {
     /// # Errors
     /// As of [`GroupTree::remove`].
     pub(crate) fn remove_group(&mut self, path: &GroupPath) -> Result<(), GroupError> {
-        let index = self.groups.find(path)?;
-        if self.groups.usage(index).processes > 0 {
-            return Err(GroupError::Busy(path.clone(), "processes are in it"));
-        }
-        self.groups.remove(path)?;
-        self.frozen.remove(&index);
-        self.idlers.forget(index);
-        Ok(())
+        self.groups.remove(path)
     }
 
     /// Whether a process is kept here.

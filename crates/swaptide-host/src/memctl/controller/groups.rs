@@ -14,7 +14,7 @@ use swaptide_ipc::{Counter, GroupIndex, ProcSlot, ProcState, Segment};
 use super::TickMember;
 use super::runs::Runs;
 use super::sample::Watches;
-use crate::cgroup::tree::{GroupTree, GroupUsage};
+use crate::cgroup::tree::{GroupError, GroupPath, GroupTree, GroupUsage};
 use crate::memctl::membership::Memberships;
 use crate::memctl::policy::{Bounds, Process};
 use crate::memctl::proactive::IdleGroups;
@@ -57,6 +57,19 @@ impl GroupControl {
             idle: IdleGroups::default(),
             frozen: BTreeSet::new(),
         }
+    }
+
+    /// Removes a group that nobody is in, managed or not. The next group that is made may get its
+    /// number.
+    pub(super) fn remove(&mut self, path: &GroupPath) -> Result<(), GroupError> {
+        let index = self.tree.find(path)?;
+        if self.tree.usage(index).processes > 0 {
+            return Err(GroupError::Busy(path.clone(), "processes are in it"));
+        }
+        self.tree.remove(path)?;
+        self.frozen.remove(&index);
+        self.idle.forget(index);
+        Ok(())
     }
 
     /// The group of a process, which is found when it is seen for the first time; its slot is told

@@ -142,6 +142,11 @@ impl Watches {
         }
     }
 
+    /// Bytes of shared memory in memory that a slot stands for, if it is this process's pager's.
+    pub(super) fn own_regions(&self, slot: Option<SlotIndex>) -> u64 {
+        slot.zip(self.shared).map_or(0, |(slot, shared)| shared.resident_bytes(slot))
+    }
+
     /// The slot's process is gone. Gives its run, if it was watched.
     pub(super) fn forget(&mut self, index: SlotIndex, pid: u32) -> Option<u32> {
         self.refused.remove(&pid);
