@@ -12,8 +12,8 @@
 //!    supervisor's has number 0, and is refused; so is one that merely has the same user.
 //! 2. A request comes from the process that connected, by the credentials of its packet.
 //! 3. What is done for a process is done for the one that asked (`Peer::is_unchanged`): it is the
-//!    one that connected, all of its user ids are ids that the sender had (or the sender is of the
-//!    supervisor's user), and it does not execute a set-uid, set-gid or file-capability program
+//!    one that connected, all of its user ids are ids that the sender had (or sender and supervisor
+//!    are root's), and it does not execute a set-uid, set-gid or file-capability program
 //!    (`AT_SECURE`). That is looked at after a file was opened: the file is of the memory that the
 //!    process had then, so a later exec shows nothing. A fork is followed only as long as it holds
 //!    (see [`fork_tracer`](crate::control::fork_tracer)).
@@ -104,9 +104,9 @@ impl Peer {
         let status = std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/status"));
         let status = status.unwrap_or_default();
         let uids = status.lines().find_map(|line| line.strip_prefix("Uid:"));
-        // A thread that keeps the supervisor's user while its process has dropped it (as an
-        // engine's does) has all rights itself.
-        let as_supervisor = self.is_of(rustix::process::geteuid().as_raw(), Some(sender));
+        // A thread that keeps root's rights while its process has dropped them, as an engine's
+        // does, has all rights itself. A user's thread has not the capabilities of its supervisor.
+        let as_supervisor = rustix::process::geteuid().is_root() && self.is_of(0, Some(sender));
         let is_known = |uid: &str| uid.parse() == Ok(self.uid) || uid.parse() == Ok(sender.uid);
         let same_user =
             uids.is_some_and(|uids| as_supervisor || uids.split_ascii_whitespace().all(is_known));
@@ -177,6 +177,26 @@ mod tests {
             peer.open("maps", other).is_none(),
             "the process has rights that the sender has not"
         );
+    }
+
+    /// Of a supervisor that is not root's, and may more than its user.
+    #[test]
+    fn a_process_that_has_become_another_users_is_refused() {
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        let (mut peer, me, _client) = peer();
+        let user = 12345u32;
+        peer.uid = user;
+        // A thread's own rights: the process, and so what the peer is now, stays root's.
+        let open = move || {
+            // SAFETY: the call changes the user of this thread alone, which ends below.
+            let done = unsafe { libc::syscall(libc::SYS_setresuid, user, user, 0) };
+            assert_eq!(done, 0, "setresuid");
+            peer.open("statm", Sender { uid: user, ..me }).is_some()
+        };
+        let opened = std::thread::spawn(open).join().expect("a thread");
+        assert!(!opened, "what the supervisor's user has become is not its user's");
     }
 
     #[test]
