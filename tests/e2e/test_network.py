@@ -437,3 +437,107 @@ def test_network_private(case):
     said = f"status {done.status}, {lost} lost, {done.text()[-300:]!r}, {done.errors()[-300:]!r}"
     assert lost > 0, f"nothing was lost: {said}"
     assert done.status != 0 and ", found " not in done.text(), f"a wrong page: {said}"
+
+
+def outage(case, mode, megabytes, seconds, options, servers):
+    """A run of `outage` whose servers stop answering when it has filled its memory. The
+    milliseconds of the longest turn of the thread that needs nothing of them, and the report.
+    """
+    program = case.start(
+        [case.binary("outage"), megabytes, seconds, case.seed, mode], options=options
+    )
+    wait_for_line(case, program, "filled")
+    time.sleep(0.5)
+    for server in servers:
+        server.process.send_signal(signal.SIGSTOP)
+    (program.directory / "READY").touch()
+    done = program.finish()
+    assert f"OK outage {mode}" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
+    assert done.report["errors"]["pages_poisoned"] == 0, f"pages were lost: {done.report}"
+    return int(done.text().split("longest turn ")[1].split()[0]), done.report
+
+
+@pytest.mark.swaptide(budget=32, limit=120, needs=("nbdkit",), native=False)
+def test_network_away_two(case):
+    """Two servers stop at once, and more threads read of them than there are readers: a thread that
+    needs neither of them does not wait.
+    """
+    servers = [Server(case, name) for name in ("one", "two")]
+    local = case.directory / "local"
+    local.mkdir()
+    options = ["--swap", "zram:2M", "--swap", f"file:{local}:64M,prio=5"]
+    for server in servers:
+        options += ["--swap", f"{server.url()},prio=5"]
+    try:
+        turn, report = outage(case, "readers", 64, 15, options, servers)
+    finally:
+        for server in servers:
+            server.kill()
+    used = {device["type"]: device["peak_used_bytes"] for device in report["devices"]}
+    assert used["nbd"] > 4 * MIB and used["file"] > 4 * MIB, f"hardly used: {report['devices']}"
+    assert turn < 3000, f"a thread that needs nothing of the servers waited {turn} ms"
+
+
+@pytest.mark.swaptide(budget=32, limit=120, needs=("nbdkit",), native=False)
+def test_network_away_mirrored(case):
+    """A server with a mirror stops, and what lies there is given up: no thread waits for that."""
+    server = Server(case)
+    mirror = case.directory / "mirror"
+    mirror.mkdir()
+    options = ["--swap", "zram:2M", "--swap", f"{server.url()},mirror={mirror}"]
+    try:
+        turn, report = outage(case, "gives", 72, 6, options, [server])
+    finally:
+        server.kill()
+    assert turn < 2000, f"a thread waited {turn} ms for a server that has a mirror"
+    assert report["devices"][1]["peak_used_bytes"] > 16 * MIB, f"{report['devices']}"
+
+
+@pytest.mark.swaptide(budget=32, limit=150, needs=("nbdkit",), native=False)
+def test_network_away_swapoff(case):
+    """A server stops and is taken from the areas, and the program grows: what is written goes to
+    the other area, and the budget holds.
+    """
+    server = Server(case)
+    local = case.directory / "local"
+    local.mkdir()
+    options = ["--swap", "zram:2M"]
+    options += ["--swap", f"{server.url()},prio=5", "--swap", f"file:{local}:256M,prio=5"]
+    program = case.start([case.binary("outage"), 48, 25, case.seed, "grows"], options=options)
+    try:
+        wait_for_line(case, program, "filled")
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGSTOP)
+        words = [case.swaptide, "ctl", "swapoff", server.url(), "--pid", str(program.pid)]
+        taking = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        time.sleep(2)
+        (program.directory / "READY").touch()
+        done = program.finish()
+        taking.kill()
+        taking.wait()
+    finally:
+        server.kill()
+    assert "OK outage grows" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
+    file = next(device for device in done.report["devices"] if device["type"] == "file")
+    assert file["peak_used_bytes"] > 40 * MIB, f"the file is hardly used: {done.report['devices']}"
+
+
+@pytest.mark.swaptide(budget=32, limit=120, needs=("nbdkit",), native=False)
+def test_network_away_grows(case):
+    """A server stops while the program grows and another area has room: the budget holds, and no
+    thread waits longer than for one write (5 s).
+    """
+    server = Server(case)
+    local = case.directory / "local"
+    local.mkdir()
+    options = ["--swap", "zram:2M"]
+    options += ["--swap", f"{server.url()},prio=5", "--swap", f"file:{local}:256M,prio=5"]
+    try:
+        turn, report = outage(case, "grows", 48, 20, options, [server])
+    finally:
+        server.kill()
+    assert turn < 8000, f"a thread that needs nothing of the server waited {turn} ms"
+    file = next(device for device in report["devices"] if device["type"] == "file")
+    assert file["peak_used_bytes"] > 40 * MIB, f"the file is hardly used: {report['devices']}"

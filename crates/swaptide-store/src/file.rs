@@ -30,12 +30,13 @@
 //! 5. An extent is punched only when no page of it is live and it is exclusively ours; then, and
 //!    only then, the source is told that it is punched. One that was shared is the source's word
 //!    away from being ours again ([`ExtentSource::release_shared`]).
-//! 6. Cleaning moves a page under the writers' lock only. A reader that finds something else than
+//! 6. A page is moved under the writers' lock only, to which its place is compared once more. A reader that finds something else than
 //!    was written looks whether the page was moved before it calls it damaged.
 //!
-//! Locks: a read buffer, or the writers' (`bounce`), then `state`, or `emptied` alone. Those of
-//! readers and writers are held across I/O, `state` is not (but across calls to the source).
-//! Readers do not wait for writers, nor for each other while a read buffer is free.
+//! Locks: a read buffer, or the movers' buffer and then the writers' (`bounce`), then `state`, or
+//! `emptied` alone. Those of readers, movers and writers are held across I/O, `state` is not (but
+//! across calls to the source). Readers do not wait for writers, nor for each other while a read
+//! buffer is free. Under the writers' lock nothing is read from a server that did not answer lately.
 
 mod ahead;
 mod buffer;
@@ -65,6 +66,7 @@ use self::extent_store::ExtentStore;
 pub use self::io::own_ring_mappings;
 use self::io::{BlockIo, SwapFile};
 use self::places::SlotExtent;
+pub use self::reading::MAX_REMOTE_READERS;
 use self::reading::PageReader;
 pub use self::relocate::Leaving;
 use self::router::Router;

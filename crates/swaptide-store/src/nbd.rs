@@ -260,6 +260,19 @@ impl Nbd {
     /// Reads all of several places at once. On failure, tells which block (of a page's size)
     /// failed: the number of its run's first block plus its place in the run.
     pub(crate) fn read_all(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {
+        self.read_all_within(runs, self.options.read_patience)
+    }
+
+    /// The same with the patience of a write.
+    pub(crate) fn read_all_briefly(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {
+        self.read_all_within(runs, self.options.write_patience)
+    }
+
+    fn read_all_within(
+        &self,
+        runs: &mut [BlockRun<'_>],
+        patience: Duration,
+    ) -> Result<(), (usize, Errno)> {
         if let Some(run) =
             runs.iter().find(|run| self.inside(run.offset, run.buf.len()) < run.buf.len())
         {
@@ -277,7 +290,7 @@ impl Nbd {
                     .map(|(i, _)| run.first + i * (chunk as usize / PAGE_SIZE)),
             );
         }
-        batch::run(self, &mut requests, self.options.read_patience);
+        batch::run(self, &mut requests, patience);
         for (request, first) in requests.iter_mut().zip(firsts) {
             let Err(failure) = request.outcome() else { continue };
             let offset = request.offset;
@@ -288,7 +301,7 @@ impl Nbd {
             // Which of its blocks it is.
             let mut blocks = Vec::with_capacity(buf.len() / PAGE_SIZE);
             push_reads(&mut blocks, offset, buf, PAGE_SIZE as u32);
-            batch::run(self, &mut blocks, self.options.read_patience);
+            batch::run(self, &mut blocks, patience);
             for (i, block) in blocks.iter().enumerate() {
                 block.outcome().map_err(|failure| (first + i, failure.errno()))?;
             }

@@ -167,6 +167,11 @@ impl ExtentSource for SegmentExtents {
         self.segment.is_in_doubt(ExtentId(extent.0))
     }
 
+    fn is_on_server(&self, extent: Extent) -> bool {
+        let place = self.segment.place_of(ExtentId(extent.0));
+        place.is_some_and(|place| self.segment.area(place.area).transport() == Transport::Nbd)
+    }
+
     fn server_of(&self, extent: Extent) -> Option<ServerId> {
         let place = self.segment.place_of(ExtentId(extent.0))?;
         let is_far =

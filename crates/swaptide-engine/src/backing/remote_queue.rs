@@ -52,7 +52,7 @@ pub(crate) const MAX_REMOTE_READS: usize = 64;
 const READ_BUFFER_BYTES: usize = PAGES_PER_CHUNK * PAGE_SIZE;
 /// Readers at most. Each takes all that waits for its server, so that a deep queue does not need
 /// many; one less may read from one server.
-pub(crate) const MAX_READERS: usize = 5;
+pub(crate) const MAX_READERS: usize = swaptide_store::file::MAX_REMOTE_READERS;
 /// Orders that a reader takes at a time.
 const MAX_READS_PER_TURN: usize = 8;
 /// A server that a reader has waited for so long gets no other one.

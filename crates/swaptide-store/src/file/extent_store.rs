@@ -17,13 +17,15 @@ use super::digests::Digests;
 use super::extents::{Extents, FreedExtent, Taken};
 use super::io::{self, BlockIo};
 use super::places::SlotExtents;
-use super::{EXTENT_BYTES, Extent, ExtentSource, WRITE_BLOCKS};
+use super::{EXTENT_BYTES, Extent, ExtentSource, MAX_AREAS, WRITE_BLOCKS};
 use crate::{PAGE_SIZE, Slot};
 
 /// A server that has not taken note of an empty extent for so long does not answer; then none is
 /// told for a while.
 const TRIM_TIMEOUT: Duration = Duration::from_secs(1);
 const TRIM_BACKOFF: Duration = Duration::from_secs(60);
+/// How long nothing is moved off a server that has not answered a read.
+const MOVE_BACKOFF: Duration = Duration::from_secs(10);
 
 /// See the module's description.
 pub(super) struct ExtentStore {
@@ -33,8 +35,11 @@ pub(super) struct ExtentStore {
     /// Before this moment no server is told of extents that emptied: one has just not answered. In
     /// nanoseconds of the monotonic clock.
     trims_rest: AtomicU64,
-    /// Extents of servers without live pages: a server is not told of them by the thread that freed
-    /// the last one.
+    /// For each server: before this moment nothing is moved off it: it has just not answered a
+    /// read. In nanoseconds of the monotonic clock.
+    moves_rest: [AtomicU64; MAX_AREAS],
+    /// Extents of servers without live pages: a server is not told of them by the thread that
+    /// emptied them.
     pub(super) emptied: Lock<Vec<FreedExtent>>,
 }
 
@@ -67,6 +72,7 @@ impl ExtentStore {
             source,
             state: Lock::new(state),
             trims_rest: AtomicU64::new(0),
+            moves_rest: [const { AtomicU64::new(0) }; MAX_AREAS],
             emptied: Lock::default(),
         }
     }
@@ -143,12 +149,7 @@ impl ExtentStore {
             state.digests.remove(slot);
             state.extents.free(place.span)
         };
-        match vacated {
-            Some(remote) if self.source.server_of(remote.extent).is_some() => {
-                self.emptied.lock().push(remote)
-            }
-            local => self.release(local.as_slice()),
-        }
+        self.release(vacated.as_slice());
         true
     }
 
@@ -180,10 +181,14 @@ impl ExtentStore {
     }
 
     /// Gives extents without live pages back to the file system and to the source. Without the
-    /// lock: punching takes time, and nobody can lease them before the source has them back.
+    /// lock: punching takes time, and no process can lease them before the source has them back.
+    /// Those of servers are kept for [`Self::release_remote`]: the caller may be the thread that
+    /// serves faults.
     pub(super) fn release(&self, vacated: &[FreedExtent]) {
         for &FreedExtent { extent, shared } in vacated {
-            if !shared {
+            if self.source.is_on_server(extent) {
+                self.emptied.lock().push(FreedExtent { extent, shared });
+            } else if !shared {
                 self.source.release(extent, self.punch(extent));
             } else if self.source.release_shared(extent) {
                 // The last one that had it.
@@ -216,6 +221,22 @@ impl ExtentStore {
                     began.0 >= self.trims_rest.load(Relaxed) && self.punch(extent),
                 );
             }
+        }
+    }
+
+    /// False for what lies on a server that has not answered lately.
+    pub(super) fn can_move(&self, extent: Extent) -> bool {
+        let rest =
+            self.source.server_of(extent).and_then(|id| self.moves_rest.get(usize::from(id.0)));
+        rest.is_none_or(|until| now().0 >= until.load(Relaxed))
+    }
+
+    /// Notes that the server of an extent has not answered a read.
+    pub(super) fn rest_moves(&self, extent: Extent) {
+        let until = now().0.saturating_add(MOVE_BACKOFF.as_nanos() as u64);
+        let server = self.source.server_of(extent);
+        if let Some(rest) = server.and_then(|id| self.moves_rest.get(usize::from(id.0))) {
+            rest.store(until, Relaxed);
         }
     }
 

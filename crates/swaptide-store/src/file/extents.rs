@@ -346,7 +346,7 @@ impl Extents {
             Some((extent, free)) if free > 0 => {
                 if free < ROOMY_FREE_BLOCKS
                     && purpose == Purpose::Write
-                    && !self.extents_to_clean().is_empty()
+                    && !self.extents_to_clean(|_| true).is_empty()
                 {
                     return Err(Full::OfGarbage);
                 }
@@ -361,7 +361,7 @@ impl Extents {
     }
 
     fn full(&self, purpose: Purpose) -> Full {
-        if purpose == Purpose::Write && !self.extents_to_clean().is_empty() {
+        if purpose == Purpose::Write && !self.extents_to_clean(|_| true).is_empty() {
             Full::OfGarbage
         } else {
             Full::Entirely
@@ -401,10 +401,11 @@ impl Extents {
         self.free
     }
 
-    /// The extents that cleaning gains most of, if it gains enough.
-    pub(super) fn extents_to_clean(&self) -> Vec<Extent> {
+    /// The extents that cleaning gains most of, if it gains enough, of those that `can_read`.
+    pub(super) fn extents_to_clean(&self, can_read: impl Fn(Extent) -> bool) -> Vec<Extent> {
         let mut victims: Vec<(usize, u32)> = Vec::with_capacity(MAX_VICTIMS + 1);
-        for (&extent, leased) in self.leased.iter().filter(|(_, l)| l.writable()) {
+        let writable = self.leased.iter().filter(|(_, leased)| leased.writable());
+        for (&extent, leased) in writable.filter(|(extent, _)| can_read(Extent(**extent))) {
             let gain = leased.gain();
             if gain * MIN_GAIN_DIVISOR
                 >= usize::from(leased.live_blocks).max(RESERVE_BLOCKS * MIN_GAIN_DIVISOR)
@@ -508,11 +509,11 @@ impl Extents {
         (empty.into_iter().map(|extent| self.remove(extent)).collect(), self.leaving_count())
     }
 
-    /// A few of the extents that shall be left.
-    pub(super) fn leaving(&self) -> Vec<Extent> {
+    /// A few of the extents that shall be left, of those that `can_read`.
+    pub(super) fn leaving(&self, can_read: impl Fn(Extent) -> bool) -> Vec<Extent> {
         self.leased
             .iter()
-            .filter(|(_, l)| l.leaving)
+            .filter(|(extent, leased)| leased.leaving && can_read(Extent(**extent)))
             .take(MAX_VICTIMS)
             .map(|(&extent, _)| Extent(extent))
             .collect()

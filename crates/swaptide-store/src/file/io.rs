@@ -8,7 +8,7 @@
 //! The ring is made by the thread that first needs it (a process may keep the engine's descriptors
 //! apart from the program's) and used by one thread at a time.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use io_uring::{IoUring, opcode, types};
 use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl, fcntl_setfl};
@@ -54,6 +54,11 @@ pub(crate) trait BlockIo: Send + Sync {
     /// Reads all runs in full, at once if it can. On failure, tells which block failed.
     fn read_runs(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {
         runs.iter_mut().try_for_each(|run| read_run(self, run))
+    }
+
+    /// As [`Self::read_runs`], and gives up on a server as soon as a write would.
+    fn read_runs_briefly(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {
+        self.read_runs(runs)
     }
 
     /// Reads whole blocks from the other copy that there is of them: what is read otherwise is not
@@ -109,6 +114,10 @@ impl BlockIo for Nbd {
 
     fn read_runs(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {
         self.read_all(runs)
+    }
+
+    fn read_runs_briefly(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {
+        self.read_all_briefly(runs)
     }
 
     /// Nothing is handed over: a connection is one process's.
@@ -179,9 +188,8 @@ fn finish_run<I: BlockIo + ?Sized>(
 
 /// The real swap file.
 pub(super) struct SwapFile {
+    /// With `O_DIRECT`, until a transfer was refused with it.
     fd: OwnedFd,
-    /// `O_DIRECT` is set.
-    direct: AtomicBool,
     ring: Lock<Ring>,
 }
 
@@ -236,16 +244,15 @@ enum Ring {
 impl SwapFile {
     pub(super) fn new(fd: OwnedFd) -> SwapFile {
         // File systems without it refuse the flag here, or the first transfer.
-        let direct =
-            fcntl_getfl(&fd).and_then(|flags| fcntl_setfl(&fd, flags | OFlags::DIRECT)).is_ok();
-        SwapFile { fd, direct: AtomicBool::new(direct), ring: Lock::new(Ring::Untried) }
+        let _ = fcntl_getfl(&fd).and_then(|flags| fcntl_setfl(&fd, flags | OFlags::DIRECT));
+        SwapFile { fd, ring: Lock::new(Ring::Untried) }
     }
 
-    /// After a refused transfer: whether to try again, without `O_DIRECT`.
+    /// After a refused transfer: whether to try again, without `O_DIRECT`. It is so too where the
+    /// flag is off already: another thread's transfer may have been refused in between.
     fn drop_direct(&self, errno: Errno) -> bool {
         let fd = &self.fd;
         errno == Errno::INVAL
-            && self.direct.swap(false, Ordering::Relaxed)
             && fcntl_getfl(fd).and_then(|flags| fcntl_setfl(fd, flags - OFlags::DIRECT)).is_ok()
     }
 

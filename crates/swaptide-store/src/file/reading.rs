@@ -18,8 +18,11 @@ use crate::block::BlockRun;
 use crate::codec::{self, Unpacker};
 use crate::{PAGE_SIZE, Page, Slot};
 
-/// Readers that can be inside at a time; more wait for one of them.
-const READ_BUFFERS: usize = 5;
+/// Readers that may wait for servers at a time, each for as long as a server is given.
+pub const MAX_REMOTE_READERS: usize = 5;
+/// Readers that can be inside at a time; more wait for one of them. One more than those, for the
+/// reader of what is on this machine: it must not wait for a server that it asks nothing.
+const READ_BUFFERS: usize = MAX_REMOTE_READERS + 1;
 /// Blocks that are read before they are unpacked.
 const READ_BLOCKS: usize = 128;
 

@@ -1,7 +1,9 @@
 //! Moving live pages to other extents: cleaning, and extents that are to be left.
 //!
-//! Owns nothing. Everything here runs under the writers' lock, in their buffer; rules and locks are
-//! those of the device ([`super`]).
+//! Owns nothing. Cleaning runs under the writers' lock, in their buffer: a write waits for it. What
+//! is to be left is read in the movers' buffer, which may take as long as a server is given to
+//! answer, and only written under the writers' lock. Rules and locks are those of the device
+//! ([`super`]).
 
 use std::sync::Arc;
 
@@ -40,21 +42,41 @@ struct Relocated {
     full: bool,
 }
 
+/// Writes opened pages, which lie in the blocks, to new places: [`move_together`] with a buffer.
+pub(super) type WritePages<'w> = dyn FnMut(&[&Wanted], Purpose, &[u8]) -> Option<bool> + 'w;
+
+/// Blocks of the buffer that pages are read into.
+pub(super) const MOVE_BLOCKS: usize = WRITE_BLOCKS + PAGE_BLOCKS;
+
 /// Moves the live pages of the extents that gain most by it together. `false` if no block
 /// became free.
 pub(super) fn clean(store: &ExtentStore, bounce: &mut Buffer) -> bool {
-    let victims = store.state.lock().extents.extents_to_clean();
-    relocate(store, &victims, Purpose::Clean, bounce).gained
+    let victims = store.state.lock().extents.extents_to_clean(|extent| store.can_move(extent));
+    let Ok(buffer) = bounce.blocks(WRITE_BLOCKS + MOVE_BLOCKS) else { return false };
+    let (out, buffer) = buffer.split_at_mut(WRITE_BLOCKS * PAGE_SIZE);
+    let mut write = |pages: &[&Wanted], purpose, blocks: &[u8]| {
+        move_together(store, pages, purpose, blocks, &mut *out)
+    };
+    relocate(store, &victims, Purpose::Clean, buffer, &mut write).gained
 }
 
-/// See [`super::FileDevice::leave`].
-pub(super) fn leave(store: &ExtentStore, bounce: &mut Buffer) -> Leaving {
-    let some = store.state.lock().extents.leaving();
-    if some.is_empty() {
+/// See [`super::FileDevice::leave`]. `moving`: the movers' buffer.
+pub(super) fn leave(
+    store: &ExtentStore,
+    moving: &mut Buffer,
+    write: &mut WritePages<'_>,
+) -> Leaving {
+    let (some, before) = {
+        let state = store.state.lock();
+        (state.extents.leaving(|extent| store.can_move(extent)), state.extents.leaving_count())
+    };
+    if before == 0 {
         return Leaving::Done;
     }
-    let before = store.state.lock().extents.leaving_count();
-    let moved = relocate(store, &some, Purpose::WriteAnyway, bounce);
+    let Ok(buffer) = moving.blocks(MOVE_BLOCKS) else {
+        return Leaving::Stuck { left: before, full: false };
+    };
+    let moved = relocate(store, &some, Purpose::WriteAnyway, buffer, write);
     match store.state.lock().extents.leaving_count() {
         0 => Leaving::Done,
         left if left < before => Leaving::Left(left),
@@ -62,18 +84,17 @@ pub(super) fn leave(store: &ExtentStore, bounce: &mut Buffer) -> Leaving {
     }
 }
 
-/// Moves the live pages of some extents to others.
+/// Moves the live pages of some extents to others, by way of `buffer`.
 fn relocate(
     store: &ExtentStore,
     from: &[Extent],
     purpose: Purpose,
-    bounce: &mut Buffer,
+    buffer: &mut [u8],
+    write: &mut WritePages<'_>,
 ) -> Relocated {
     let mut wanted = pages_of(store, from);
     wanted.sort_unstable_by_key(|w| w.place.span);
     let mut result = Relocated { gained: false, full: false };
-    let Ok(buffer) = bounce.blocks(2 * WRITE_BLOCKS + PAGE_BLOCKS) else { return result };
-    let (out, buffer) = buffer.split_at_mut(WRITE_BLOCKS * PAGE_SIZE);
     let (spare, blocks) = buffer.split_at_mut(PAGE_BLOCKS * PAGE_SIZE);
     let mut rest = &mut wanted[..];
     while !rest.is_empty() {
@@ -88,9 +109,19 @@ fn relocate(
         let (some, later) = rest.split_at_mut(n);
         rest = later;
         // A page that cannot be read is left where it is: its reader will be told.
-        if let Err((block, _)) = store.io.read_runs(&mut runs) {
-            if let Some(bad) = some.iter().find(|w| w.uses(block)) {
-                store.state.lock().extents.distrust(bad.place.span.extent());
+        if let Err((block, errno)) = store.io.read_runs_briefly(&mut runs) {
+            let bad = some.iter().find(|w| w.uses(block)).map(|w| w.place.span.extent());
+            if let Some(extent) = bad {
+                store.state.lock().extents.distrust(extent);
+                if errno == Errno::TIMEDOUT {
+                    // What else lies there takes as long.
+                    store.rest_moves(extent);
+                    let is_there = |w: &Wanted| {
+                        w.place.span.extent() == extent || !store.can_move(w.place.span.extent())
+                    };
+                    let skipped = rest.iter().take_while(|w| is_there(w)).count();
+                    rest = &mut rest[skipped..];
+                }
             }
             continue;
         }
@@ -112,7 +143,7 @@ fn relocate(
                 store.state.lock().extents.distrust(span.extent());
             }
         }
-        match move_together(store, &opened, purpose, blocks, out) {
+        match write(&opened, purpose, blocks) {
             Some(freed) => result.gained |= freed,
             None => {
                 result.full = true;
@@ -143,7 +174,7 @@ fn pages_of(store: &ExtentStore, victims: &[Extent]) -> Vec<Wanted> {
 
 /// Writes opened pages to new places; those that nobody freed meanwhile are there then. Tells
 /// whether blocks became free, or nothing if there is no room or the file does not take them.
-fn move_together(
+pub(super) fn move_together(
     store: &ExtentStore,
     pages: &[&Wanted],
     purpose: Purpose,

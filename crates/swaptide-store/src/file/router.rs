@@ -268,6 +268,7 @@ impl Router {
         &self,
         runs: &mut [BlockRun<'_>],
         of: impl Fn(Location) -> Option<FilePlace>,
+        is_brief: bool,
     ) -> Result<(), (usize, Errno)> {
         let mut device = None;
         let mut there = Vec::with_capacity(runs.len());
@@ -288,14 +289,34 @@ impl Router {
         }
         let Some((area, io)) = device else { return Ok(()) };
         let first = there.first().map_or(0, |run| run.first);
-        let read = self
-            .before_read(area)
-            .map_err(|errno| (first, errno))
-            .and_then(|()| io.read_runs(&mut there));
+        let read = self.before_read(area).map_err(|errno| (first, errno)).and_then(|()| {
+            if is_brief { io.read_runs_briefly(&mut there) } else { io.read_runs(&mut there) }
+        });
         read.map_err(|(block, errno)| {
             let _ = self.judged::<()>(area, Err(errno));
             (block, errno)
         })
+    }
+
+    /// Reads runs, those of each area together.
+    fn read_all(&self, runs: &mut [BlockRun<'_>], is_brief: bool) -> Result<(), (usize, Errno)> {
+        let mut rest = runs;
+        while let Some(first) = rest.first() {
+            let (lead, _) = self.find(first.offset).map_err(|errno| (first.first, errno))?;
+            // Extents of two areas are never neighbours, so a run lies on one.
+            let same = |run: &BlockRun<'_>| {
+                self.find(run.offset).is_ok_and(|(place, _)| place.spot.area == lead.spot.area)
+            };
+            let n = rest.iter().take_while(|run| same(run)).count().max(1);
+            let (some, later) = rest.split_at_mut(n);
+            if lead.mirror.is_none()
+                || self.read_there(some, |place| place.mirror, is_brief).is_err()
+            {
+                self.read_there(some, |place| Some(place.spot), is_brief)?;
+            }
+            rest = later;
+        }
+        Ok(())
     }
 }
 
@@ -337,21 +358,11 @@ impl BlockIo for Router {
     }
 
     fn read_runs(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {
-        let mut rest = runs;
-        while let Some(first) = rest.first() {
-            let (lead, _) = self.find(first.offset).map_err(|errno| (first.first, errno))?;
-            // Extents of two areas are never neighbours, so a run lies on one.
-            let same = |run: &BlockRun<'_>| {
-                self.find(run.offset).is_ok_and(|(place, _)| place.spot.area == lead.spot.area)
-            };
-            let n = rest.iter().take_while(|run| same(run)).count().max(1);
-            let (some, later) = rest.split_at_mut(n);
-            if lead.mirror.is_none() || self.read_there(some, |place| place.mirror).is_err() {
-                self.read_there(some, |place| Some(place.spot))?;
-            }
-            rest = later;
-        }
-        Ok(())
+        self.read_all(runs, false)
+    }
+
+    fn read_runs_briefly(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {
+        self.read_all(runs, true)
     }
 
     fn read_copy(&self, offset: u64, blocks: &mut [u8]) -> Result<(), Errno> {

@@ -51,6 +51,12 @@ pub trait ExtentSource: Sync {
         false
     }
 
+    /// Whether a leased extent lies on a server, with a mirror or without: giving its space back
+    /// takes an unknown time.
+    fn is_on_server(&self, extent: Extent) -> bool {
+        self.server_of(extent).is_some()
+    }
+
     /// The server that alone has what lies in a leased extent, if that is so: reading it takes
     /// an unknown time.
     fn server_of(&self, _extent: Extent) -> Option<ServerId> {

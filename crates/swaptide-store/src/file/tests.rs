@@ -181,8 +181,10 @@ struct Source {
     most: u32,
     /// Extents with an odd number are not encrypted.
     plain: bool,
-    /// All lie on a server.
+    /// All lie on a server alone.
     far: bool,
+    /// All lie on a server and have a mirror.
+    mirrored: bool,
     /// All lie on a rotational device.
     rotational: bool,
     /// Those from this one on lie on another device.
@@ -200,6 +202,7 @@ impl Source {
             most,
             plain: false,
             far: false,
+            mirrored: false,
             rotational: false,
             second: None,
             retakes: false,
@@ -283,6 +286,10 @@ impl ExtentSource for Source {
 
     fn is_rotational(&self, _extent: Extent) -> bool {
         self.rotational
+    }
+
+    fn is_on_server(&self, _extent: Extent) -> bool {
+        self.far || self.mirrored
     }
 
     fn server_of(&self, _extent: Extent) -> Option<ServerId> {

@@ -1,7 +1,7 @@
 //! Writing: from packed pages to the file.
 //!
-//! Owns the lock of the writers, with the blocks on their way out, and since when a write is under
-//! way. Rules and locks are those of the device ([`super`]).
+//! Owns the lock of the writers, with the blocks on their way out, since when a write is under way,
+//! and the buffer of the movers. Rules and locks are those of the device ([`super`]).
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use core::time::Duration;
@@ -16,8 +16,9 @@ use super::cipher::Cipher;
 use super::extent_store::{ExtentStore, Unwritten};
 use super::extents::{Full, Purpose, Taken, WriteCursor};
 use super::places::SlotExtent;
+use super::reading::Wanted;
 use super::relocate::{self, Leaving};
-use super::{PAGE_BLOCKS, WRITE_BLOCKS, WriteError};
+use super::{WRITE_BLOCKS, WriteError};
 use crate::codec::{self, MAX_COMPRESSED_BYTES, Packed};
 use crate::{PAGE_SIZE, Slot};
 
@@ -32,6 +33,8 @@ const MAX_WRITE_TRIES: usize = 4;
 pub(super) struct PageWriter {
     /// Blocks on their way out; the lock of the writers.
     bounce: Lock<Buffer>,
+    /// Blocks that are read to be written elsewhere, without the lock of the writers; before it.
+    moving: Lock<Buffer>,
     /// When the write began that is under way, in nanoseconds of the monotonic clock; 0: none is.
     since: AtomicU64,
 }
@@ -62,8 +65,11 @@ enum Unplaced {
 
 impl PageWriter {
     pub(super) fn new() -> PageWriter {
-        let bounce = Lock::new(Buffer::reserve(2 * WRITE_BLOCKS + PAGE_BLOCKS));
-        PageWriter { bounce, since: AtomicU64::new(0) }
+        PageWriter {
+            bounce: Lock::new(Buffer::reserve(WRITE_BLOCKS + relocate::MOVE_BLOCKS)),
+            moving: Lock::default(),
+            since: AtomicU64::new(0),
+        }
     }
 
     /// See [`super::FileDevice::write`].
@@ -101,9 +107,14 @@ impl PageWriter {
 
     /// See [`super::FileDevice::leave`].
     pub(super) fn leave(&self, store: &ExtentStore) -> Leaving {
-        let mut bounce = self.bounce.lock();
-        let _under_way = UnderWay::begin(&self.since);
-        relocate::leave(store, &mut bounce)
+        let mut moving = self.moving.lock();
+        let mut write = |pages: &[&Wanted], purpose, blocks: &[u8]| {
+            let mut bounce = self.bounce.lock();
+            let _under_way = UnderWay::begin(&self.since);
+            let out = bounce.blocks(WRITE_BLOCKS).ok()?;
+            relocate::move_together(store, pages, purpose, blocks, out)
+        };
+        relocate::leave(store, &mut moving, &mut write)
     }
 
     /// See [`super::FileDevice::is_writing_for`].
@@ -119,7 +130,10 @@ impl PageWriter {
     pub(super) unsafe fn force_unlock(&self) {
         // SAFETY: the holder of the lock does not exist in this process, and had left the data
         // consistent (caller).
-        unsafe { self.bounce.force_unlock() };
+        unsafe {
+            self.bounce.force_unlock();
+            self.moving.force_unlock();
+        }
         self.since.store(0, Relaxed);
     }
 }

@@ -18,7 +18,8 @@ impl Slow {
     fn wait(&self, offset: u64, writes: bool) {
         if offset / EXTENT_BYTES == self.extent && writes == self.writes {
             self.begun.lock().unwrap().send(()).unwrap();
-            self.go.lock().unwrap().recv().unwrap();
+            // It continues also where the other end is gone.
+            let _ = self.go.lock().unwrap().recv();
         }
     }
 }
@@ -70,6 +71,62 @@ fn a_reader_does_not_wait_for_another_ones_answer() {
 }
 
 #[test]
+fn a_reader_of_this_machine_does_not_wait_for_those_of_servers() {
+    let (device, has_begun, let_go) = slow(false);
+    write_raw(&device, &(0..600).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
+    let device = &device;
+    std::thread::scope(|scope| {
+        let away: Vec<_> = (0..MAX_REMOTE_READERS as u32)
+            .map(|slot| scope.spawn(move || read(device, &[slot])))
+            .collect();
+        for _ in &away {
+            has_begun.recv_timeout(Duration::from_secs(20)).expect("it reads");
+        }
+        let (done, is_done) = mpsc::channel();
+        scope.spawn(move || done.send(read(device, &[599]).unwrap()));
+        let local = is_done.recv_timeout(Duration::from_secs(5));
+        away.iter().for_each(|_| let_go.send(()).unwrap());
+        assert_eq!(local, Ok(vec![raw_page(599)]));
+    });
+}
+
+#[test]
+fn what_is_to_be_left_is_read_while_others_write() {
+    let (device, has_begun, let_go) = slow(false);
+    write_raw(&device, &(0..600).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
+    assert_eq!(device.set_leaving(|extent| extent == Extent(0)), 1);
+    let device = &device;
+    std::thread::scope(|scope| {
+        let leaves = scope.spawn(|| device.leave());
+        has_begun.recv_timeout(Duration::from_secs(20)).expect("it reads");
+        assert!(!device.is_writing_for(Duration::ZERO));
+        let (done, is_done) = mpsc::channel();
+        scope.spawn(move || done.send(write_raw(device, &[(700, 7)])));
+        let written = is_done.recv_timeout(Duration::from_secs(5));
+        drop(let_go);
+        assert!(written.is_ok_and(|written| written.is_ok()), "a write waits for it");
+        // The reads fail from now on: their pages stay.
+        let _ = leaves.join();
+    });
+    assert_eq!(read(device, &[700]).unwrap(), [raw_page(7)]);
+}
+
+#[test]
+fn a_server_that_does_not_answer_is_left_later() {
+    let (disk, source) = (Disk::default(), Source { far: true, ..Source::new(4) });
+    let device = device(&disk, &source);
+    write_raw(&device, &(0..512).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
+    assert_eq!(device.set_leaving(|extent| extent == Extent(0)), 1);
+    disk.set_fault(Some(Fault::Fails(0, Errno::TIMEDOUT)));
+    assert_eq!(device.leave(), Leaving::Stuck { left: 1, full: false });
+    let asked = disk.0.lock().unwrap().reads;
+    assert_eq!(device.leave(), Leaving::Stuck { left: 1, full: false });
+    assert_eq!(disk.0.lock().unwrap().reads, asked, "it was asked again at once");
+    disk.set_fault(None);
+    assert_eq!(read(&device, &[511]).unwrap(), [raw_page(511)]);
+}
+
+#[test]
 fn a_stamp_is_that_of_one_page_in_one_place() {
     let (disk, source) = (Disk::default(), Source::new(4));
     let device = device(&disk, &source);
@@ -92,12 +149,19 @@ fn a_stamp_is_that_of_one_page_in_one_place() {
 }
 
 #[test]
-fn who_frees_a_far_page_does_not_wait_for_its_server() {
-    let (disk, source) = (Disk::default(), Source { far: true, ..Source::new(4) });
-    let device = device(&disk, &source);
+fn a_thread_that_frees_a_far_page_does_not_wait_for_its_server() {
+    for mirrored in [false, true] {
+        let source = Source { far: !mirrored, mirrored, ..Source::new(4) };
+        frees_without_waiting(&source, (!mirrored).then_some(ServerId(0)));
+    }
+}
+
+fn frees_without_waiting(source: &Source, server: Option<ServerId>) {
+    let disk = Disk::default();
+    let device = device(&disk, source);
     write_raw(&device, &(0..512).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
     write_raw(&device, &[(600, 1)]).unwrap();
-    assert_eq!((device.server_of(Slot(0)), device.server_of(Slot(700))), (Some(ServerId(0)), None));
+    assert_eq!((device.server_of(Slot(0)), device.server_of(Slot(700))), (server, None));
     assert_eq!(source.held(), 2);
     // Whatever is asked of the disk now fails.
     disk.set_fault(Some(Fault::Fails(0, Errno::IO)));
