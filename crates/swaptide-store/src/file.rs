@@ -30,13 +30,15 @@
 //! 5. An extent is punched only when no page of it is live and it is exclusively ours; then, and
 //!    only then, the source is told that it is punched. One that was shared is the source's word
 //!    away from being ours again ([`ExtentSource::release_shared`]).
-//! 6. A page is moved under the writers' lock only, to which its place is compared once more. A reader that finds something else than
-//!    was written looks whether the page was moved before it calls it damaged.
+//! 6. A page is moved under the writers' lock only, if its place is still the one it was read from.
+//!    A reader that finds something else than was written looks whether the page was moved before
+//!    it calls it damaged.
 //!
 //! Locks: a read buffer, or the movers' buffer and then the writers' (`bounce`), then `state`, or
 //! `emptied` alone. Those of readers, movers and writers are held across I/O, `state` is not (but
 //! across calls to the source). Readers do not wait for writers, nor for each other while a read
-//! buffer is free. Under the writers' lock nothing is read from a server that did not answer lately.
+//! buffer is free. Under the writers' lock nothing is read from a server that did not answer
+//! lately.
 
 mod ahead;
 mod buffer;
