@@ -90,6 +90,38 @@ def test_fork_followed(case, mode):
 
 
 @pytest.mark.unprivileged
+@pytest.mark.swaptide(budget=24, allowance=200, forks=True)
+def test_fork_followed_wipes(case):
+    """`MADV_WIPEONFORK` during a followed fork that takes 0.6 s waits for it."""
+    run_forklock(case, "wipes", managed=False)
+
+
+@pytest.mark.parametrize("mode", ["forks-locked", "filters-locked"])
+@pytest.mark.parametrize("follows", [param(False, id="told"), param(True, id="followed")])
+@pytest.mark.swaptide(budget=24, allowance=200, forks=True)
+def test_fork_refuses(case, mode, follows):
+    """A fork handler waits for a lock whose holder forks past libc, or sets a filter for all
+    threads: both need the process detached. Neither hangs: without the right to fork events the
+    holder's call fails, and is made when it is tried again.
+    """
+    more = {"SWAPTIDE_TEST_FOLLOWED_FORKS": "1"} if follows else {}
+    case.run_c("forklock", mode, megabytes=64, seconds=1, env=logged(case, **more))
+    said = "its call fails" in agent_log(case)
+    is_refused = follows or mode == "filters-locked"
+    assert case.native or said == is_refused, f"{said}: {agent_log(case)[-300:]!r}"
+
+
+@pytest.mark.swaptide(budget=24, allowance=200, forks=True)
+def test_fork_fails_beside(case):
+    """A fork past libc at the moment of a fork that fails: the child gets its memory, and the
+    thread whose fork failed does not wait 15 s for a child that it has not.
+    """
+    case.run_c("forklock", "fails", megabytes=64, seconds=1, env=logged(case))
+    said = agent_log(case).count("a fork failed while another bypassed libc")
+    assert case.native or said == 3, f"{said}: {agent_log(case)[-300:]!r}"
+
+
+@pytest.mark.unprivileged
 @pytest.mark.full
 @pytest.mark.swaptide(budget=24, allowance=200, forks=True, limit=120)
 def test_fork_followed_stuck(case):

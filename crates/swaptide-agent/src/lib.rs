@@ -6,7 +6,7 @@
 //! | [`constructor`] | the first code that runs in a program |
 //! | [`lifecycle`], [`threads`] | the thread that waits and becomes the handler; the other threads |
 //! | [`process`] | the engine, the segment, the slot, and requests to the supervisor |
-//! | [`fork`] | libc's fork handlers, and the start of a child |
+//! | [`fork`], [`forking`] | libc's fork handlers, and the start of a child; who forks |
 //! | [`hooks`] | the functions that stand in front of libc's |
 //! | [`pages`] | pages that must stay, and ranges that are not managed |
 //! | [`shmem`] | hooks of shared memory |
@@ -32,6 +32,7 @@ mod constructor;
 mod environment;
 mod exit_watch;
 mod fork;
+mod forking;
 mod hooks;
 mod lifecycle;
 mod log;

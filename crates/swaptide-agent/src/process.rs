@@ -24,6 +24,7 @@ use swaptide_sys::thread::{
 use swaptide_sys::{AsFd, BorrowedFd, OwnedFd};
 
 use crate::exit_watch;
+use crate::forking::{ForkPatience, Turn};
 use crate::log;
 use crate::own_pid::is_own_process;
 use crate::seccomp;
@@ -325,25 +326,43 @@ fn machine_bytes() -> u64 {
 }
 
 /// Has everything brought back, and this process let go for good; returns when that is done. Called
-/// by the program's threads.
-pub(crate) fn detach() {
+/// by the program's threads. False if another thread is in a fork that does not come to its end:
+/// then this process is managed as before.
+#[must_use]
+pub(crate) fn detach() -> bool {
     if seccomp::is() {
-        return detach_without_calls();
+        detach_without_calls();
+        return true;
     }
     let this = getpid().0;
-    let Some(segment) = known_segment().filter(|_| is_own_process()) else { return };
+    let Some(segment) = known_segment().filter(|_| is_own_process()) else { return true };
     let Some((_, slot)) = segment.claimed().find(|(_, slot)| slot.pid.load(Relaxed) == this) else {
-        return;
+        return true;
     };
-    slot.control.detach.store(1, Release);
-    slot.control.limit_bytes.store(NO_LIMIT, Release);
+    let was_asked_for = slot.control.detach.swap(1, AcqRel) != 0;
+    let limit = slot.control.limit_bytes.swap(NO_LIMIT, AcqRel);
     slot.wake();
     if let Some(engine) = engine() {
         engine.bells.submit(HandlerRequest::Detach);
     }
+    let mut patience = ForkPatience::new();
     while matches!(slot.state(), ProcState::Watching | ProcState::Engaged) {
+        if patience.turn() == Turn::Over {
+            if !was_asked_for {
+                let word = &slot.control.limit_bytes;
+                let _ = word.compare_exchange(NO_LIMIT, limit, AcqRel, Relaxed);
+                slot.control.detach.store(0, Release);
+                slot.wake();
+            }
+            log::line(
+                "a thread's fork does not come to its end, and another thread needs this process \
+                detached: its call fails (a fork handler may wait for a lock of that thread's)",
+            );
+            return false;
+        }
         sleep(Duration::from_millis(1));
     }
+    true
 }
 
 /// The same without a system call of the program's thread: see [`seccomp`].

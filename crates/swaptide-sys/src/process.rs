@@ -5,6 +5,7 @@
 
 use alloc::vec::Vec;
 use core::mem::MaybeUninit;
+use core::time::Duration;
 
 use linux_raw_sys::general as k;
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -268,6 +269,27 @@ pub fn waits_outside_fork(tid: u32) -> bool {
     blocked_in(tid).is_some_and(|call| MAKERS.iter().all(|maker| u64::from(*maker) != call))
 }
 
+/// Whether a thread of this process has a child that began within the last `age`, whatever that is
+/// now; `None` where the kernel does not tell of threads' children, or there are too many.
+pub fn has_young_child(tid: u32, age: Duration) -> Option<bool> {
+    /// What /proc counts in.
+    const TICK: Duration = Duration::from_millis(10);
+    /// Both times are rounded.
+    const MARGIN: u64 = 2;
+    let mut buf = [0; 4096];
+    let text = procfs::read_file(ProcPath::task(tid, "children").as_c_str(), &mut buf).ok()?;
+    if text.len() == 4096 {
+        return None;
+    }
+    let since_boot = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    let since_boot =
+        Duration::new(since_boot.tv_sec.max(0) as u64, since_boot.tv_nsec.max(0) as u32);
+    let ticks = since_boot.saturating_sub(age).as_nanos() / TICK.as_nanos();
+    let oldest = (ticks as u64).saturating_sub(MARGIN);
+    let born = |pid: &[u8]| Some(proc_info(parse_u64(pid)? as u32)?.start_time);
+    Some(procfs::words(text).filter_map(born).any(|born| born >= oldest))
+}
+
 /// Whether two processes run on the same memory, as between vfork and exec. False where that cannot
 /// be known.
 pub fn same_memory(a: u32, b: u32) -> bool {
@@ -346,6 +368,24 @@ mod tests {
             assert!(!waits, "it runs");
         });
         assert!(!waits_outside_fork(tid.load(Ordering::Acquire)), "it has ended");
+    }
+
+    #[test]
+    fn a_young_child_is_known_by_the_thread_that_made_it() {
+        let this = crate::thread::gettid().0;
+        let start = || Command::new("sleep").arg("600").spawn().unwrap();
+        assert_eq!(has_young_child(this, Duration::from_secs(60)), Some(false));
+        let mut child = start();
+        assert_eq!(has_young_child(this, Duration::from_secs(60)), Some(true));
+        std::thread::sleep(Duration::from_millis(100));
+        assert_eq!(has_young_child(this, Duration::from_millis(20)), Some(false));
+        let other = std::thread::scope(|scope| scope.spawn(start).join().unwrap());
+        assert_eq!(has_young_child(this, Duration::from_millis(20)), Some(false), "another's");
+        for child in [&mut child, &mut { other }] {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+        assert_eq!(has_young_child(u32::MAX >> 1, Duration::MAX), None, "no such thread");
     }
 
     #[test]

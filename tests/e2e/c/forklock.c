@@ -5,8 +5,12 @@
  * constructor runs first. So `prepare` runs when the engine stands still for the fork, and `child`
  * before the child has an engine. */
 #include "common.h"
+#include <errno.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -23,6 +27,9 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static atomic_int word, over;
 static atomic_long forks, turns;
 static int in_handlers, spins, naps, changes, stopped;
+/* The prepare handler waits for so many microseconds, or until another thread has forked. */
+static int dawdles, awaits_bare;
+static atomic_int in_prepare, bare_forked;
 
 static void take(void) {
     if (!spins && !naps) {
@@ -61,6 +68,9 @@ static unsigned char *block, *places[2];
 static atomic_int go, gone, done;
 
 static void prepare(void) {
+    in_prepare = 1;
+    if (dawdles) usleep((useconds_t)dawdles);
+    while (awaits_bare && !bare_forked) usleep(100);
     if (in_handlers) take();
     if (!block) return;
     go = 1;
@@ -327,6 +337,147 @@ static pid_t bare_fork(void) {
     return (pid_t)pid;
 }
 
+/* A system call past libc and its hooks. */
+static long bare_call(long number, long a, long b, const void *c) {
+    long word;
+    register long d __asm__("r10") = 0;
+    register long e __asm__("r8") = 0;
+    __asm__ volatile("syscall"
+                     : "=a"(word)
+                     : "a"(number), "D"(a), "S"(b), "d"(c), "r"(d), "r"(e)
+                     : "rcx", "r11", "memory");
+    return word;
+}
+
+/* Waits until the main thread's fork is in its handlers, and does what must wait for that fork, or
+ * fail. */
+static void await_handlers(void) {
+    while (!in_prepare) usleep(100);
+    usleep(20000);
+}
+
+/* Forks past libc's handlers with the lock held that a fork handler waits for. */
+static void *forks_locked(void *x) {
+    pthread_mutex_lock(&mutex);
+    go = 1;
+    await_handlers();
+    pid_t pid = (pid_t)syscall(SYS_fork);
+    int failed = errno;
+    if (pid == 0) {
+        check_all("in the child of the other thread");
+        _exit(0);
+    }
+    pthread_mutex_unlock(&mutex);
+    int status = 0;
+    MUST(pid > 0 || failed == EAGAIN);
+    if (pid > 0) MUST(waitpid(pid, &status, 0) == pid && status == 0);
+    turns += pid > 0;
+    return x;
+}
+
+/* A filter that permits everything, or all but processes. */
+static struct sock_filter permit[] = {
+    BPF_STMT(BPF_LD | BPF_W | BPF_ABS, 0),
+    BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_clone, 1, 0),
+    BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EAGAIN),
+};
+
+/* Sets a filter for all threads with the lock held that a fork handler waits for. */
+static void *filters_locked(void *x) {
+    struct sock_fprog all = {.len = 1, .filter = &permit[2]};
+    MUST(!prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
+    pthread_mutex_lock(&mutex);
+    go = 1;
+    await_handlers();
+    long set = syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &all);
+    pthread_mutex_unlock(&mutex);
+    /* The thread that could not be put under it is the one that forks. */
+    MUST(set == 0 || set == getpid());
+    while (!done) usleep(100);
+    MUST(!syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &all));
+    return x;
+}
+
+/* Keeps memory apart from children while another thread is in a fork that takes long. */
+static void *wipes(void *x) {
+    while (!over) {
+        while (!in_prepare && !over) usleep(100);
+        in_prepare = 0;
+        if (madvise(excluded, SMALL, MADV_WIPEONFORK)) die("MADV_WIPEONFORK: %s", strerror(errno));
+        turns++;
+    }
+    return x;
+}
+
+/* Forks past libc while another thread's fork is in its handlers. */
+static void *forks_bare(void *x) {
+    while (!in_prepare) usleep(100);
+    pid_t pid = bare_fork();
+    if (pid == 0) {
+        for (size_t page = 0; page < given.pages; page++)
+            for (size_t word = 0; word < WORDS; word += 64)
+                if (((volatile uint64_t *)(arena + page * PAGE))[word] !=
+                    word_of(key_of(given.seed, page, 1), word))
+                    _exit(6);
+        _exit(0);
+    }
+    MUST(pid > 0);
+    bare_forked = 1;
+    int status;
+    MUST(waitpid(pid, &status, 0) == pid);
+    if (status != 0) die("a child past libc ended with %#x", status);
+    return x;
+}
+
+/* Forks, which a filter of this thread alone has fail. */
+static void *forks_in_vain(void *x) {
+    struct sock_fprog mine = {.len = 4, .filter = permit};
+    MUST(!bare_call(SYS_prctl, PR_SET_NO_NEW_PRIVS, 1, NULL));
+    MUST(!bare_call(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &mine));
+    double began = now();
+    pid_t pid = fork();
+    MUST(pid < 0 && errno == EAGAIN);
+    double took = now() - began;
+    if (took > 5) die("a fork that failed took %.1f s", took);
+    forks++;
+    return x;
+}
+
+static void fail_forks(void) {
+    awaits_bare = 1;
+    for (int round = 0; round < 3; round++) {
+        in_prepare = bare_forked = 0;
+        pthread_t thread[2];
+        MUST(!pthread_create(&thread[0], NULL, forks_bare, NULL));
+        MUST(!pthread_create(&thread[1], NULL, forks_in_vain, NULL));
+        for (int i = 0; i < 2; i++) pthread_join(thread[i], NULL);
+    }
+    awaits_bare = 0;
+}
+
+static void wait_in_handlers(void *(*other_thread)(void *)) {
+    pthread_t thread;
+    in_handlers = 1;
+    MUST(!pthread_create(&thread, NULL, other_thread, NULL));
+    while (!go) usleep(100);
+    one_fork("while another thread holds the lock", 0);
+    in_handlers = 0;
+    done = 1;
+    pthread_join(thread, NULL);
+}
+
+static void wipe_during_forks(void) {
+    pthread_t thread;
+    dawdles = 600000;
+    MUST(!pthread_create(&thread, NULL, wipes, NULL));
+    for (int i = 0; i < 4; i++) one_fork("while memory is kept apart", 0);
+    dawdles = 0;
+    over = 1;
+    pthread_join(thread, NULL);
+    MUST(turns >= 4);
+}
+
 static void block_forks(int lets, int bare) {
     unsigned char *area = map(8 * BLOCK * PAGE);
     MUST(munmap(area, 8 * BLOCK * PAGE) == 0);
@@ -429,6 +580,19 @@ int main(int count, char **words) {
         block_forks(1, 1);
     } else if (!strcmp(given.mode, "long")) {
         long_forks();
+    } else if (!strcmp(given.mode, "forks-locked")) {
+        wait_in_handlers(forks_locked);
+        /* With no other fork under way it may be made. */
+        in_prepare = 1;
+        long before = turns;
+        forks_locked(NULL);
+        MUST(turns == before + 1);
+    } else if (!strcmp(given.mode, "filters-locked")) {
+        wait_in_handlers(filters_locked);
+    } else if (!strcmp(given.mode, "wipes")) {
+        wipe_during_forks();
+    } else if (!strcmp(given.mode, "fails")) {
+        fail_forks();
     } else if (!strcmp(given.mode, "files")) {
         /* The event of a fork needs a descriptor; here are fewer than the engine has open. */
         lower(4);

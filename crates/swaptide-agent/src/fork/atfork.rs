@@ -18,6 +18,7 @@ use swaptide_sys::thread::{block_all_signals, getpid, gettid, restore_signals, t
 use crate::exit_watch;
 use crate::fork::child::{TAKEN_OVER, child_handler_main, stop};
 use crate::fork::trampoline;
+use crate::forking::{self, FORKING};
 use crate::lifecycle::{PARENT, start_sleeper};
 use crate::log;
 use crate::own_pid::OWN_PID;
@@ -34,8 +35,6 @@ use crate::shmem;
 static FORKER_PID: AtomicU32 = AtomicU32::new(0);
 /// The signal mask of the forking thread, from its prepare handler to the other end.
 static FORK_MASK: AtomicU64 = AtomicU64::new(0);
-/// The thread that is between its prepare handler and the other end, if one is.
-static FORKING: AtomicU32 = AtomicU32::new(0);
 
 /// Does with a fork what libc's handlers do, where libc calls none. Not where the forking thread is
 /// within a fork already.
@@ -113,6 +112,7 @@ pub(crate) extern "C" fn prepare() {
             );
         }
     }
+    forking::goes_on();
 }
 
 /// All comes back, and there is no engine at the fork. The calling thread has the lock, and has it
@@ -121,7 +121,8 @@ fn detach_before_fork(why: &str) {
     // SAFETY: this thread took the lock in `prepare` and forgot its guard.
     unsafe { FORK_LOCK.unlock() };
     log::line(why);
-    detach();
+    // libc's fork cannot be refused here.
+    while !detach() {}
     std::mem::forget(FORK_LOCK.lock());
 }
 
@@ -132,6 +133,7 @@ pub(crate) extern "C" fn parent() {
         unsafe { FORK_LOCK.force_unlock() };
         return;
     }
+    forking::is_back();
     if let Some(engine) = engine() {
         trampoline::leave();
         engine.fork.close_end(false);
@@ -161,6 +163,7 @@ pub(crate) extern "C" fn child() {
         return;
     }
     after_fork_in_child();
+    forking::is_back();
     FORKING.store(0, Relaxed);
     OWN_PID.store(getpid().0, Relaxed);
     exit_watch::forked();

@@ -33,6 +33,7 @@ use swaptide_sys::raw::syscall6;
 use swaptide_sys::thread::sleep;
 use swaptide_sys::uffd::{UFFDIO_MOVE, UFFDIO_REGISTER};
 
+use crate::forking::{ForkPatience, Turn};
 use crate::pages::excluded;
 use crate::probe;
 use crate::process;
@@ -68,8 +69,8 @@ pub(crate) fn pages(addr: usize, len: usize) -> Option<VirtRange> {
         .then(|| VirtRange { start: VirtAddr(addr).page_down(), end: VirtAddr(end).page_up() })
 }
 
-/// Has a range brought in and let go. False when some of it could not be brought in: where a fork
-/// is under way it is tried again.
+/// Has a range brought in and let go. False when some of it could not be brought in. While a thread
+/// forks nothing may be let go: that is waited for, with a bound ([`ForkPatience`]).
 pub(crate) fn release_range(range: VirtRange) -> bool {
     const MAX_TRIES: usize = 200;
     if seccomp::is() {
@@ -79,13 +80,17 @@ pub(crate) fn release_range(range: VirtRange) -> bool {
                 .is_none_or(|engine| engine.bells.submit_by_fault(FaultRequest::Release, range))
         });
     }
-    (0..MAX_TRIES).any(|_| {
-        let is_gone = process::engine().is_none_or(|engine| engine.bells.release(range));
-        if !is_gone {
-            sleep(Duration::from_millis(1));
+    let mut patience = ForkPatience::new();
+    let mut tries = 0;
+    while process::engine().is_some_and(|engine| !engine.bells.release(range)) {
+        match patience.turn() {
+            Turn::Waits => {}
+            Turn::NoFork if tries < MAX_TRIES => tries += 1,
+            Turn::NoFork | Turn::Over => return false,
         }
-        is_gone
-    })
+        sleep(Duration::from_millis(1));
+    }
+    true
 }
 
 /// True for advice that does more here than the call. All of it is for one's own process alone.
@@ -221,7 +226,7 @@ pub(crate) fn advise_process(
     };
     const MAX_VECTORS: usize = 1024;
     if seccomp::is() && matters(advice) {
-        process::detach();
+        process::detach_without_calls();
         return call(count);
     }
     // Of another process the kernel refuses such advice, of none of its ranges too.
@@ -311,7 +316,7 @@ pub(crate) fn attach(id: usize, addr: usize, flags: usize) -> isize {
     let at = if flags & SHM_RND != 0 { VirtAddr(addr).page_down().0 } else { addr };
     if seccomp::is() {
         if flags & SHM_REMAP != 0 {
-            process::detach();
+            process::detach_without_calls();
         }
         return call(addr, flags);
     }

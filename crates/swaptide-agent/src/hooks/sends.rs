@@ -37,6 +37,8 @@ const SOL_TLS: c_int = net::SOL_TLS as c_int;
 const TLS_TX: c_int = 1;
 const TLS_RX: c_int = 2;
 
+const EAGAIN: c_int = linux_raw_sys::errno::EAGAIN as c_int;
+const SYS_CLOSE: u32 = linux_raw_sys::general::__NR_close;
 const F_SETFL: c_int = linux_raw_sys::general::F_SETFL as c_int;
 pub(crate) const SYS_OPEN: usize = linux_raw_sys::general::__NR_open as usize;
 pub(crate) const SYS_FCNTL: usize = linux_raw_sys::general::__NR_fcntl as usize;
@@ -50,54 +52,91 @@ pub(crate) const SYS_SENDMMSG: usize = linux_raw_sys::general::__NR_sendmmsg as 
 pub(crate) const SYS_IO_URING_SETUP: usize = linux_raw_sys::general::__NR_io_uring_setup as usize;
 pub(crate) const SYS_IO_URING_ENTER: usize = linux_raw_sys::general::__NR_io_uring_enter as usize;
 
-/// Called before a system call that the program makes through libc's `syscall`.
-pub(crate) fn before(number: usize, second: usize, third: usize, fourth: usize) {
+/// Called before a system call that the program makes through libc's `syscall`. False if it may not
+/// be made at the moment.
+pub(crate) fn before(number: usize, second: usize, third: usize, fourth: usize) -> bool {
     match number {
-        SYS_VMSPLICE => REFERENCES.note(),
+        SYS_VMSPLICE => note(),
         // The engine reads swap areas by a ring of its own, whose calls come through here as well.
         SYS_IO_URING_SETUP | SYS_IO_URING_ENTER
-            if REFERENCES.are_possible() || exit_watch::is_ours(gettid()) => {}
-        SYS_IO_URING_SETUP | SYS_IO_URING_ENTER => REFERENCES.note(),
+            if REFERENCES.are_possible() || exit_watch::is_ours(gettid()) =>
+        {
+            true
+        }
+        SYS_IO_URING_SETUP | SYS_IO_URING_ENTER => note(),
         SYS_SENDTO | SYS_SENDMMSG => with_flags(fourth as c_int),
         SYS_SENDMSG => with_flags(third as c_int),
         SYS_SETSOCKOPT => option(second as c_int, third as c_int),
-        _ => {}
+        _ => true,
     }
 }
 
-#[inline]
-fn with_flags(flags: c_int) {
-    if flags & MSG_ZEROCOPY != 0 {
-        REFERENCES.note();
-    }
+/// Notes that a reference for reading is about to be taken, which may be done.
+fn note() -> bool {
+    REFERENCES.note();
+    true
 }
 
 #[inline]
-fn option(level: c_int, name: c_int) {
+fn with_flags(flags: c_int) -> bool {
+    flags & MSG_ZEROCOPY == 0 || note()
+}
+
+#[inline]
+fn option(level: c_int, name: c_int) -> bool {
     match (level, name) {
         // Records are encrypted from the sender's pages.
-        (SOL_SOCKET, SO_ZEROCOPY) | (SOL_TLS, TLS_TX) => REFERENCES.note(),
+        (SOL_SOCKET, SO_ZEROCOPY) | (SOL_TLS, TLS_TX) => note(),
         // Records are decrypted into the reader's pages, which are not pinned.
         (SOL_TLS, TLS_RX) => keep_all(),
-        _ => {}
+        _ => true,
     }
 }
 
 /// Pages may be written to through references from now on: nothing is taken out of this process.
-fn keep_all() {
+/// False if that cannot be had at the moment ([`process::detach`]).
+fn keep_all() -> bool {
     // A process that is not engaged yet will find nothing to manage.
     excluded::exclude(VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
-    process::detach();
+    process::detach()
 }
 
-/// A descriptor that was opened, or -1: nobody has read by it yet.
+/// A descriptor has these flags now, and nobody has read by it yet. False if nobody may.
+#[inline]
+fn may_read(fd: c_int, flags: c_int) -> bool {
+    // Under a filter nobody may ask.
+    flags & O_DIRECT == 0 || !(seccomp::is() || is_unpinned(fd)) || keep_all()
+}
+
+/// A descriptor that was opened, or a negative word: what the open call answers.
 #[inline]
 fn opened(fd: c_int, flags: c_int) -> c_int {
-    // Under a filter nobody may ask.
-    if flags & O_DIRECT != 0 && fd >= 0 && (seccomp::is() || is_unpinned(fd)) {
-        keep_all();
+    if fd < 0 || may_read(fd, flags) {
+        return fd;
     }
-    fd
+    // SAFETY: opened a moment ago, and told to nobody.
+    unsafe { syscall6(SYS_CLOSE, [fd as usize, 0, 0, 0, 0, 0]) };
+    -EAGAIN
+}
+
+/// The flags of a descriptor were changed: 0, or the negative word that the call answers, and they
+/// are changed back.
+#[inline]
+fn changed(fd: c_int, flags: c_int, set: impl FnOnce(c_int)) -> c_int {
+    if may_read(fd, flags) {
+        return 0;
+    }
+    set(flags & !O_DIRECT);
+    -EAGAIN
+}
+
+/// As libc's functions answer a word that is not the kernel's.
+fn as_libc(word: c_int) -> c_int {
+    if word == -EAGAIN {
+        real::set_errno(Errno::AGAIN);
+        return -1;
+    }
+    word
 }
 
 /// The calls that open a descriptor, or change its flags, through `syscall`; returns the kernel's
@@ -110,14 +149,19 @@ pub(crate) fn instead(number: usize, words: [usize; 6]) -> isize {
         SYS_OPENAT => (result, words[2]),
         // SAFETY: the kernel has just read the structure, whose first word holds the flags.
         SYS_OPENAT2 if result >= 0 => (result, unsafe { *(words[2] as *const usize) }),
-        SYS_FCNTL if words[1] == F_SETFL as usize && result == 0 => (words[0] as isize, words[2]),
+        SYS_FCNTL if words[1] == F_SETFL as usize && result == 0 => {
+            return changed(words[0] as c_int, words[2] as c_int, |flags| {
+                // SAFETY: the program's own descriptor.
+                unsafe { syscall6(number as u32, [words[0], words[1], flags as usize, 0, 0, 0]) };
+            }) as isize;
+        }
         _ => return result,
     };
-    opened(fd as c_int, flags as c_int);
-    result
+    if fd < 0 { result } else { opened(fd as c_int, flags as c_int) as isize }
 }
 
-/// Defines a function in front of libc's of the same name and type: `$before` runs first.
+/// Defines a function in front of libc's of the same name and type: `$before` runs first, and says
+/// whether the call may be made.
 macro_rules! in_front {
     ($name:ident, $real:ident, ($($arg:ident: $type:ty),*) -> $result:ty, $before:expr) => {
         #[doc = concat!("Stands in front of libc's `", stringify!($name), "`.")]
@@ -126,7 +170,10 @@ macro_rules! in_front {
         /// As for the function of libc.
         #[cfg_attr(not(test), unsafe(no_mangle))]
         pub unsafe extern "C" fn $name($($arg: $type),*) -> $result {
-            $before;
+            if !$before {
+                real::set_errno(Errno::AGAIN);
+                return -1;
+            }
             let Some(real) = real::$real.get() else {
                 real::set_errno(Errno::NOSYS);
                 return -1;
@@ -151,7 +198,7 @@ macro_rules! opens {
                 return -1;
             };
             // SAFETY: the program's own arguments.
-            opened(unsafe { real($($arg),*) }, $flags)
+            as_libc(opened(unsafe { real($($arg),*) }, $flags))
         }
     };
 }
@@ -180,10 +227,13 @@ macro_rules! changes_flags {
             };
             // SAFETY: the program's own arguments.
             let result = unsafe { real(fd, command, argument) };
-            if command == F_SETFL && result == 0 {
-                opened(fd, argument as c_int);
+            if command != F_SETFL || result != 0 {
+                return result;
             }
-            result
+            as_libc(changed(fd, argument as c_int, |flags| {
+                // SAFETY: the program's own descriptor.
+                unsafe { real(fd, command, flags as usize) };
+            }))
         }
     };
 }
@@ -195,7 +245,7 @@ in_front!(
     vmsplice,
     VMSPLICE,
     (fd: c_int, parts: Bytes, count: usize, flags: c_uint) -> isize,
-    REFERENCES.note()
+    note()
 );
 in_front!(
     send,

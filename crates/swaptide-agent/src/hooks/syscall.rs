@@ -12,8 +12,12 @@
 //! A filter of system calls for all threads binds the engine's, and may end them. With the last of
 //! them the userfaultfd would be closed, and what is swapped read as zeros: so before one is set
 //! the process is detached ([`process::detach`]).
+//!
+//! Where everything cannot be brought back because another thread's fork does not come to its end,
+//! the call is not made: a fork fails with `EAGAIN`, a filter with the number of the forking thread.
 
 use std::ffi::{c_char, c_int, c_long, c_void};
+use std::sync::atomic::Ordering::Relaxed;
 
 use linux_raw_sys::general as k;
 use swaptide_engine::vma::adopt::program_parts;
@@ -24,6 +28,7 @@ use swaptide_sys::raw::syscall6;
 
 use crate::exit_watch;
 use crate::fork::atfork::with_handlers;
+use crate::forking::FORKING;
 use crate::hooks::environment;
 use crate::hooks::mappings;
 use crate::hooks::memory;
@@ -126,27 +131,24 @@ const CLONE_VFORK: u64 = k::CLONE_VFORK as u64;
 const CLONE_THREAD: u64 = k::CLONE_THREAD as u64;
 
 /// Before a new task: if it will share the memory and not end with this process, nothing may be
-/// swapped any more.
-fn before_clone(flags: u64) {
+/// swapped any more. False where that cannot be had: no task may be made.
+fn before_clone(flags: u64) -> bool {
     if flags & CLONE_VM != 0 {
         mremap::will_have_threads();
     }
     if seccomp::is() {
         // Only threads share all that there is.
         if flags & (CLONE_VFORK | CLONE_THREAD) == 0 {
-            process::detach();
+            process::detach_without_calls();
         }
-        return;
+        return true;
     }
     if flags & CLONE_VM == 0 && process::engine().is_some_and(|engine| engine.fork.followed) {
         // Nobody tells of this fork, and nobody follows it: its child must find nothing missing.
-        process::detach();
+        return process::detach();
     }
-    if flags & (CLONE_VM | CLONE_VFORK | CLONE_THREAD) != CLONE_VM {
-        return;
-    }
-    if process::engine().is_none() {
-        return;
+    if flags & (CLONE_VM | CLONE_VFORK | CLONE_THREAD) != CLONE_VM || process::engine().is_none() {
+        return true;
     }
     excluded::exclude(VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
     let Ok(maps) = MapsFile::open_self() else {
@@ -157,24 +159,20 @@ fn before_clone(flags: u64) {
         ])
     };
     let mut at = VirtAddr(0);
+    let mut is_all_here = true;
     while let Ok(Some(info)) = maps.vma_at_or_next(at) {
         let vma = info.vma();
         if vma.is_private_anon() {
             program_parts(vma.range, |part| {
-                if !mappings::release_range(part) {
-                    swaptide_sys::thread::abort_with(&[
-                        b"swaptide: a process that shares this one's memory needs all of it in \
-                        RAM, and some cannot be brought back; \
-                          stopped rather than given wrong data",
-                    ])
-                }
+                is_all_here = is_all_here && mappings::release_range(part);
             });
         }
-        if vma.range.end <= at {
+        if vma.range.end <= at || !is_all_here {
             break;
         }
         at = vma.range.end;
     }
+    is_all_here
 }
 
 /// The word that the kernel clears when a new thread ends, or writes when it begins.
@@ -186,9 +184,17 @@ fn before_thread(flags: u64, child_tid: usize) {
     }
 }
 
+/// In the place of a call that may not be made at the moment.
+extern "C" fn refuse() -> c_long {
+    real::set_errno(Errno::AGAIN);
+    -1
+}
+
 /// Called by [`clone`]; answers with what it goes on to.
 extern "C" fn clone_next(flags: u64, child_tid: usize) -> *mut c_void {
-    before_clone(flags & 0xffff_ffff);
+    if !before_clone(flags & 0xffff_ffff) {
+        return refuse as *const () as *mut c_void;
+    }
     before_thread(flags, child_tid);
     real::CLONE.address()
 }
@@ -202,30 +208,43 @@ extern "C" fn syscall_next(
     third: usize,
     fourth: usize,
 ) -> *mut c_void {
-    match number {
+    let may_be_made = match number {
         SYS_CLONE => {
-            before_clone(first as u64 & 0xffff_ffff);
+            let may_be_made = before_clone(first as u64 & 0xffff_ffff);
             before_thread(first as u64, fourth);
+            may_be_made
         }
         SYS_FORK => before_clone(0),
-        SYS_CLONE3 => {
-            // Flags, a pid descriptor, and the word that is cleared. A bad address is the kernel's
-            // to refuse.
-            if let Some([flags, _, child_tid]) = probe::read_words(first) {
-                before_clone(flags as u64);
+        SYS_CLONE3 => match probe::read_words(first) {
+            // Flags, a pid descriptor, and the word that is cleared.
+            Some([flags, _, child_tid]) => {
+                let may_be_made = before_clone(flags as u64);
                 before_thread(flags as u64, child_tid);
+                may_be_made
             }
-        }
+            // A bad address is the kernel's to refuse.
+            None => true,
+        },
         SYS_EXIT => {
             exit_watch::ending(first);
             kernel_words::ending();
+            true
         }
-        SYS_SET_TID_ADDRESS => kernel_words::named(first, 4),
-        SYS_SET_ROBUST_LIST => kernel_words::named_list(first),
-        SYS_RSEQ => kernel_words::named(first, second.clamp(32, 4096)),
+        SYS_SET_TID_ADDRESS => {
+            kernel_words::named(first, 4);
+            true
+        }
+        SYS_SET_ROBUST_LIST => {
+            kernel_words::named_list(first);
+            true
+        }
+        SYS_RSEQ => {
+            kernel_words::named(first, second.clamp(32, 4096));
+            true
+        }
         _ => sends::before(number, second, third, fourth),
-    }
-    real::SYSCALL.address()
+    };
+    if may_be_made { real::SYSCALL.address() } else { refuse as *const () as *mut c_void }
 }
 
 /// Called by [`syscall`] for the calls that have a hook of their own ([`HOOK_REPLACES`]), which
@@ -244,9 +263,17 @@ unsafe extern "C" fn hooked(
             // SAFETY: the program's own arguments.
             let call = || unsafe { syscall6(number as u32, [a, b, c, d, e, f]) } as isize;
             const ALL_THREADS: usize = 1;
+            const ESRCH_WANTED: usize = 1 << 4;
+            const ESRCH: isize = linux_raw_sys::errno::ESRCH as isize;
             // Without a filter the call only asks whether the kernel knows it.
-            if number == SYS_SECCOMP && a == 1 && b & ALL_THREADS != 0 && c != 0 {
-                process::detach();
+            let is_for_all = number == SYS_SECCOMP && a == 1 && b & ALL_THREADS != 0 && c != 0;
+            while is_for_all && !process::detach() {
+                // As where a thread cannot be put under the filter.
+                match FORKING.load(Relaxed) as isize {
+                    0 => {}
+                    _ if b & ESRCH_WANTED != 0 => return real::libc_result(-ESRCH),
+                    forking => return real::libc_result(forking),
+                }
             }
             let sets = if number == SYS_PRCTL {
                 a == seccomp::PR_SET_SECCOMP as usize

@@ -10,7 +10,7 @@
 //! 3. Until then every fault of the child is answered, whatever the child has changed of its
 //!    mappings.
 //! 4. A child that says nothing for [`HELLO_TIMEOUT`] is given all its memory and continues without
-//!    an engine. One that was sent its userfaultfd and says nothing for [`TAKEOVER_TIMEOUT`] is
+//!    an engine; one that is not the forking thread's, for its fork has failed, at once. One that was sent its userfaultfd and says nothing for [`TAKEOVER_TIMEOUT`] is
 //!    killed before what it shares is given up.
 //! 5. What a child says is looked at before it is used: a process slot is one that the child has
 //!    claimed.
@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use swaptide_ipc::{Counter, ExtentId, MAX_PROCS, SlotIndex};
 use swaptide_sys::process::{
-    pidfd_open, pidfd_send_signal, proc_info, processes, waits_outside_fork,
+    has_young_child, pidfd_open, pidfd_send_signal, proc_info, processes, waits_outside_fork,
 };
 use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::thread::{getpid, now, sleep};
@@ -49,7 +49,8 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(15);
 const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the child of a fork that counts as torn is waited for after its parent has returned.
 const TORN_HELLO_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long other threads' faults wait for a child that says nothing, before one is answered.
+/// How long other threads' faults wait for a child that says nothing, before one is answered. A
+/// child that says nothing for so long after the forking thread is back may be another thread's.
 const STALLED: Duration = Duration::from_millis(200);
 /// The timeouts where a test wants to see what happens then.
 const IN_TESTS: Duration = Duration::from_secs(2);
@@ -93,6 +94,7 @@ impl ForkServer {
         let mut served: Vec<u64> = Vec::new();
         let began = now();
         let mut done_at = None;
+        let mut has_child = false;
         let mut patience = Deadline::new(bound(engine, HELLO_TIMEOUT));
         stand_still(&engine.start.segment.header, Standstill::HandingOver);
         if door.is_none() {
@@ -154,11 +156,23 @@ impl ForkServer {
                 self.torn = true;
                 patience = Deadline::new(bound(engine, HELLO_TIMEOUT));
             }
-            if self.torn && pager.path.reader.fork.is_done {
+            if pager.path.reader.fork.is_done {
+                let silent = now().since(*done_at.get_or_insert_with(now));
+                if silent > STALLED && !has_child {
+                    let age = now().since(self.prepared_at);
+                    has_child = has_young_child(forker, age).unwrap_or(true);
+                    if !has_child {
+                        (engine.start.log)(
+                            "a fork failed while another bypassed libc: the child gets all its \
+                            memory at once and is not managed",
+                        );
+                        self.torn = true;
+                        return self.abandon(pager, &mut children, door);
+                    }
+                }
                 // The child that came through the hook gets all its memory in any case, and may be
                 // gone.
-                let done_at = *done_at.get_or_insert_with(now);
-                if now().since(done_at) > TORN_HELLO_TIMEOUT {
+                if self.torn && silent > TORN_HELLO_TIMEOUT {
                     return self.abandon(pager, &mut children, door);
                 }
             }

@@ -20,9 +20,9 @@
 //!    may be missing in the child. Each is recorded with what it held
 //!    ([`brought`](crate::events::brought)), and the child gets that. The record begins again
 //!    whenever the forking thread is seen outside of fork(2).
-//! 5. Where forks are followed, no change of mappings is applied and no range released unless the
-//!    forking thread is seen waiting outside of fork(2): the table must know all that the child may
-//!    lack, where the child has it. A thread that spins for [`MAX_FORK_CPU_TIME`] would have all
+//! 5. Where forks are followed, no range is released, and no change of mappings is applied unless
+//!    the forking thread is seen waiting outside of fork(2): the table must know all that the child
+//!    may lack, where the child has it. A thread that spins for [`MAX_FORK_CPU_TIME`] would have all
 //!    others wait for ever; then changes are applied, and a child that is made before the thread is
 //!    seen outside again is ended ([`child_uffd`](crate::fork::child_uffd)).
 //!
@@ -86,6 +86,7 @@ impl Forker {
     /// 2). True if one was helped; `torn` is set if the copy cannot be used then.
     pub(super) fn help(&mut self, pager: &mut Pager, torn: &mut bool) -> bool {
         attend_hints(pager);
+        refuse_release(pager);
         let reader = &mut pager.path.reader;
         let engine = reader.engine;
         let asks = reader
@@ -151,18 +152,32 @@ impl Forker {
     }
 }
 
+/// Where forks are followed no range is let go meanwhile (invariant 5). The thread that asks for it
+/// hears so at once, and decides how long it asks again.
+fn refuse_release(pager: &mut Pager) {
+    let path = &mut pager.path;
+    let bells = &path.engine.bells;
+    if !path.engine.fork.followed
+        || !path.reader.requests.contains(&HandlerRequest::Hint)
+        || bells.may_be_dropped()
+        || path.reader.fork.child.is_some()
+    {
+        return;
+    }
+    path.reader.take_request(HandlerRequest::Hint);
+    if bells.take_hint().is_some() {
+        bells.refused.store(true, Release);
+    }
+    bells.answer();
+}
+
 /// Does what the hint in the mailbox asks for, and lets its thread continue.
 fn answer_hint(pager: &mut Pager) {
     let engine = pager.path.engine;
     let mut is_done = true;
     if let Some((asked, range)) = engine.bells.take_hint() {
-        if engine.fork.followed && asked == Hint::Release {
-            // The thread that asked for it asks again.
-            engine.bells.refused.store(true, Release);
-        } else {
-            is_done = hint(&mut pager.path, &mut pager.adopter, asked, range).is_ok()
-                && pager.path.reader.fork.child.is_none();
-        }
+        is_done = hint(&mut pager.path, &mut pager.adopter, asked, range).is_ok()
+            && pager.path.reader.fork.child.is_none();
         if !is_done {
             // It is done when the fork is over.
             engine.bells.put_back(asked);

@@ -18,7 +18,7 @@ use swaptide_ipc::Counter;
 use swaptide_sys::AsFd;
 use swaptide_sys::lock::futex;
 use swaptide_sys::sock::Conn;
-use swaptide_sys::thread::{now, yield_now};
+use swaptide_sys::thread::{Nanos, now, yield_now};
 
 use crate::engine::Engine;
 use crate::events::fork_state::ForkPhase;
@@ -42,6 +42,8 @@ pub(crate) struct ForkServer {
     pub(super) populator: Populator,
     /// The engine's memory changed while it may have been copied.
     pub(super) torn: bool,
+    /// When the fork under way was prepared.
+    pub(super) prepared_at: Nanos,
 }
 
 impl ForkServer {
@@ -106,6 +108,7 @@ impl ForkServer {
         }
         engine.fork.shut(conn.is_none());
         pager.path.reader.fork.phase = ForkPhase::Prepared;
+        self.prepared_at = now();
         engine.fork.set(PREPARED);
         stand_still(header, Standstill::Prepared);
         self.await_child(pager, forker, conn.as_ref());
