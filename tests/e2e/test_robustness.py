@@ -236,6 +236,43 @@ def streamed(case, words, env=None):
     return running.returncode, pages, said
 
 
+def small_pool(case):
+    """Most of what goes out goes to a file."""
+    return ["--swap", "zram:2M", "--swap", f"file:{case.directory}:1G"]
+
+
+@pytest.mark.swaptide(budget=32, allowance=96, forks=True, native=False)
+@pytest.mark.parametrize(
+    "words", [param(("torture", "threads"), id="threads"), param(("forklock", "fails"), id="child")]
+)
+def test_short_of_memory(case, words):
+    """The first 60 reads of a swap area in each process fail for want of memory: every page comes
+    back all the same, in a child that is given all its memory as well.
+    """
+    done = case.run_c(
+        *words,
+        megabytes=96,
+        seconds=4,
+        options=small_pool(case),
+        env={**os.environ, "SWAPTIDE_TEST_FAIL": "14"},
+    )
+    stats, errors = done.report["stats"], done.report["errors"]
+    assert stats["pswpin"] > 100 and errors["pages_poisoned"] == 0, f"{stats}, {errors}"
+
+
+@pytest.mark.swaptide(
+    budget=32, allowance=96, native=False, complaint="for want of memory or descriptors"
+)
+def test_short_for_good(case):
+    """All reads of a swap area fail so: the process ends with a message. No page is given up."""
+    argv = [case.binary("torture"), 96, 10, case.seed, "single"]
+    env = {**os.environ, "SWAPTIDE_TEST_FAIL": "15"}
+    done = case.run(argv, status=134, options=small_pool(case), env=env)
+    said = done.errors()
+    assert "for want of memory or descriptors" in said, said
+    assert done.report["errors"]["pages_poisoned"] == 0, f"{done.report['errors']}"
+
+
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)
 def test_engine_ends(case):
     """An engine whose check fails, whose handler is gone, or that gets no memory, with much of the

@@ -21,7 +21,7 @@ use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::thread::{
     getpid, now, sleep, spawn_engine_thread, unshare_files_and_close_all, unshare_fs,
 };
-use swaptide_sys::{AsFd, BorrowedFd, OwnedFd};
+use swaptide_sys::{AsFd, BorrowedFd, Errno, OwnedFd};
 
 use crate::exit_watch;
 use crate::forking::{ForkPatience, Turn};
@@ -167,8 +167,19 @@ pub(crate) fn inherited_engine() -> Option<&'static Engine> {
 }
 
 /// A descriptor for a swap area, of this process's own where that is needed.
-pub(crate) fn open_area(id: AreaId) -> Option<OwnedFd> {
-    exchange(&[Request::Area as u8, id.0], &[], &mut [0u8; 8])?.1
+///
+/// # Errors
+/// What this process lacks for it, or why the supervisor cannot be asked; `NODEV` where that has
+/// none.
+pub(crate) fn open_area(id: AreaId) -> Result<OwnedFd, Errno> {
+    let (name, len) = *SOCKET.lock();
+    let conn = Conn::connect_abstract(&name[..len])?;
+    conn.send(&[Request::Area as u8, id.0], &[])?;
+    let mut fds = [None];
+    let (length, _) = conn.recv(&mut [0u8; 8], &mut fds)?;
+    let [fd] = fds;
+    // What was sent and did not arrive has found no place in this thread's table.
+    fd.ok_or(if length > 0 { Errno::MFILE } else { Errno::NODEV })
 }
 
 /// Asks the supervisor; the length of its answer, and the descriptor that came with it.

@@ -1,6 +1,6 @@
 //! The engine of one process: what its threads share.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{
     AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed,
@@ -9,7 +9,7 @@ use std::sync::atomic::{
 use std::time::Duration;
 
 use swaptide_core::{Expect, FolioId, Shadow, SlotContent as TableSlot, SwapEntry};
-use swaptide_ipc::{AreaId, Counter, OfOrder, ProcSlot, Segment, SlotIndex};
+use swaptide_ipc::{Counter, OfOrder, ProcSlot, Segment, SlotIndex};
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::sock::Conn;
@@ -17,7 +17,7 @@ use swaptide_sys::thread::now;
 use swaptide_sys::uffd::{Event, Features, Uffd};
 
 use crate::EngineError;
-use crate::backing::devices::{Devices, FILE, POOL};
+use crate::backing::devices::{Devices, FILE, OpenArea, POOL};
 use crate::backing::remote_queue::RemoteReads;
 use crate::memcg::acceptance::{Acceptance, Verdict};
 use crate::memcg::charge::Charge;
@@ -55,7 +55,7 @@ pub struct Start {
     /// The process's place in it at first; a forked child gets another ([`Engine::set_index`]).
     pub index: SlotIndex,
     /// Asks the supervisor for the descriptor of a swap area.
-    pub open_area: fn(AreaId) -> Option<OwnedFd>,
+    pub open_area: OpenArea,
     /// A number no other process of the run uses: it keeps the nonces of the file's cipher apart.
     pub salt: u64,
     /// Writes one line to the log, if there is one.

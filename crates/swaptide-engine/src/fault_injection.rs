@@ -25,6 +25,21 @@ const REMOTE_READER_EXITS: u32 = 5;
 /// program's was.
 const OWN_MAPPINGS: u32 = 6;
 
+/// The first reads of swap areas in a process fail as for want of memory, so many of them; or all.
+const SHORT_FOR_A_WHILE: u32 = 14;
+const SHORT_FOR_GOOD: u32 = 15;
+const SHORT_READS: u32 = 60;
+
+/// Whether a read of a swap area shall fail as for want of memory. `reads`: those of the process so
+/// far.
+pub(crate) fn is_read_short(header: &Header, reads: &AtomicU32) -> bool {
+    match header.injection.fail.load(Relaxed) {
+        SHORT_FOR_A_WHILE => reads.fetch_add(1, Relaxed) < SHORT_READS,
+        SHORT_FOR_GOOD => true,
+        _ => false,
+    }
+}
+
 /// A place at which a test may have a thread stand still for good.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]

@@ -127,7 +127,8 @@ pub struct InjectionConfig {
     pub io_fault_every: AtomicU32,
     /// How engines end after some faults: 1 and 2: the handler or a worker finds a check failed; 3:
     /// the handler's thread is gone; 4: there is no memory for an engine; 5: at its first order, a
-    /// thread is gone that reads from servers (0: they do not).
+    /// thread is gone that reads from servers (0: they do not). Other numbers have other things go
+    /// wrong (`fault_injection` of the engine).
     pub fail: AtomicU32,
 }
 

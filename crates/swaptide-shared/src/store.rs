@@ -86,9 +86,9 @@ impl AreaDirectory for SharedExtents {
         Some(Location { spot, mirror: None })
     }
 
-    fn open(&self, area: u8) -> Option<Opened> {
+    fn open(&self, area: u8) -> Result<Opened, Errno> {
         let is_file = self.segment.area(AreaId(area)).transport() == Transport::File;
-        (self.open)(AreaId(area)).filter(|_| is_file).map(Opened::File)
+        (self.open)(AreaId(area)).filter(|_| is_file).map(Opened::File).ok_or(Errno::NODEV)
     }
 
     fn failed(&self, area: u8) {

@@ -295,7 +295,7 @@ impl Nbd {
             let Err(failure) = request.outcome() else { continue };
             let offset = request.offset;
             let Job::Read(buf) = &mut request.job else { unreachable!("nothing else was pushed") };
-            if failure == Failure::Unreachable || buf.len() <= PAGE_SIZE {
+            if !matches!(failure, Failure::Refused(_)) || buf.len() <= PAGE_SIZE {
                 return Err((first, failure.errno()));
             }
             // Which of its blocks it is.

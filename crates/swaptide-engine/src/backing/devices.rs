@@ -40,6 +40,7 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::thread::now;
 
 use crate::EngineError;
+use crate::fault_injection::is_read_short;
 
 /// Swap type of compressed memory.
 pub(crate) const POOL: SwapType = SwapType::new(0).expect("a swap type");
@@ -71,13 +72,17 @@ const RENEWING: FolioId = FolioId(u32::MAX >> 9);
 const GROUP: GroupId = GroupId(0);
 const CPU: CpuId = CpuId(0);
 
+/// Asks the supervisor for the descriptor of an area. Fails with what this process lacks for that, or
+/// `NODEV`.
+pub type OpenArea = fn(AreaId) -> Result<OwnedFd, Errno>;
+
 /// What the swap areas are to this process: extents leased in the shared segment, and descriptors
 /// from the supervisor.
 #[derive(Clone)]
 struct SegmentExtents {
     segment: &'static Segment,
     index: Arc<AtomicU32>,
-    open: fn(AreaId) -> Option<OwnedFd>,
+    open: OpenArea,
     /// Held over any change of what is held: it must not change while it moves to another group.
     change: Arc<Lock<()>>,
     /// Until when nothing is leased of an area that did not take a write, if another one has room.
@@ -198,16 +203,20 @@ impl AreaDirectory for SegmentExtents {
         })
     }
 
-    fn open(&self, area: u8) -> Option<Opened> {
+    fn open(&self, area: u8) -> Result<Opened, Errno> {
         let (id, open) = (AreaId(area), self.open);
         let area = self.segment.area(id);
-        Some(match area.transport() {
+        Ok(match area.transport() {
             Transport::File => Opened::File(open(id)?),
             Transport::Nbd => {
                 let ExportFacts { bytes, flags, structured, longest, connections } = area.export();
                 let export =
                     Export { size: bytes, flags: Flags(flags), structured, longest, connections };
-                Opened::Nbd { connection: open(id), export, dialer: Box::new(Redial { open, id }) }
+                Opened::Nbd {
+                    connection: open(id).ok(),
+                    export,
+                    dialer: Box::new(Redial { open, id }),
+                }
             }
         })
     }
@@ -225,7 +234,11 @@ impl AreaDirectory for SegmentExtents {
     }
 
     fn injected_fault(&self, area: u8, writes: bool) -> Option<InjectedFault> {
-        let every = self.segment.header.injection.io_fault_every.load(Relaxed);
+        let header = &self.segment.header;
+        if !writes && is_read_short(header, &self.transfers[0]) {
+            return Some(InjectedFault::Fails(Errno::NOMEM));
+        }
+        let every = header.injection.io_fault_every.load(Relaxed);
         if every == 0 || area != 0 {
             return None;
         }
@@ -243,13 +256,13 @@ impl AreaDirectory for SegmentExtents {
 
 /// Asks the supervisor for another connection to an export.
 struct Redial {
-    open: fn(AreaId) -> Option<OwnedFd>,
+    open: OpenArea,
     id: AreaId,
 }
 
 impl Dialer for Redial {
     fn dial(&self) -> Result<OwnedFd, Errno> {
-        (self.open)(self.id).ok_or(Errno::HOSTUNREACH)
+        (self.open)(self.id)
     }
 }
 
@@ -325,7 +338,7 @@ impl FileTier {
             Some(HandedOver {
                 area: id.0,
                 generation: area.generation(),
-                opened: AreaDirectory::open(&self.areas, id.0)?,
+                opened: AreaDirectory::open(&self.areas, id.0).ok()?,
             })
         });
         self.device.abandon(opened.collect());
@@ -408,7 +421,7 @@ impl Devices {
     pub fn new(
         segment: &'static Segment,
         index: Arc<AtomicU32>,
-        open: fn(AreaId) -> Option<OwnedFd>,
+        open: OpenArea,
         salt: u64,
     ) -> Result<Devices, EngineError> {
         let pool = Zram::new(POOL_SLOTS)

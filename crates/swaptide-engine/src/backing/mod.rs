@@ -3,4 +3,5 @@
 
 pub mod devices;
 pub(crate) mod remote_queue;
+pub(crate) mod shortage;
 pub mod snapshot;

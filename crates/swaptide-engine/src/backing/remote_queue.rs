@@ -40,6 +40,7 @@ use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr};
 use swaptide_sys::thread::{Nanos, Tid, gettid, lives, now, sleep};
 
+use crate::backing::shortage::OwnShortage;
 use crate::fault_injection::end_remote_reader;
 use crate::mm::types::PAGES_PER_CHUNK;
 
@@ -69,6 +70,16 @@ pub(crate) struct RemoteRead {
     pub(crate) lost: u16,
     /// No fault has led to it: those that one has go first.
     pub(crate) unasked: bool,
+}
+
+/// What came of one attempt to read. What is left is what failed.
+enum Attempt {
+    /// The server has answered for all.
+    Answered,
+    /// It does not answer.
+    Unanswered,
+    /// This process could not ask it.
+    Short(ReadError),
 }
 
 #[derive(Default)]
@@ -236,16 +247,24 @@ impl RemoteReads {
 
     /// Reads what was ordered of one server, at once. What fails is tried again, as often and for
     /// as long as any other page ([`READ_RETRY_DELAYS`]), and then lost; when the server does not
-    /// answer, all that is left is lost.
-    fn read(&self, device: &FileDevice, orders: &mut [RemoteRead], log: fn(&str)) {
+    /// answer, all that is left is lost. What fails for want of something of this process's own is
+    /// tried again until it succeeds ([`crate::backing::shortage`]).
+    fn read(&self, device: &FileDevice, orders: &mut [RemoteRead], is_test: bool, log: fn(&str)) {
         // What is still to be had of each order.
         let mut left: [u16; MAX_READS_PER_TURN] =
             core::array::from_fn(|n| orders.get(n).map_or(0, |order| order.wanted));
         let mut pauses = [Duration::ZERO].into_iter().chain(READ_RETRY_DELAYS);
+        let mut shortage = OwnShortage::default();
         loop {
-            let answered = self.try_to_read(device, orders, &mut left, log);
-            if !answered || left == [0; MAX_READS_PER_TURN] {
-                break;
+            let began = now();
+            match self.try_to_read(device, orders, &mut left, log) {
+                Attempt::Short(error) => {
+                    shortage.pause(&error, began, is_test, log);
+                    continue;
+                }
+                Attempt::Unanswered => break,
+                Attempt::Answered if left == [0; MAX_READS_PER_TURN] => break,
+                Attempt::Answered => shortage.end(),
             }
             let Some(pause) = pauses.next() else { break };
             sleep(pause);
@@ -256,16 +275,16 @@ impl RemoteReads {
     }
 
     /// Tries once to read what is left; what has failed is left then. A page that fails is put
-    /// aside, for the others' sake. False when the server does not answer.
+    /// aside, for the others' sake.
     fn try_to_read(
         &self,
         device: &FileDevice,
         orders: &mut [RemoteRead],
         left: &mut [u16; MAX_READS_PER_TURN],
         log: fn(&str),
-    ) -> bool {
+    ) -> Attempt {
         let mut failed = [0u16; MAX_READS_PER_TURN];
-        let mut answered = true;
+        let mut attempt = Attempt::Answered;
         loop {
             let mut requests: Vec<(Slot, &mut Page)> =
                 Vec::with_capacity(orders.len() * PAGES_PER_CHUNK);
@@ -276,8 +295,17 @@ impl RemoteReads {
                         .map(|(_, slot, page)| (slot, page)),
                 );
             }
-            let Err(ReadError { slot, kind }) = device.read(&mut requests) else { break };
+            let Err(error) = device.read(&mut requests) else { break };
             drop(requests);
+            let ReadError { slot, kind } = error;
+            if error.is_own_shortage() {
+                // All that is left is still to be had.
+                for (left, failed) in left.iter_mut().zip(&mut failed) {
+                    *failed |= core::mem::take(left);
+                }
+                attempt = Attempt::Short(error);
+                break;
+            }
             let found = orders.iter().zip(&mut *left).zip(&mut failed).find_map(
                 |((order, left), failed)| {
                     let bits = (0..PAGES_PER_CHUNK).map(|k| (1u16 << k, order.slots[k]));
@@ -300,7 +328,7 @@ impl RemoteReads {
                 for (left, failed) in left.iter_mut().zip(&mut failed) {
                     *failed |= core::mem::take(left);
                 }
-                answered = false;
+                attempt = Attempt::Unanswered;
                 break;
             }
         }
@@ -308,7 +336,7 @@ impl RemoteReads {
             order.read |= left;
         }
         *left = failed;
-        answered
+        attempt
     }
 
     /// What a reader does, until the program is let go (`has_ended`).
@@ -342,7 +370,7 @@ impl RemoteReads {
                 continue;
             }
             end_remote_reader(test);
-            self.read(device, &mut orders, log);
+            self.read(device, &mut orders, test.load(Relaxed) != 0, log);
             self.queue.lock().back.extend(orders.drain(..));
             // The handler acquires it, and looks into the queue after that.
             if !self.signalled.swap(true, AcqRel) {

@@ -222,7 +222,7 @@ mod tests {
         let devices = Devices::new(
             segment,
             Arc::new(AtomicU32::new(index.0)),
-            |_| memfd_create(c"swap", 16 << 20).ok(),
+            |_| memfd_create(c"swap", 16 << 20),
             1,
         )
         .expect("devices");

@@ -16,20 +16,26 @@
 //! 3. A page that cannot be read is tried five times within a tenth of a second, and then poisoned;
 //!    so is one that came over a network and is not what was written. What is wrong on a disk is
 //!    poisoned at once, and so is what a server was asked for that does not answer.
+//! 4. A page that this process cannot read for want of memory or descriptors is never poisoned
+//!    ([`crate::backing::shortage`]).
 
 use std::sync::atomic::Ordering::Relaxed;
 
 use swaptide_core::SwapEntry;
 use swaptide_ipc::Counter;
 use swaptide_store::codec::{Codec, Unpacker};
-use swaptide_store::file::{Ahead, MAX_BLOCK_PAGES, ReadAhead, ReadError, ReadErrorKind};
+use swaptide_store::file::{
+    Ahead, FileDevice, MAX_BLOCK_PAGES, ReadAhead, ReadError, ReadErrorKind,
+};
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
-use swaptide_sys::thread::{now, sleep};
+use swaptide_sys::thread::{Nanos, now, sleep};
 
 use crate::backing::remote_queue::READ_RETRY_DELAYS;
+use crate::backing::shortage::OwnShortage;
 use crate::backing::snapshot::{PageLocation, Snapshot};
 use crate::engine::{Engine, Mm};
+use crate::fault_injection::shortens_timeouts;
 use crate::memcg::pool_sizing::Loads;
 use crate::mm::types::PageNo;
 use crate::readahead::policy::ReadaheadLimits;
@@ -56,6 +62,10 @@ pub(crate) struct Loader {
     pub(crate) held_came: usize,
     /// Smoothed time of reading a page from the file, in nanoseconds.
     pub(crate) read_ns: u64,
+    pub(crate) shortage: OwnShortage,
+    /// What the last load could not have is to be loaded again: it failed for want of something of
+    /// this process's own.
+    is_short: bool,
 }
 
 impl Loader {
@@ -69,6 +79,8 @@ impl Loader {
             held_hits: 0,
             held_came: 0,
             read_ns: FIRST_READ_NS,
+            shortage: OwnShortage::default(),
+            is_short: false,
         }
     }
 
@@ -165,6 +177,7 @@ impl Loader {
         let ahead = &mut self.ahead;
         let error = match cpu.normally(|| ahead.read(&file.device, &mut requests, most)) {
             Ok(Ahead { hits, ahead }) => {
+                self.shortage.end();
                 engine.count(Counter::SwapRaHit, hits);
                 engine.count(Counter::SwapRa, ahead);
                 engine.count(Counter::Pswpin, ahead);
@@ -181,28 +194,29 @@ impl Loader {
         };
         // One by one, to have those that can be read.
         drop(requests);
-        (engine.start.log)(&format!("read from the swap file failed: {error}"));
+        if !error.is_own_shortage() {
+            (engine.start.log)(&format!("read from the swap file failed: {error}"));
+        }
         for (at, (k, slot, out)) in pages.iter_mut().enumerate() {
+            let mut began = now();
             let mut result = file.device.read(&mut [(*slot, &mut **out)]);
             for pause in READ_RETRY_DELAYS {
-                // What is wrong on a disk stays so, and a server that does not answer was waited
-                // for. What could not be read may be read a little later, and what is wrong on its
-                // way here may be right then.
-                let is_worth_it = match &result {
-                    Err(ReadError { kind: ReadErrorKind::Io(errno), .. }) => {
-                        *errno != Errno::TIMEDOUT
-                    }
-                    Err(ReadError { kind: ReadErrorKind::Authentication, .. }) => {
-                        file.device.server_of(*slot).is_some()
-                    }
-                    _ => false,
-                };
-                if !is_worth_it {
+                let is_vain = |error: &ReadError| !is_worth_another(error, &file.device);
+                if result.as_ref().map_or_else(is_vain, |()| true) {
                     break;
                 }
                 sleep(pause);
+                began = now();
                 result = file.device.read(&mut [(*slot, &mut **out)]);
             }
+            if let Err(error) = &result
+                && error.is_own_shortage()
+            {
+                self.is_short = true;
+                self.wait_for_means(error, began);
+                return Some(*k);
+            }
+            self.shortage.end();
             if let Err(error) = result {
                 if at == 0 {
                     (engine.start.log)(&format!(
@@ -216,6 +230,18 @@ impl Loader {
         None
     }
 
+    /// A read that began at `began` has failed for want of something of this process's own: waits a
+    /// moment.
+    pub(crate) fn wait_for_means(&mut self, error: &ReadError, began: Nanos) {
+        let start = &self.engine.start;
+        self.shortage.pause(error, began, shortens_timeouts(&start.segment.header), start.log);
+    }
+
+    /// True when what the last load could not have is to be loaded again.
+    pub(crate) fn was_short(&mut self) -> bool {
+        std::mem::take(&mut self.is_short)
+    }
+
     /// Pages that one from a rotational disk may come with, itself among them.
     fn cluster_window(&mut self) -> usize {
         let charge = &self.engine.charge;
@@ -225,6 +251,18 @@ impl Loader {
             return 1;
         }
         (1 << cluster).min(MAX_BLOCK_PAGES).min(charge.window_pages() / 2)
+    }
+}
+
+/// Whether a read that has failed may succeed when it is done again at once. What is wrong on a disk
+/// stays so, and a server that does not answer was waited for. What could not be read may be read a
+/// little later, and what is wrong on its way here may be right then.
+pub(crate) fn is_worth_another(error: &ReadError, device: &FileDevice) -> bool {
+    match error.kind {
+        _ if error.is_own_shortage() => false,
+        ReadErrorKind::Io(errno) => errno != Errno::TIMEDOUT,
+        ReadErrorKind::Authentication => device.server_of(error.slot).is_some(),
+        _ => false,
     }
 }
 

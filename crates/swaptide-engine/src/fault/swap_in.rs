@@ -460,6 +460,7 @@ impl FaultPath {
         // the handler's own and as long.
         let buffer = unsafe { std::slice::from_raw_parts_mut(from.as_ptr::<Page>(), len) };
         let loaded = self.loader.load(&self.reader.cpu, snapshot, buffer);
+        let is_short = self.loader.was_short();
         let injected = len > 1 && self.tests.is_stale();
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
@@ -473,6 +474,9 @@ impl FaultPath {
                 engine.count(Counter::SwpinStale, 1);
                 self.refused(len.ilog2() as u8);
                 return Err(Stop::Stale);
+            }
+            if is_short {
+                return Err(Stop::Again);
             }
             return self.installer.poison(mm, page, snapshot.entries()[0]);
         }

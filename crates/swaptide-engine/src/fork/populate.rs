@@ -20,14 +20,16 @@ use swaptide_store::{Page, Slot};
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::sock::{Conn, poll_readable};
-use swaptide_sys::thread::{now, yield_now};
+use swaptide_sys::thread::{now, sleep, yield_now};
 use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
 use swaptide_sys::{AsFd, Errno};
 
 use crate::backing::devices::POOL;
+use crate::backing::remote_queue::READ_RETRY_DELAYS;
 use crate::engine::Engine;
 use crate::events::brought::Brought;
 use crate::events::reader::{Fault, LATE_EVENT_TIMEOUT};
+use crate::fault::load::is_worth_another;
 use crate::fault::path::FaultPath;
 use crate::fork::layout::{Layout, is_armed};
 use crate::mm::page_table::PageState;
@@ -504,6 +506,7 @@ fn copy_read(
     ahead: &ReadBatch,
 ) -> Option<PageNo> {
     let engine = path.engine;
+    let mut pauses = READ_RETRY_DELAYS.into_iter();
     loop {
         let place = child.place(page)?;
         let mm = engine.mm.lock();
@@ -551,12 +554,32 @@ fn copy_read(
                             out.copy_from_slice(page);
                             true
                         }
-                        None => engine
-                            .devices
-                            .file
-                            .device
-                            .read(&mut [(Slot(entry.offset().0), out)])
-                            .is_ok(),
+                        None => {
+                            let device = &engine.devices.file.device;
+                            let began = now();
+                            match device.read(&mut [(Slot(entry.offset().0), out)]) {
+                                Ok(()) => {
+                                    path.loader.shortage.end();
+                                    true
+                                }
+                                Err(error) if error.is_own_shortage() => {
+                                    drop(mm);
+                                    path.loader.wait_for_means(&error, began);
+                                    continue;
+                                }
+                                Err(error) if is_worth_another(&error, device) => {
+                                    match pauses.next() {
+                                        Some(pause) => {
+                                            drop(mm);
+                                            sleep(pause);
+                                            continue;
+                                        }
+                                        None => false,
+                                    }
+                                }
+                                Err(_) => false,
+                            }
+                        }
                     },
                 };
                 if loaded {

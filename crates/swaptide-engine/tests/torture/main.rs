@@ -126,8 +126,9 @@ fn segment() -> &'static Segment {
     SEGMENT.get().expect("the segment")
 }
 
-fn open_area(_: AreaId) -> Option<OwnedFd> {
-    SWAP_FILE.get()?.try_clone().ok().map(OwnedFd::from)
+fn open_area(_: AreaId) -> Result<OwnedFd, Errno> {
+    let file = SWAP_FILE.get().ok_or(Errno::NODEV)?;
+    file.try_clone().map(OwnedFd::from).map_err(|_| Errno::MFILE)
 }
 
 fn salt() -> u64 {

@@ -3,6 +3,7 @@
 use swaptide_sys::Errno;
 
 use crate::Slot;
+use crate::block::is_own_shortage;
 
 /// A batch was not written; every slot has the page it had before.
 #[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -40,4 +41,13 @@ pub struct ReadError {
     pub slot: Slot,
     /// Why.
     pub kind: ReadErrorKind,
+}
+
+impl ReadError {
+    /// Whether this process or the machine was short of memory or descriptors. That says nothing of
+    /// the device, which still has the page.
+    #[must_use]
+    pub fn is_own_shortage(&self) -> bool {
+        matches!(self.kind, ReadErrorKind::Io(errno) if is_own_shortage(errno))
+    }
 }

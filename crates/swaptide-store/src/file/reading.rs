@@ -14,7 +14,7 @@ use super::extent_store::{ExtentStore, FileState};
 use super::io::BlockIo;
 use super::places::SlotExtent;
 use super::{PAGE_BLOCKS, ReadError, ReadErrorKind};
-use crate::block::BlockRun;
+use crate::block::{BlockRun, is_own_shortage};
 use crate::codec::{self, Unpacker};
 use crate::{PAGE_SIZE, Page, Slot};
 
@@ -89,7 +89,13 @@ impl PageReader {
                     look_again(store, rest)?;
                     if rest[at].place == before {
                         let page = &mut *reqs[rest[at].number].1;
-                        let copy = rest[at].read_copy(&*store.io, spare);
+                        let is_short =
+                            matches!(kind, ReadErrorKind::Io(errno) if is_own_shortage(errno));
+                        let copy = if is_short {
+                            None
+                        } else {
+                            rest[at].read_copy(&*store.io, spare)
+                        };
                         if copy.is_none_or(|bytes| rest[at].unpack(bytes, page, unpacker).is_err())
                         {
                             page.fill(0);

@@ -29,7 +29,7 @@ use swaptide_sys::{AsFd, BorrowedFd, Errno, OwnedFd};
 use super::io::{self, BlockIo, SwapFile};
 use super::{EXTENT_BYTES, Extent};
 use crate::PAGE_SIZE;
-use crate::block::BlockRun;
+use crate::block::{BlockRun, is_own_shortage};
 use crate::nbd::{Certainty, Dialer, Export, Nbd, Options};
 
 /// Areas that there can be.
@@ -88,7 +88,10 @@ pub trait AreaDirectory: Send + Sync {
     fn locate(&self, extent: Extent) -> Option<Location>;
 
     /// Opens an area for this process. May wait for somebody else.
-    fn open(&self, area: u8) -> Option<Opened>;
+    ///
+    /// # Errors
+    /// What this process lacks for that (descriptors, say), or `NODEV`.
+    fn open(&self, area: u8) -> Result<Opened, Errno>;
 
     /// A transfer failed.
     fn failed(&self, area: u8);
@@ -181,7 +184,7 @@ impl Router {
         match &*open {
             Some((of, io)) if *of == generation => Ok(Arc::clone(io)),
             _ => {
-                let io = io_of(self.areas.open(area).ok_or(Errno::NODEV)?);
+                let io = io_of(self.areas.open(area)?);
                 *open = Some((generation, Arc::clone(&io)));
                 Ok(io)
             }
@@ -248,13 +251,15 @@ impl Router {
         }
     }
 
-    /// Notes a failure that speaks against the device. Not those of the writer: a quota is no more
-    /// room, and a limit on the size of files (`RLIMIT_FSIZE`) is this process's alone.
+    /// Notes a failure that speaks against the device. Not those of the caller: a quota is no more
+    /// room, a limit on the size of files (`RLIMIT_FSIZE`) is this process's alone, and so is what
+    /// it is short of. One that is short of something itself is not broken.
     fn judged<T>(&self, area: u8, result: Result<T, Errno>) -> Result<T, Errno> {
         let result =
             result.map_err(|errno| if errno == Errno::DQUOT { Errno::NOSPC } else { errno });
         if let Err(errno) = &result
-            && !matches!(*errno, Errno::INTR | Errno::NOSPC | Errno::NOMEM | Errno::FBIG)
+            && !matches!(*errno, Errno::INTR | Errno::NOSPC | Errno::BUSY | Errno::FBIG)
+            && !is_own_shortage(*errno)
         {
             self.areas.failed(area);
         }
@@ -421,6 +426,8 @@ mod tests {
         generation: AtomicU32,
         opened: Mutex<Vec<u8>>,
         failed: Mutex<Vec<u8>>,
+        /// So many areas cannot be opened for want of a descriptor.
+        lacks: AtomicU32,
     }
 
     impl AreaDirectory for &'static Two {
@@ -431,9 +438,13 @@ mod tests {
             (extent.0 < 8).then_some(Location { spot, mirror: None })
         }
 
-        fn open(&self, area: u8) -> Option<Opened> {
+        fn open(&self, area: u8) -> Result<Opened, Errno> {
+            if self.lacks.fetch_update(Relaxed, Relaxed, |n| n.checked_sub(1)).is_ok() {
+                return Err(Errno::MFILE);
+            }
             self.opened.lock().unwrap().push(area);
-            Some(Opened::File(self.files[usize::from(area)].try_clone().ok()?.into()))
+            let file = &self.files[usize::from(area)];
+            Ok(Opened::File(file.try_clone().map_err(|_| Errno::MFILE)?.into()))
         }
 
         fn failed(&self, area: u8) {
@@ -454,14 +465,32 @@ mod tests {
 
     fn two() -> &'static Two {
         let files = [file(), file()];
-        let (generation, opened, failed) = Default::default();
-        Box::leak(Box::new(Two { files, generation, opened, failed }))
+        let (generation, opened, failed, lacks) = Default::default();
+        Box::leak(Box::new(Two { files, generation, opened, failed, lacks }))
     }
 
     fn block(byte: u8) -> super::super::buffer::Buffer {
         let mut buffer = super::super::buffer::Buffer::default();
         buffer.blocks(1).unwrap().fill(byte);
         buffer
+    }
+
+    #[test]
+    fn an_area_that_could_not_be_opened_for_want_of_a_descriptor_is_opened_later() {
+        let two = two();
+        let router = Router::new(Box::new(two));
+        assert_eq!(router.write_at(0, block(7).blocks(1).unwrap()), Ok(PAGE_SIZE));
+        // Its number is given to another generation: it is to be opened again.
+        two.generation.store(1, Relaxed);
+        two.lacks.store(2, Relaxed);
+        let mut page = block(0);
+        assert_eq!(router.read_at(0, page.blocks(1).unwrap()), Err(Errno::MFILE));
+        let buf = page.blocks(1).unwrap();
+        let read = router.read_runs(&mut [BlockRun { offset: 0, first: 3, buf }]);
+        assert_eq!(read, Err((3, Errno::MFILE)));
+        assert_eq!(router.read_at(0, page.blocks(1).unwrap()), Ok(PAGE_SIZE));
+        assert_eq!(page.blocks(1).unwrap()[0], 7);
+        assert!(two.failed.lock().unwrap().is_empty(), "nothing speaks against the area");
     }
 
     #[test]

@@ -778,4 +778,21 @@ fn a_read_error_names_the_slot() {
     assert_eq!(error, ReadError { slot: Slot(9), kind: ReadErrorKind::Io(Errno::IO) });
     // Not in libc's words, which engine threads cannot ask for.
     assert!(error.to_string().ends_with("EIO (error 5)"), "{error}");
+    assert!(!error.is_own_shortage());
+}
+
+#[test]
+fn what_this_process_is_short_of_is_no_fault_of_the_device() {
+    let (disk, source) = (Disk::default(), Source::new(8));
+    let device = device(&disk, &source);
+    write_raw(&device, &[(1, 1)]).unwrap();
+    for errno in [Errno::NOMEM, Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::AGAIN] {
+        disk.set_fault(Some(Fault::Fails(0, errno)));
+        let error = read(&device, &[1]).unwrap_err();
+        assert!(error.is_own_shortage() && error.kind == ReadErrorKind::Io(errno), "{error}");
+    }
+    disk.set_fault(Some(Fault::Fails(0, Errno::BUSY)));
+    assert!(!read(&device, &[1]).unwrap_err().is_own_shortage());
+    disk.set_fault(None);
+    assert!(*read(&device, &[1]).unwrap()[0] == *raw_page(1));
 }

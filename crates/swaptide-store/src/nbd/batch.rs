@@ -11,6 +11,7 @@ use swaptide_sys::thread::{Nanos, now, sleep};
 use super::connection::{Broken, Connection};
 use super::wire::{self, Garbled};
 use super::{Flags, Nbd, Relaxed};
+use crate::block::is_own_shortage;
 
 /// Most requests carried out together: what cookies have room for.
 pub(super) const GROUP: usize = 1024;
@@ -40,12 +41,15 @@ pub(super) enum Failure {
     Refused(Errno),
     /// The server did not answer, for as long as there was patience.
     Unreachable,
+    /// No connection to it could be made all the time, for want of something of this process's own.
+    /// Of reads alone: what is not written goes elsewhere.
+    Short(Errno),
 }
 
 impl Failure {
     pub(super) fn errno(self) -> Errno {
         match self {
-            Failure::Refused(errno) => errno,
+            Failure::Refused(errno) | Failure::Short(errno) => errno,
             // No server can say this: the caller can tell it from a refusal.
             Failure::Unreachable => Errno::TIMEDOUT,
         }
@@ -192,14 +196,16 @@ pub(super) fn run(nbd: &Nbd, requests: &mut [Request<'_>], patience: Duration) {
             calm: now(),
             patience,
             failures: 0,
+            short_of: None,
         }
         .run();
     }
     let failed = |which: fn(Failure) -> bool| {
         requests.iter().filter(|r| r.outcome().is_err_and(which)).count() as u64
     };
-    nbd.counters.refused.fetch_add(failed(|failure| failure != Failure::Unreachable), Relaxed);
-    let given_up = failed(|failure| failure == Failure::Unreachable);
+    let is_refused = |failure| matches!(failure, Failure::Refused(_));
+    nbd.counters.refused.fetch_add(failed(is_refused), Relaxed);
+    let given_up = failed(|failure| !matches!(failure, Failure::Refused(_)));
     nbd.counters.given_up.fetch_add(given_up, Relaxed);
 }
 
@@ -212,6 +218,8 @@ struct RequestBatch<'c, 'b> {
     patience: Duration,
     /// Connections that failed since.
     failures: u32,
+    /// What the last attempt to connect has failed for, if that was this process's own.
+    short_of: Option<Errno>,
 }
 
 impl RequestBatch<'_, '_> {
@@ -273,11 +281,13 @@ impl RequestBatch<'_, '_> {
                     Ok(fd) => {
                         nbd.counters.dialed.fetch_add(1, Relaxed);
                         self.connections.push(Connection::new(seat.link(fd), nbd));
+                        self.short_of = None;
                         return true;
                     }
-                    Err(_) => {
+                    Err(errno) => {
                         nbd.counters.dial_failed.fetch_add(1, Relaxed);
                         self.failures += 1;
+                        self.short_of = Some(errno).filter(|errno| is_own_shortage(*errno));
                     }
                 }
             } else {
@@ -430,7 +440,11 @@ impl RequestBatch<'_, '_> {
             if !request.is_done() {
                 request.in_doubt |=
                     self.connections.iter().any(|connection| connection.has_sent(index, request));
-                request.state = State::Done(Err(Failure::Unreachable));
+                let failure = match self.short_of {
+                    Some(errno) if !request.changes() => Failure::Short(errno),
+                    _ => Failure::Unreachable,
+                };
+                request.state = State::Done(Err(failure));
             }
         }
         for connection in self.connections.drain(..) {

@@ -347,7 +347,7 @@ fn what_the_server_refuses_is_not_tried_again() {
     for (number, errno) in [
         (1, Errno::PERM),
         (5, Errno::IO),
-        (12, Errno::NOMEM),
+        (12, Errno::BUSY),
         (22, Errno::INVAL),
         (28, Errno::NOSPC),
         (75, Errno::OVERFLOW),

@@ -87,7 +87,8 @@ pub(super) const SHUTDOWN: u32 = 108;
 pub(super) fn errno(number: u32) -> Errno {
     match number {
         1 => Errno::PERM,
-        12 => Errno::NOMEM,
+        // The server is short of memory, and not this process.
+        12 => Errno::BUSY,
         22 => Errno::INVAL,
         28 => Errno::NOSPC,
         75 => Errno::OVERFLOW,

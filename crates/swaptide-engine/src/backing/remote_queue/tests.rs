@@ -19,13 +19,8 @@ fn devices_with_mishaps(every: u32) -> Devices {
     segment.add_area(NewArea::of_file(0, 8)).expect("an area");
     segment.header.injection.io_fault_every.store(every, Relaxed);
     let index = segment.claim(10, 0).expect("slot");
-    Devices::new(
-        segment,
-        Arc::new(AtomicU32::new(index.0)),
-        |_| memfd_create(c"swap", 16 << 20).ok(),
-        1,
-    )
-    .expect("devices")
+    Devices::new(segment, Arc::new(AtomicU32::new(index.0)), |_| memfd_create(c"swap", 16 << 20), 1)
+        .expect("devices")
 }
 
 fn page(n: u8) -> Page {
@@ -57,7 +52,7 @@ fn orders_are_read_to_their_buffers_and_what_is_not_there_keeps_nothing_else_awa
         device.write(&[(Slot(u32::from(n)), Packed::Raw(&page(n)))]).expect("written");
     }
     let mut orders = [order(3, &[(0, 1), (15, 2)]), order(9, &[(7, 3)])];
-    far.read(device, &mut orders, |line| panic!("{line}"));
+    far.read(device, &mut orders, false, |line| panic!("{line}"));
     assert_eq!(orders.map(|order| (order.read, order.lost)), [(0x8001, 0), (0x80, 0)]);
     let found = |order: &RemoteRead| {
         far.pages(order).map(|(bit, _, page)| (bit, *page)).collect::<Vec<_>>()
@@ -67,7 +62,7 @@ fn orders_are_read_to_their_buffers_and_what_is_not_there_keeps_nothing_else_awa
     // Somebody frees a page between its order and the reading.
     device.free(Slot(2));
     let mut orders = [order(3, &[(0, 1), (1, 2), (2, 4)]), order(9, &[(7, 5)])];
-    far.read(device, &mut orders, |line| panic!("{line}"));
+    far.read(device, &mut orders, false, |line| panic!("{line}"));
     assert_eq!(
         orders.map(|order| (order.read, order.lost)),
         [(0b101, 0), (0x80, 0)],
@@ -88,7 +83,7 @@ fn what_is_damaged_is_lost_alone() {
     // What `devices` opens is one file after the other: this one has zeros where the page was.
     device.abandon(Vec::new());
     let mut orders = [order(0, &[(0, 1), (1, 2)]), order(1, &[(0, 3)])];
-    far.read(device, &mut orders, |_| ());
+    far.read(device, &mut orders, false, |_| ());
     assert_eq!(
         orders.map(|order| (order.read, order.lost)),
         [(0, 0b11), (0, 1)],
@@ -96,7 +91,7 @@ fn what_is_damaged_is_lost_alone() {
     );
     device.write(&[(Slot(9), Packed::Raw(&pages[3]))]).expect("written");
     let mut orders = [order(0, &[(0, 1), (1, 9)]), order(1, &[(0, 3)])];
-    far.read(device, &mut orders, |_| ());
+    far.read(device, &mut orders, false, |_| ());
     assert_eq!(orders.map(|order| (order.read, order.lost)), [(0b10, 1), (0, 1)]);
     assert!(far.pages(&orders[0]).any(|(bit, _, there)| bit == 0b10 && *there == pages[3]));
 }
@@ -120,7 +115,7 @@ fn what_fails_three_times_in_a_row_is_read_and_not_lost() {
         [false, true, true]
     );
     let mut orders = [order(0, &[(0, 1), (5, 2)])];
-    far.read(device, &mut orders, |_| ());
+    far.read(device, &mut orders, false, |_| ());
     assert_eq!(orders.map(|order| (order.read, order.lost)), [(0b100001, 0)]);
     assert!(far.pages(&orders[0]).map(|(_, _, there)| *there).eq([page(1), page(2)]));
 }

@@ -20,7 +20,7 @@ impl AreaDirectory for OneServer {
         Some(Location { spot: FilePlace { area: 0, generation: 0, offset }, mirror: None })
     }
 
-    fn open(&self, _area: u8) -> Option<Opened> {
+    fn open(&self, _area: u8) -> Result<Opened, Errno> {
         let export = Export {
             size: EXTENTS * EXTENT_BYTES,
             flags: Flags(Flags::HAS_FLAGS.0 | Flags::SEND_TRIM.0 | Flags::CAN_MULTI_CONN.0),
@@ -28,7 +28,7 @@ impl AreaDirectory for OneServer {
             longest: 32 << 20,
             connections: 4,
         };
-        Some(Opened::Nbd { connection: None, export, dialer: Box::new(self.lab.clone()) })
+        Ok(Opened::Nbd { connection: None, export, dialer: Box::new(self.lab.clone()) })
     }
 
     fn failed(&self, _area: u8) {}

@@ -39,11 +39,13 @@ impl AreaDirectory for &'static Three {
         Some(Location { spot: spot(OTHER, extent.0 - MIRRORED), mirror: None })
     }
 
-    fn open(&self, area: u8) -> Option<Opened> {
-        if area == SERVER && self.away.load(Relaxed) {
-            return Some(Opened::File(File::open("/dev/null").ok()?.into()));
-        }
-        Some(Opened::File(self.opened[usize::from(area)].try_clone().ok()?.into()))
+    fn open(&self, area: u8) -> Result<Opened, Errno> {
+        let file = if area == SERVER && self.away.load(Relaxed) {
+            File::open("/dev/null")
+        } else {
+            self.opened[usize::from(area)].try_clone()
+        };
+        Ok(Opened::File(file.map_err(|_| Errno::MFILE)?.into()))
     }
 
     fn failed(&self, area: u8) {

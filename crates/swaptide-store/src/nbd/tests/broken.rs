@@ -59,6 +59,61 @@ fn a_server_that_comes_back_in_time_costs_time_and_nothing_else() {
 }
 
 #[test]
+fn a_client_without_a_descriptor_for_its_server_says_so_of_reads() {
+    let lacks = Arc::new(AtomicU32::new(1));
+    let lab = {
+        let lacks = Arc::clone(&lacks);
+        Lab::new(Peer::serve).refusing(move |_| (lacks.load(SeqCst) == 1).then_some(Errno::MFILE))
+    };
+    let patience = Duration::from_millis(50);
+    let hasty = Options { read_patience: patience, write_patience: patience, ..options() };
+    let nbd = lab.client(export(), hasty);
+    assert_eq!(guarded_read(&nbd, 0, 4096).0, Err(Errno::MFILE));
+    assert_eq!(nbd.write_at(0, &[1; 4096]), Err(Errno::TIMEDOUT), "it goes elsewhere");
+    lacks.store(0, SeqCst);
+    assert_eq!(guarded_read(&nbd, 0, 4096).0, Ok(4096));
+    let stats = nbd.stats();
+    assert_eq!((stats.given_up, stats.refused), (2, 0));
+}
+
+#[test]
+fn what_is_answered_after_it_was_given_up_comes_nowhere() {
+    // Each read is answered with what is on the disk then, after a while.
+    let delay = Arc::new(AtomicU32::new(0));
+    let lab = {
+        let delay = Arc::clone(&delay);
+        Lab::new(move |peer: &mut Peer| {
+            while let Some(asked) = peer.ask() {
+                std::thread::sleep(Duration::from_millis(delay.load(SeqCst).into()));
+                peer.answer(&asked);
+            }
+        })
+    };
+    let slow = Options {
+        request_limit: Duration::from_millis(400),
+        read_patience: Duration::from_millis(800),
+        ..options()
+    };
+    let nbd = lab.client(export(), slow);
+    delay.store(200, SeqCst);
+    assert_eq!(guarded_read(&nbd, 4096, 4096), (Ok(4096), lab.on_disk(4096, 4096)));
+    assert_eq!(nbd.stats().late, 0, "it is slow, and waited for");
+    // Later than a request is waited for: it is asked for again, and that is as late.
+    delay.store(600, SeqCst);
+    let start = Instant::now();
+    assert_eq!(guarded_read(&nbd, 8192, 4096).0, Err(Errno::TIMEDOUT));
+    assert!(start.elapsed() >= slow.read_patience);
+    delay.store(0, SeqCst);
+    // The answers to what was given up come about now; nobody takes them for others.
+    for block in 0..100 {
+        let offset = block % 7 * 4096;
+        assert_eq!(guarded_read(&nbd, offset, 4096), (Ok(4096), lab.on_disk(offset, 4096)));
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(nbd.stats().garbled, 0);
+}
+
+#[test]
 fn patience_ends_and_writes_do_not_try_for_a_while_then() {
     let refuse = Arc::new(AtomicU32::new(1));
     let lab = {
