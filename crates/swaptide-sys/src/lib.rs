@@ -17,6 +17,7 @@
 
 extern crate alloc;
 
+pub mod advise_each;
 pub mod affinity;
 pub mod errno;
 pub mod eventfd;

@@ -210,7 +210,7 @@ pub enum Advice {
 }
 
 impl Advice {
-    const fn number(self) -> u32 {
+    pub(crate) const fn number(self) -> u32 {
         match self {
             Advice::DontNeed => k::MADV_DONTNEED,
             // Linux 5.18; also gives up locked pages (`mlockall`), where the plain one is refused.

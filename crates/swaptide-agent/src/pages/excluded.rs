@@ -95,6 +95,9 @@ pub(crate) fn are_kept_apart() -> bool {
     ARE_KEPT_APART.load(Acquire)
 }
 
+/// A range was kept out at some time: most programs never have one, and each look asks for each of
+/// their mappings.
+static ANY: AtomicBool = AtomicBool::new(false);
 static EXCLUDED: [ExcludedRange; MAX_RANGES] = [const { ExcludedRange::free() }; MAX_RANGES];
 static TEMPORARY: [ExcludedRange; MAX_TEMPORARY] = [const { ExcludedRange::free() }; MAX_TEMPORARY];
 
@@ -111,6 +114,7 @@ fn distance(a: VirtRange, b: VirtRange) -> usize {
 /// takes no place. Where all places are taken those go whose memory is unmapped; then the nearest
 /// range grows to hold this one as well, and what lies between them is kept out, too.
 pub(crate) fn exclude(range: VirtRange) {
+    ANY.store(true, Release);
     exclude_in(&EXCLUDED, range);
 }
 
@@ -160,6 +164,7 @@ impl Drop for TemporaryExclusion {
 /// Keeps a range out of management for the time of a call; for good where more than
 /// [`MAX_TEMPORARY`] threads make one.
 pub(crate) fn exclude_for_now(range: VirtRange) -> TemporaryExclusion {
+    ANY.store(true, Release);
     let place = TEMPORARY.iter().find(|place| place.claim(range));
     if place.is_none() {
         exclude(range);
@@ -169,10 +174,11 @@ pub(crate) fn exclude_for_now(range: VirtRange) -> TemporaryExclusion {
 
 /// True for a range that touches an excluded one.
 pub(crate) fn is_excluded(range: VirtRange) -> bool {
-    EXCLUDED
-        .iter()
-        .chain(&TEMPORARY)
-        .any(|place| place.range().is_some_and(|apart| overlap(apart, range)))
+    ANY.load(Acquire)
+        && EXCLUDED
+            .iter()
+            .chain(&TEMPORARY)
+            .any(|place| place.range().is_some_and(|apart| overlap(apart, range)))
 }
 
 #[cfg(test)]

@@ -69,6 +69,8 @@ pub(crate) struct ForkState {
     /// The engine's memory may have changed while it was copied: more was noted than there was room
     /// for, or another thread's child was attended to.
     pub(crate) is_torn: bool,
+    /// What was noted has been applied since the handler was prepared.
+    pub(crate) has_applied: bool,
     /// Changes were applied although the copy may have been made before them: nothing tells what
     /// the child would lack.
     pub(crate) is_lost: bool,
@@ -90,6 +92,7 @@ impl ForkState {
             brought: BroughtPages::new(followed)?,
             seen_waiting: false,
             is_torn: false,
+            has_applied: false,
             is_lost: false,
         })
     }

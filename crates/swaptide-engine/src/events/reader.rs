@@ -320,6 +320,7 @@ impl UffdReader {
         if self.fork.noted.is_empty() {
             return;
         }
+        self.fork.has_applied = true;
         let engine = self.engine;
         let mut mm = engine.mm.lock();
         for event in self.fork.noted.drain(..).filter_map(VmaChange::event) {

@@ -4,14 +4,15 @@
 //! Locks: the memory lock, for one look.
 
 use swaptide_sys::Errno;
+use swaptide_sys::advise_each::MAX_ADVISED;
 use swaptide_sys::maps::MapsFile;
 use swaptide_sys::mem::Advice;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::uffd::Coverage;
 
-use crate::engine::Engine;
+use crate::engine::{Engine, NO_RANGE};
 use crate::fault::path::FaultPath;
-use crate::mm::dontfork::{advise_fork, allow, deny};
+use crate::mm::dontfork::{advise_fork_each, allow};
 use crate::pager::Pager;
 use crate::vma::adopt::arm;
 
@@ -23,7 +24,7 @@ use crate::vma::adopt::arm;
 pub(super) fn list_grown(pager: &mut Pager) {
     let engine = pager.path.engine;
     let Pager { path, adopter } = pager;
-    each_region(engine, |region| {
+    let mut list = |region: VirtRange| {
         let Ok(Some(info)) = path.installer.maps.vma_at(region.end) else { return };
         let vma = info.vma();
         if !vma.is_private_anon() || engine.mm.lock().regions.find(region.end).is_some() {
@@ -35,7 +36,8 @@ pub(super) fn list_grown(pager: &mut Pager) {
         if path.reader.uffd.coverage(tail) == Coverage::Whole && arm(engine, tail) {
             let _ = adopter.adopt_at(path, region.end);
         }
-    });
+    };
+    some_regions(engine, |regions| regions.iter().for_each(|region| list(*region)));
 }
 
 /// Lists what moves have left mapped (`MREMAP_DONTUNMAP`). No event tells of it, and it has the
@@ -85,13 +87,24 @@ pub(super) fn list_left(pager: &mut Pager) {
     }
 }
 
-/// Opens all that is managed.
+/// Opens all that is managed. Allocates nothing.
 pub(super) fn allow_fork_of_regions(path: &mut FaultPath) {
     let maps = &mut path.installer.maps;
-    each_region(path.engine, |region| {
-        if allow(region).is_err() {
-            allow_what_is_left(maps, region);
+    some_regions(path.engine, |regions| {
+        let mut is_marked = [true; MAX_ADVISED];
+        advise_fork_each(regions, Advice::Random, |at, _| is_marked[at] = false);
+        let mut marked = [NO_RANGE; MAX_ADVISED];
+        let mut count = 0;
+        for (region, is_marked) in regions.iter().zip(is_marked) {
+            if is_marked {
+                marked[count] = *region;
+                count += 1;
+            } else {
+                allow_what_is_left(maps, *region);
+            }
         }
+        let marked = &marked[..count];
+        advise_fork_each(marked, Advice::DoFork, |at, _| allow_what_is_left(maps, marked[at]));
     });
 }
 
@@ -111,26 +124,41 @@ fn allow_what_is_left(maps: &mut MapsFile, region: VirtRange) {
 
 /// Closes all that is managed: after a fork, in the parent and in the child.
 pub(super) fn deny_fork(engine: &Engine) {
-    each_region(engine, |region| {
-        let _ = advise_fork(region, Advice::Normal);
-        match deny(region) {
+    some_regions(engine, |regions| {
+        advise_fork_each(regions, Advice::Normal, |_, _| {});
+        advise_fork_each(regions, Advice::DontFork, |at, errno| {
             // The hole in it is told of by an event that is still to be read.
-            Ok(()) | Err(Errno::NOMEM) => {}
-            Err(errno) => (engine.start.log)(&format!(
-                "memory at {:x} would be zeros in a child past libc's fork ({})",
-                region.start.0,
-                swaptide_sys::ErrnoName(errno)
-            )),
-        }
+            if errno != Errno::NOMEM {
+                (engine.start.log)(&format!(
+                    "memory at {:x} would be zeros in a child past libc's fork ({})",
+                    regions[at].start.0,
+                    swaptide_sys::ErrnoName(errno)
+                ));
+            }
+        });
     });
 }
 
-fn each_region(engine: &Engine, mut f: impl FnMut(VirtRange)) {
+/// Calls `f` with all regions, some at a time. Only the caller changes them.
+fn some_regions(engine: &Engine, mut f: impl FnMut(&[VirtRange])) {
+    let mut some = [NO_RANGE; MAX_ADVISED];
     let mut at = VirtAddr(0);
     loop {
-        let next = engine.mm.lock().regions.at_or_after(at);
-        let Some(region) = next else { return };
-        f(region);
-        at = region.end;
+        let count = {
+            let mm = engine.mm.lock();
+            let mut count = 0;
+            while let Some(place) = some.get_mut(count)
+                && let Some(region) = mm.regions.at_or_after(at)
+            {
+                *place = region;
+                at = region.end;
+                count += 1;
+            }
+            count
+        };
+        if count == 0 {
+            return;
+        }
+        f(&some[..count]);
     }
 }

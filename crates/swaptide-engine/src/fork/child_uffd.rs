@@ -118,6 +118,7 @@ fn split(
 }
 
 /// Waits a moment for the child of a followed fork, or for any message, and reads that.
+/// `is_list_whole`: the child's copy of the list of regions is.
 ///
 /// # Errors
 /// [`Interrupted`] when a fork through no hook was read.
@@ -125,7 +126,7 @@ pub(super) fn receive_child_uffd(
     reader: &mut UffdReader,
     conn: &Conn,
     patience: Duration,
-    torn: bool,
+    is_list_whole: bool,
 ) -> Result<(), Interrupted> {
     let ready = poll_readable(&[reader.uffd.as_fd(), conn.as_fd()], Some(patience)).unwrap_or(0);
     if ready & 1 != 0 {
@@ -148,7 +149,7 @@ pub(super) fn receive_child_uffd(
         Ok((1, _)) if word[0] == MSG_STARTED => {
             // The copy was made: memory may be allocated again.
             reader.fork.phase = ForkPhase::Forked;
-            send_doubtful_ranges(reader, conn, torn)
+            send_doubtful_ranges(reader, conn, is_list_whole)
         }
         Ok((1, 1)) if word[0] == MSG_REGISTERED => {
             let [fd] = fds;
@@ -167,7 +168,11 @@ pub(super) fn receive_child_uffd(
     Ok(())
 }
 
-fn send_doubtful_ranges(reader: &mut UffdReader, conn: &Conn, torn: bool) -> Result<(), Errno> {
+fn send_doubtful_ranges(
+    reader: &mut UffdReader,
+    conn: &Conn,
+    is_list_whole: bool,
+) -> Result<(), Errno> {
     let began = now();
     let mut quiet = false;
     while !quiet && now().since(began) < QUIET_TIMEOUT {
@@ -182,7 +187,7 @@ fn send_doubtful_ranges(reader: &mut UffdReader, conn: &Conn, torn: bool) -> Res
         reader.engine.mm.lock().changes.late.iter().filter_map(VmaChange::of).collect();
     let doubts: Vec<VirtRange> =
         reader.fork.noted.iter().chain(&late).copied().flat_map(ranges_of).collect();
-    let (bytes, length) = encode(if quiet && !torn { &doubts } else { &[EVERYTHING] });
+    let (bytes, length) = encode(if quiet && is_list_whole { &doubts } else { &[EVERYTHING] });
     // A message of nothing would look like the end.
     let mut message = [0u8; 1 + MAX_DOUBTFUL_RANGES * DOUBT_BYTES];
     message[0] = MSG_STARTED;

@@ -44,6 +44,8 @@ pub(crate) struct ForkServer {
     pub(super) torn: bool,
     /// When the fork under way was prepared.
     pub(super) prepared_at: Nanos,
+    /// What number the list of regions had then.
+    list_then: u64,
 }
 
 impl ForkServer {
@@ -109,6 +111,8 @@ impl ForkServer {
         engine.fork.shut(conn.is_none());
         pager.path.reader.fork.phase = ForkPhase::Prepared;
         self.prepared_at = now();
+        self.list_then = engine.mm.lock().regions.changes();
+        pager.path.reader.fork.has_applied = false;
         engine.fork.set(PREPARED);
         stand_still(header, Standstill::Prepared);
         self.await_child(pager, forker, conn.as_ref());
@@ -156,7 +160,10 @@ impl ForkServer {
             let timeout = if helped { Duration::ZERO } else { Duration::from_millis(1) };
             let read = match conn {
                 Some(conn) if engine.fork.followed => {
-                    receive_child_uffd(reader, conn, timeout, self.torn)
+                    // Faults change the table, and not the list of what is managed.
+                    let is_list_whole = !reader.fork.has_applied
+                        && engine.mm.lock().regions.changes() == self.list_then;
+                    receive_child_uffd(reader, conn, timeout, !self.torn || is_list_whole)
                 }
                 _ => reader.read_within(Some(timeout)),
             };

@@ -7,7 +7,7 @@
 //! those that exist at the next looks, the largest first and at most [`MAX_MAPPINGS_PER_LOOK`] at a
 //! time, and new ones when they are made, while little room is left ([`Small::reports`]).
 //!
-//! Owns: that decision, and the candidates of one look ([`Candidates`]).
+//! Owns: that decision, the candidates of one look ([`Candidates`]), and how often is looked.
 //!
 //! Invariants
 //! 1. Once small mappings are managed they stay so: a mapping that was adopted is never too small
@@ -19,9 +19,10 @@
 //!
 //! Locks: none; atomics, each read on its own.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 use swaptide_sys::page::{PAGE_SIZE, VirtRange};
+use swaptide_sys::thread::{Nanos, now};
 
 use crate::memcg::charge::Charge;
 use crate::mm::types::MIN_BYTES;
@@ -45,6 +46,9 @@ pub struct Small {
     managed: AtomicBool,
     are_more: AtomicBool,
     reported_from: AtomicUsize,
+    /// When the last look ended, and how long it took, in nanoseconds.
+    looked_at: AtomicU64,
+    look_took: AtomicU64,
 }
 
 impl Default for Small {
@@ -53,6 +57,8 @@ impl Default for Small {
             managed: AtomicBool::new(false),
             are_more: AtomicBool::new(false),
             reported_from: AtomicUsize::new(LARGE_MAPPING_BYTES),
+            looked_at: AtomicU64::new(0),
+            look_took: AtomicU64::new(0),
         }
     }
 }
@@ -81,6 +87,20 @@ impl Small {
     /// The last look has left some for the next one, or not.
     pub(crate) fn look_again(&self, are_more: bool) {
         self.are_more.store(are_more, Relaxed);
+    }
+
+    /// A look that began at `began` has ended.
+    pub(crate) fn looked(&self, began: Nanos) {
+        let ended = now();
+        self.look_took.store(ended.since(began).as_nanos() as u64, Relaxed);
+        self.looked_at.store(ended.0, Relaxed);
+    }
+
+    /// True when the next look may begin, if looks are to take one part of `parts` of the time: a
+    /// process may have tens of thousands of mappings, and faults wait while they are listed.
+    pub(crate) fn may_look(&self, parts: u64) -> bool {
+        let since = now().0.saturating_sub(self.looked_at.load(Relaxed));
+        since >= self.look_took.load(Relaxed).saturating_mul(parts - 1)
     }
 
     /// True when the last look has left some, once.
@@ -184,6 +204,18 @@ mod tests {
         assert!(small.reports(4096));
         small.found(0, &charge);
         assert!(small.are_managed());
+    }
+
+    #[test]
+    fn looks_that_take_long_come_seldom() {
+        let small = Small::default();
+        assert!(small.may_look(8));
+        let long_ago = Nanos(now().0 - 3_600_000_000_000);
+        small.looked(long_ago);
+        assert!(!small.may_look(2) && small.may_look(1));
+        small.looked(now());
+        std::thread::sleep(std::time::Duration::from_millis(5));
+        assert!(small.may_look(2));
     }
 
     #[test]

@@ -21,12 +21,23 @@
 //! Locks: none of its own. Advice that sends no event may be given with the memory lock held.
 
 use swaptide_sys::Errno;
+use swaptide_sys::advise_each::advise_each;
 use swaptide_sys::mem::{Advice, advise};
 use swaptide_sys::page::VirtRange;
 
 pub(crate) fn advise_fork(range: VirtRange, advice: Advice) -> Result<(), Errno> {
     // SAFETY: none of these changes what is in memory.
     unsafe { advise(range, advice) }
+}
+
+/// The same for each of some ranges; `failed` is told the number of each for which it was refused.
+pub(crate) fn advise_fork_each(
+    ranges: &[VirtRange],
+    advice: Advice,
+    failed: impl FnMut(usize, Errno),
+) {
+    // SAFETY: as above.
+    unsafe { advise_each(ranges, advice, failed) }
 }
 
 /// Keeps a range out of forks.

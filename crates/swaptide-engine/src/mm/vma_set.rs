@@ -15,6 +15,8 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 #[derive(Default)]
 pub struct VmaSet {
     ranges: Vec<VirtRange>,
+    /// How often the list was changed.
+    changes: u64,
 }
 
 impl VmaSet {
@@ -41,6 +43,7 @@ impl VmaSet {
             joined.start = joined.start.min(old.start);
             joined.end = joined.end.max(old.end);
         }
+        self.changes += 1;
         self.ranges.splice(first..last, [joined]);
     }
 
@@ -54,7 +57,13 @@ impl VmaSet {
         let left = VirtRange { start: self.ranges[first].start, end: range.start };
         let right = VirtRange { start: range.end, end: self.ranges[last - 1].end };
         let rest = [left, right].into_iter().filter(|r| r.start < r.end);
+        self.changes += 1;
         self.ranges.splice(first..last, rest);
+    }
+
+    /// A number that is another one after each change of the list.
+    pub(crate) fn changes(&self) -> u64 {
+        self.changes
     }
 
     /// True when a part of `range` is managed.

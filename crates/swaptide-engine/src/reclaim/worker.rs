@@ -41,6 +41,9 @@ use crate::reclaim::writeback::Writeback;
 use crate::requests::HandlerRequest;
 use crate::sched::handler_cpu::{self, NO_CPU, WorkerAffinity};
 
+/// Of how much time looks for memory to adopt may take one part; the same while there is some.
+const PART_OF_TIME: u64 = 16;
+const PART_OF_TIME_GROWN: u64 = 3;
 /// How often an idle worker looks at the accounts.
 const TICK: Duration = Duration::from_millis(20);
 /// The same while the limit is near.
@@ -615,9 +618,11 @@ impl Housekeeping {
         let step = (engine.charge.limit() / 128).clamp(256 << 10, 4 << 20) as i64;
         self.rest_at_adoption = self.rest_at_adoption.min(rest);
         engine.small.follow(&engine.charge);
-        if rest - self.rest_at_adoption > step
-            || self.ticks.is_multiple_of(64)
-            || engine.small.is_look_due()
+        let small = &engine.small;
+        let is_grown = rest - self.rest_at_adoption > step;
+        if is_grown && small.may_look(PART_OF_TIME_GROWN)
+            || self.ticks.is_multiple_of(64) && small.may_look(PART_OF_TIME)
+            || small.may_look(PART_OF_TIME_GROWN) && small.is_look_due()
         {
             engine.bells.submit(HandlerRequest::Adopt);
             engine.charge.measure(statm);

@@ -45,6 +45,7 @@ use swaptide_store::file::own_ring_mappings;
 use swaptide_sys::maps::{Vma, for_each_vma};
 use swaptide_sys::mem::{hold_still, own_ranges};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::thread::now;
 use swaptide_sys::uffd::Coverage;
 
 use crate::engine::Engine;
@@ -107,6 +108,7 @@ impl Adopter {
     /// [`Interrupted`] when a fork through no hook was read: it is to be called again.
     pub(crate) fn adopt(&mut self, path: &mut FaultPath) -> Result<(), Interrupted> {
         let mut found = std::mem::take(&mut self.found);
+        let began = now();
         self.apart.begin(path.engine, &mut self.maps_buf);
         self.list(path, &mut found);
         let done = if Apart::matters(path.engine) {
@@ -115,6 +117,7 @@ impl Adopter {
             found.iter().try_for_each(|range| self.adopt_gaps(path, *range, false))
         };
         self.found = found;
+        path.engine.small.looked(began);
         path.engine.publish_usage(&path.engine.mm.lock());
         done?;
         self.take_zeros_out(path)
