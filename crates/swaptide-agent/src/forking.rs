@@ -1,9 +1,9 @@
 //! The thread that forks, and how long others wait for it.
 //!
-//! Some things cannot be done while a thread of the process forks. Who wants one of them waits until
-//! the fork is over. But fork handlers of other libraries run between this library's and fork(2),
-//! and may take a lock that just this thread holds: then both would wait for ever. So after a while
-//! it gives up, and its call fails with `EAGAIN`.
+//! Some things cannot be done while a thread of the process forks. A thread that wants one of them
+//! waits until the fork is over. But fork handlers of other libraries run between this library's
+//! and fork(2), and may take a lock that just this thread holds: then both would wait for ever. So
+//! after a while it gives up, and its call fails with `EAGAIN`.
 //!
 //! Owns: which thread forks, and whether it may have made its copy yet. Both are written with
 //! [`crate::process::FORK_LOCK`] held.

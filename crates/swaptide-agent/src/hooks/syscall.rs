@@ -14,7 +14,8 @@
 //! the process is detached ([`process::detach`]).
 //!
 //! Where everything cannot be brought back because another thread's fork does not come to its end,
-//! the call is not made: a fork fails with `EAGAIN`, a filter with the number of the forking thread.
+//! the call is not made: a fork fails with `EAGAIN`, a filter with the number of the thread that
+//! forks.
 
 use std::ffi::{c_char, c_int, c_long, c_void};
 use std::sync::atomic::Ordering::Relaxed;

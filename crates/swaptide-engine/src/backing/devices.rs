@@ -72,8 +72,8 @@ const RENEWING: FolioId = FolioId(u32::MAX >> 9);
 const GROUP: GroupId = GroupId(0);
 const CPU: CpuId = CpuId(0);
 
-/// Asks the supervisor for the descriptor of an area. Fails with what this process lacks for that, or
-/// `NODEV`.
+/// Asks the supervisor for the descriptor of an area. Fails with what this process lacks for that,
+/// or `NODEV`.
 pub type OpenArea = fn(AreaId) -> Result<OwnedFd, Errno>;
 
 /// What the swap areas are to this process: extents leased in the shared segment, and descriptors

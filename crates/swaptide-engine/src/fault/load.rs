@@ -254,9 +254,9 @@ impl Loader {
     }
 }
 
-/// Whether a read that has failed may succeed when it is done again at once. What is wrong on a disk
-/// stays so, and a server that does not answer was waited for. What could not be read may be read a
-/// little later, and what is wrong on its way here may be right then.
+/// Whether a read that has failed may succeed when it is done again at once. What is wrong on a
+/// disk stays so, and a server that does not answer was waited for. What could not be read may be
+/// read a little later, and what is wrong on its way here may be right then.
 pub(crate) fn is_worth_another(error: &ReadError, device: &FileDevice) -> bool {
     match error.kind {
         _ if error.is_own_shortage() => false,

@@ -10,8 +10,9 @@
 //! 3. Until then every fault of the child is answered, whatever the child has changed of its
 //!    mappings.
 //! 4. A child that says nothing for [`HELLO_TIMEOUT`] is given all its memory and continues without
-//!    an engine; one that is not the forking thread's, for its fork has failed, at once. One that was sent its userfaultfd and says nothing for [`TAKEOVER_TIMEOUT`] is
-//!    killed before what it shares is given up.
+//!    an engine; one that is not the forking thread's, for its fork has failed, at once. One that
+//!    was sent its userfaultfd and says nothing for [`TAKEOVER_TIMEOUT`] is killed before what it
+//!    shares is given up.
 //! 5. What a child says is looked at before it is used: a process slot is one that the child has
 //!    claimed.
 //!

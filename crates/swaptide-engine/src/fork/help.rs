@@ -22,9 +22,9 @@
 //!    whenever the forking thread is seen outside of fork(2).
 //! 5. Where forks are followed, no range is released, and no change of mappings is applied unless
 //!    the forking thread is seen waiting outside of fork(2): the table must know all that the child
-//!    may lack, where the child has it. A thread that spins for [`MAX_FORK_CPU_TIME`] would have all
-//!    others wait for ever; then changes are applied, and a child that is made before the thread is
-//!    seen outside again is ended ([`child_uffd`](crate::fork::child_uffd)).
+//!    may lack, where the child has it. A thread that spins for [`MAX_FORK_CPU_TIME`] would have
+//!    all others wait for ever; then changes are applied, and a child that is made before the
+//!    thread is seen outside again is ended ([`child_uffd`](crate::fork::child_uffd)).
 //!
 //! Locks: the memory lock, never while it waits.
 
