@@ -25,7 +25,7 @@ const REMOTE_READER_EXITS: u32 = 5;
 /// program's was.
 const OWN_MAPPINGS: u32 = 6;
 
-/// The first reads of swap areas in a process fail as for want of memory, so many of them; or all.
+/// The first reads of swap areas in a process ([`SHORT_READS`]) fail as for want of memory, or all.
 const SHORT_FOR_A_WHILE: u32 = 14;
 const SHORT_FOR_GOOD: u32 = 15;
 const SHORT_READS: u32 = 60;

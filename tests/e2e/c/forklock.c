@@ -27,7 +27,7 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static atomic_int word, over;
 static atomic_long forks, turns;
 static int in_handlers, spins, naps, changes, stopped;
-/* The prepare handler waits for so many microseconds, or until another thread has forked. */
+/* The prepare handler waits: a number of microseconds, or until another thread has forked. */
 static int dawdles, awaits_bare;
 static atomic_int in_prepare, bare_forked;
 

@@ -91,11 +91,8 @@ impl PageReader {
                         let page = &mut *reqs[rest[at].number].1;
                         let is_short =
                             matches!(kind, ReadErrorKind::Io(errno) if is_own_shortage(errno));
-                        let copy = if is_short {
-                            None
-                        } else {
-                            rest[at].read_copy(&*store.io, spare)
-                        };
+                        let copy =
+                            if is_short { None } else { rest[at].read_copy(&*store.io, spare) };
                         if copy.is_none_or(|bytes| rest[at].unpack(bytes, page, unpacker).is_err())
                         {
                             page.fill(0);

@@ -426,7 +426,7 @@ mod tests {
         generation: AtomicU32,
         opened: Mutex<Vec<u8>>,
         failed: Mutex<Vec<u8>>,
-        /// So many areas cannot be opened for want of a descriptor.
+        /// Number of times that an area cannot be opened for want of a descriptor.
         lacks: AtomicU32,
     }
 
