@@ -328,7 +328,7 @@ impl Segment {
     }
 
     /// Makes the process at `index` a further holder of an extent that the caller holds.
-    pub fn share_extent(&self, index: SlotIndex, extent: ExtentId) {
+    pub(crate) fn share_extent(&self, index: SlotIndex, extent: ExtentId) {
         self.extent_refs[extent.0 as usize].fetch_add(1, SeqCst);
         self.set_held(index, extent);
     }

@@ -137,7 +137,7 @@ impl Segment {
         })
     }
 
-    /// [`Segment::share_extent`] by the process at `from`, charged to the group of the one at `to`.
+    /// `Segment::share_extent` by the process at `from`, charged to the group of the one at `to`.
     pub fn share_charged(&self, from: SlotIndex, to: SlotIndex, extent: ExtentId) {
         let _change = self.slot(from).change();
         self.hold(self.group_of(to), extent);

@@ -14,7 +14,7 @@ pub(super) const FLAG_FUA: u16 = 1 << 0;
 /// Bytes before a request's data.
 pub(super) const REQUEST: usize = 28;
 /// Bytes of a simple reply before its data.
-pub(super) const SIMPLE: usize = 16;
+const SIMPLE: usize = 16;
 /// Bytes of a chunk of a structured reply before its payload.
 pub(super) const CHUNK: usize = 20;
 
