@@ -126,7 +126,7 @@ impl Session<'_> {
     }
 
     /// The runs of `peer` and of swaptide, in turns.
-    pub(crate) fn compare_with(
+    fn compare_with(
         &self,
         peer: KernelPeer,
         job: &Workload,
@@ -203,6 +203,26 @@ impl Session<'_> {
             swaptide: ours.side(None)?,
         };
         Ok((pair, capped))
+    }
+
+    /// Compares with each peer, or measures swaptide alone where there is none. Gives the peers of
+    /// which, or of swaptide against which, a phase was cut short.
+    pub(crate) fn compare(
+        &self,
+        report: &mut BenchReport,
+        job: &Workload,
+        value: &dyn Fn(&RunOutcome) -> Result<f64, String>,
+    ) -> Result<Vec<KernelPeer>, Failed> {
+        let mut cut_short = Vec::new();
+        for &peer in &self.peers {
+            let (pair, capped) = self.compare_with(peer, job, self.ram, report.better, value)?;
+            report.pairs.push(pair);
+            cut_short.extend(capped.then_some(peer));
+        }
+        if self.peers.is_empty() {
+            report.alone = Some(self.ours(job, self.ram, value)?.side(None)?);
+        }
+        Ok(cut_short)
     }
 
     pub(crate) fn ours(

@@ -104,12 +104,7 @@ pub(crate) fn bgsave(session: &Session<'_>) -> Result<BenchReport, Failed> {
         session.runs
     );
     let mut report = session.report("bgsave", &title, "s", Better::Lower, data);
-    for &peer in &session.peers {
-        report.pairs.push(session.compare_with(peer, &job, session.ram, Better::Lower, &value)?.0);
-    }
-    if session.peers.is_empty() {
-        report.alone = Some(session.ours(&job, session.ram, &value)?.side(None)?);
-    }
+    session.compare(&mut report, &job, &value)?;
     report.notes.push("the median of three dumps one after the other in each run".into());
     session.note_peers(&mut report);
     Ok(report)

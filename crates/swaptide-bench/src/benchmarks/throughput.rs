@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use crate::peers::kernel::PoolUsage;
-use crate::report::comparison::{BenchReport, Better, Side, human};
+use crate::peers::kernel::{KernelPeer, PoolUsage};
+use crate::report::comparison::{BenchReport, Better, human};
 use crate::run::{RunOutcome, Workload};
 use crate::session::{Failed, Session};
 use crate::workload::phases::{PAGE, PageContent, Phase};
@@ -31,26 +31,21 @@ pub(crate) fn memory(
         session.runs
     );
     let mut report = session.report(name, &title, "MB/s", Better::Higher, data);
-    for &peer in &session.peers {
-        let (pair, capped) =
-            session.compare_with(peer, &job, session.ram, Better::Higher, &value)?;
-        report.pairs.push(pair);
-        if capped {
-            report.notes.push(format!(
-                "{}: a phase was cut short after {} s",
-                peer.name(),
-                job.seconds_cap
-            ));
-        }
-    }
-    if session.peers.is_empty() {
-        report.alone = Some(session.ours(&job, session.ram, &value)?.side(None)?);
-    }
+    let cut_short = session.compare(&mut report, &job, &value)?;
+    note_cut_short(&mut report, &cut_short, &job);
     if args.strict_budget {
         report.strict = Some(session.ours(&job, session.ram, &value)?.side(None)?);
     }
     session.note_peers(&mut report);
     Ok(report)
+}
+
+fn note_cut_short(report: &mut BenchReport, peers: &[KernelPeer], job: &Workload) {
+    report.notes.extend(
+        peers.iter().map(|peer| {
+            format!("{}: a phase was cut short after {} s", peer.name(), job.seconds_cap)
+        }),
+    );
 }
 
 /// All phases of a job whose data does not fit compressed memory, so that it goes on to a file:
@@ -75,27 +70,16 @@ pub(crate) fn pressure(session: &Session<'_>) -> Result<BenchReport, Failed> {
         session.runs
     );
     let mut report = session.report("pressure", &title, "MB/s", Better::Higher, data);
-    for &peer in &session.peers {
-        let (pair, capped) =
-            session.compare_with(peer, &job, session.ram, Better::Higher, &value)?;
-        let written = |side: &Side| human(side.written);
-        let (theirs, ours) = (written(&pair.peer), written(&pair.swaptide));
-        report.notes.push(format!(
-            "written to the file in a run, median: {} {theirs}, swaptide {ours}",
-            peer.name()
-        ));
-        report.pairs.push(pair);
-        if capped {
-            report.notes.push(format!(
-                "{}: a phase was cut short after {} s",
-                peer.name(),
-                job.seconds_cap
-            ));
-        }
-    }
-    if session.peers.is_empty() {
-        report.alone = Some(session.ours(&job, session.ram, &value)?.side(None)?);
-    }
+    let cut_short = session.compare(&mut report, &job, &value)?;
+    report.notes.extend(report.pairs.iter().map(|pair| {
+        format!(
+            "written to the file in a run, median: {} {}, swaptide {}",
+            pair.name,
+            human(pair.peer.written),
+            human(pair.swaptide.written)
+        )
+    }));
+    note_cut_short(&mut report, &cut_short, &job);
     session.note_peers(&mut report);
     Ok(report)
 }
@@ -118,12 +102,7 @@ pub(crate) fn pool(session: &Session<'_>) -> Result<BenchReport, Failed> {
         session.runs
     );
     let mut report = session.report("pool", &title, "x", Better::Higher, data);
-    for &peer in &session.peers {
-        report.pairs.push(session.compare_with(peer, &job, session.ram, Better::Higher, &value)?.0);
-    }
-    if session.peers.is_empty() {
-        report.alone = Some(session.ours(&job, session.ram, &value)?.side(None)?);
-    }
+    session.compare(&mut report, &job, &value)?;
     report.notes.push(
         "x: pages in compressed memory for each page of RAM that it takes, 10 s \
         after the last touch"

@@ -302,6 +302,18 @@ impl SavedArea {
         if is_same { Ok(file) } else { Err(other()) }
     }
 
+    /// The device as it was saved, but for its mirror. Whether it is rotational the segment says.
+    fn over(&self, kind: BackingKind, medium: Medium) -> BackingDevice {
+        let (name, place) = (self.name.clone(), self.place.clone());
+        BackingDevice {
+            base_bytes: self.base_bytes,
+            priority: self.priority,
+            direct_io: self.direct_io,
+            plain: self.plain,
+            ..BackingDevice::new(kind, name, place, medium, self.extents)
+        }
+    }
+
     fn open(&self) -> io::Result<BackingDevice> {
         let mut backing = match self.kind {
             SavedKind::Nbd => {
@@ -314,26 +326,12 @@ impl SavedArea {
                 found
             }
             SavedKind::File | SavedKind::Block => {
-                let file = self.open_again()?;
-                BackingDevice {
-                    name: self.name.clone(),
-                    kind: if self.kind == SavedKind::Block {
-                        BackingKind::Block
-                    } else {
-                        BackingKind::File
-                    },
-                    place: self.place.clone(),
-                    medium: Medium::File(file),
-                    extents: self.extents,
-                    base_bytes: self.base_bytes,
-                    priority: self.priority,
-                    direct_io: self.direct_io,
-                    mirror: None,
-                    plain: self.plain,
-                    // The segment says it.
-                    rotational: false,
-                    claim: None,
-                }
+                let kind = if self.kind == SavedKind::Block {
+                    BackingKind::Block
+                } else {
+                    BackingKind::File
+                };
+                self.over(kind, Medium::File(self.open_again()?))
             }
         };
         (backing.extents, backing.base_bytes, backing.priority) =
@@ -352,20 +350,8 @@ impl SavedArea {
         let ExportFacts { bytes, flags, structured, longest, connections } =
             segment.area(AreaId(self.id)).export();
         let export = Export { size: bytes, flags: Flags(flags), structured, longest, connections };
-        Some(BackingDevice {
-            name: self.name.clone(),
-            kind: BackingKind::Nbd,
-            place: self.place.clone(),
-            medium: Medium::Nbd(Arc::new(Connector::new(url).ok()?), export),
-            extents: self.extents,
-            base_bytes: self.base_bytes,
-            priority: self.priority,
-            direct_io: self.direct_io,
-            mirror: None,
-            plain: self.plain,
-            rotational: false,
-            claim: None,
-        })
+        let connector = Arc::new(Connector::new(url).ok()?);
+        Some(self.over(BackingKind::Nbd, Medium::Nbd(connector, export)))
     }
 }
 

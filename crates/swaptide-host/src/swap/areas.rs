@@ -544,19 +544,10 @@ mod tests {
         let file =
             File::options().read(true).write(true).create_new(true).open(&path).expect("file");
         file.set_len(u64::from(extents) * EXTENT_BYTES).expect("length");
+        let (name, medium) = (format!("file:{name}"), Medium::File(file));
         BackingDevice {
-            name: format!("file:{name}"),
-            kind: BackingKind::File,
-            place: path,
-            medium: Medium::File(file),
-            extents,
-            base_bytes: 0,
             priority,
-            plain: false,
-            rotational: false,
-            claim: None,
-            direct_io: false,
-            mirror: None,
+            ..BackingDevice::new(BackingKind::File, name, path, medium, extents)
         }
     }
 

@@ -329,6 +329,32 @@ pub struct BackingDevice {
     pub claim: Option<ExportClaim>,
 }
 
+impl BackingDevice {
+    /// A device of `extents` extents from its first byte on, with the usual settings.
+    pub(crate) fn new(
+        kind: BackingKind,
+        name: String,
+        place: PathBuf,
+        medium: Medium,
+        extents: u32,
+    ) -> BackingDevice {
+        BackingDevice {
+            name,
+            kind,
+            place,
+            medium,
+            extents,
+            base_bytes: 0,
+            priority: DEFAULT_PRIORITY,
+            direct_io: false,
+            mirror: None,
+            plain: false,
+            rotational: false,
+            claim: None,
+        }
+    }
+}
+
 /// Opens what was asked for, or the default.
 ///
 /// # Errors
@@ -516,20 +542,9 @@ fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<BackingDevi
         if place == path { unnamed(path) } else { named(path) }.map_err(create)?;
     let extents = (bytes / EXTENT_BYTES) as u32;
     file.set_len(u64::from(extents) * EXTENT_BYTES).map_err(create)?;
-    Ok(BackingDevice {
-        name: format!("file:{}", path.display()),
-        kind: BackingKind::File,
-        place: place.to_owned(),
-        medium: Medium::File(file),
-        extents,
-        base_bytes: 0,
-        priority: DEFAULT_PRIORITY,
-        direct_io,
-        mirror: None,
-        plain: false,
-        rotational: false,
-        claim: None,
-    })
+    let (name, medium) = (format!("file:{}", path.display()), Medium::File(file));
+    let device = BackingDevice::new(BackingKind::File, name, place.to_owned(), medium, extents);
+    Ok(BackingDevice { direct_io, ..device })
 }
 
 /// Whether a block device has the mark of mkswap.
@@ -562,20 +577,9 @@ fn open_block(path: &Path) -> Result<BackingDevice, DeviceError> {
         return Err(DeviceError::TooSmall(path.display().to_string(), MIN_FILE_BYTES));
     }
     let extents = (bytes / EXTENT_BYTES - 1).min(MAX_EXTENTS as u64) as u32;
-    Ok(BackingDevice {
-        name: path.display().to_string(),
-        kind: BackingKind::Block,
-        place: path.to_owned(),
-        medium: Medium::File(file),
-        extents,
-        base_bytes: EXTENT_BYTES,
-        priority: DEFAULT_PRIORITY,
-        direct_io: true,
-        mirror: None,
-        plain: false,
-        rotational: false,
-        claim: None,
-    })
+    let (name, medium) = (path.display().to_string(), Medium::File(file));
+    let device = BackingDevice::new(BackingKind::Block, name, path.to_owned(), medium, extents);
+    Ok(BackingDevice { base_bytes: EXTENT_BYTES, direct_io: true, ..device })
 }
 
 /// Connects to an export. Its first extent's worth stays as it is: what is there tells that nobody
@@ -608,20 +612,12 @@ fn open_nbd(url: &Url, contents: Contents) -> Result<BackingDevice, DeviceError>
     if contents == Contents::Nobodys {
         shows_one_content(url, export, &server)?;
     }
-    Ok(BackingDevice {
-        name: url.to_string(),
-        kind: BackingKind::Nbd,
-        place: url.to_string().into(),
-        extents: (export.size / EXTENT_BYTES - 1).min(MAX_EXTENTS as u64) as u32,
-        medium: Medium::Nbd(connector, export),
-        base_bytes: EXTENT_BYTES,
-        priority: DEFAULT_PRIORITY,
-        direct_io: true,
-        mirror: None,
-        plain: false,
-        rotational: false,
-        claim: Some(claim),
-    })
+    let extents = (export.size / EXTENT_BYTES - 1).min(MAX_EXTENTS as u64) as u32;
+    let (name, medium) = (url.to_string(), Medium::Nbd(connector, export));
+    let place = name.clone().into();
+    let device = BackingDevice::new(BackingKind::Nbd, name, place, medium, extents);
+    let claim = Some(claim);
+    Ok(BackingDevice { base_bytes: EXTENT_BYTES, direct_io: true, claim, ..device })
 }
 
 /// Refuses an export of which each connection shows another content: a forked child, and a process
