@@ -62,7 +62,7 @@ fuzz_target!(|data: &[u8]| {
                 zram.packed(Slot(3), &mut packed, &mut unpacker),
                 Ok(PackedKind::Bytes(bytes.0.len()))
             );
-            assert_eq!(packed, bytes.0, "what goes on to another device is what was stored");
+            assert_eq!(packed, bytes.0, "what is written to another device is what was stored");
         }
         return;
     }

@@ -1,4 +1,4 @@
-//! What comes through a run's door: lines of JSON, and what they do to groups and tiers.
+//! What comes through a run's control socket: lines of JSON, and what they do to groups and tiers.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

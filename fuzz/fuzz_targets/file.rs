@@ -45,7 +45,7 @@ fuzz_target!(|data: &[u8]| {
     let device = FileDevice::new(fd, [kind; 32], 7, Box::new(source));
     let mut compressor = Compressor::new(Choice::ALL[usize::from(kind >> 1) % Choice::ALL.len()]);
     let mut model: BTreeMap<u32, Box<Page>> = BTreeMap::new();
-    // Somebody has changed the file.
+    // The file was changed.
     let mut touched = false;
     for _ in 0..400 {
         let (Some(what), Some(arg)) = (bytes.byte(), bytes.byte()) else { break };

@@ -94,7 +94,7 @@ fuzz_target!(|data: &[u8]| {
     let areas = Arc::new(Areas::new(segment));
     let mut groups = GroupTree::new(segment, 1 << 34);
     let mut scribbled = false;
-    // Extents in use, as long as nobody has scribbled.
+    // Extents in use, as long as nothing was scribbled.
     let mut leased: BTreeSet<(u32, u32)> = BTreeSet::new();
     // Of those, and of those that were: what a server has not answered.
     let mut doubtful: BTreeSet<u32> = BTreeSet::new();
@@ -135,7 +135,7 @@ fuzz_target!(|data: &[u8]| {
                 });
                 leased.retain(|(owner, _)| *owner != slot.0);
             }
-            // Only who has a slot leases, unless somebody scribbles.
+            // Only a process with a slot leases, unless something was scribbled.
             7 | 8 if scribbled || segment.claimed().any(|(index, _)| index == slot) => {
                 if let Some(extent) = segment
                     .lease_charged(slot)

@@ -37,7 +37,7 @@ fuzz_target!(|data: &[u8]| {
         Request::from_byte(message[0]).filter(|request| message.len() == 1 + request.body());
     assert!(
         joined.is_empty() || known == Some(Request::Segment),
-        "who asks for something else has not joined"
+        "a client that asks for something else has not joined"
     );
     let (mut reply, mut got) = ([0; 64], [None, None]);
     if let Ok((length, fds)) = client.recv(&mut reply, &mut got)

@@ -420,7 +420,7 @@ class Case:
         )
 
     def check_leftovers(self):
-        """Nothing of the case may go on running after it."""
+        """Nothing of the case may keep running after it."""
         for _ in range(300):
             reap_orphans()
             left = [pid for pid in descendants(os.getpid()) if not is_zombie(pid)]

@@ -110,7 +110,7 @@ def run_with_mishaps(case, number, plan, program, megabytes, seconds, seed):
     ), f"hardly used: {said}, {done.report['stats']}"
     # What has ended holds nothing, wherever it was.
     held = {group["path"]: group["values"]["swap.current"] for group in done.report["groups"]}
-    # One extent of the export may be kept from everybody at this moment, because its server is
+    # One extent of the export may be kept from all processes at this moment, because its server is
     # being told to trim it.
     used = {
         device["type"]: device["used_bytes"]

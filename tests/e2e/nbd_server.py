@@ -236,8 +236,8 @@ class Connection:
                 answer(1 << 31 | 1)
 
     def mishap(self, kinds):
-        """What goes wrong with a request, if anything does. Nothing before the second write: who
-        looks whether the export is empty is told so, and reads what the first wrote.
+        """What goes wrong with a request, if anything does. Nothing before the second write: a
+        client that looks whether the export is empty is told so, and reads what the first wrote.
         """
         if self.server.counts.get("writes", 0) < 2:
             return None

@@ -88,7 +88,7 @@ class Misbehaving:
 
 
 def forward(listener, place):
-    """Passes on what comes over TCP to a Unix socket: who looks sees only this process."""
+    """Passes on what comes over TCP to a Unix socket: only this process is seen."""
 
     def pump(one, other):
         try:

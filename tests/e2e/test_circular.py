@@ -97,7 +97,7 @@ def test_circular_refused(case):
 @pytest.mark.swaptide(budget=112, needs=("nbdkit",), swaps=False, native=False)
 def test_circular_reload(case):
     """The same for a device that a daemon's configuration gets while the daemon runs: the daemon
-    goes on with the old list, and the next reload is taken.
+    continues with the old list, and the next reload is taken.
     """
     config = 'ram = "112M"\nswap = ["zram:32M"{more}]\n'
     daemon = Daemon(case, config.format(more=""))

@@ -215,8 +215,8 @@ def test_killed(case):
 
 @pytest.mark.swaptide(budget=32, allowance=4)
 def test_run_killed(case):
-    """`swaptide run` itself is killed: the program must not go on with pages missing, and must not
-    hang.
+    """`swaptide run` itself is killed: the program must not continue with pages missing, and
+    must not hang.
     """
     program = case.start([case.python, PRESSURE, 100, "wait"])
     target = int(wait_for_line(case, program, "ready").split()[1])
@@ -244,7 +244,7 @@ def test_run_killed(case):
 
 @pytest.mark.swaptide(budget=32, allowance=4)
 def test_stopped(case):
-    """STOP and CONT: a stopped program goes on where it was."""
+    """STOP and CONT: a stopped program continues where it was."""
     program = case.start([case.python, PRESSURE, 100, "wait"])
     target = int(wait_for_line(case, program, "ready").split()[1])
     os.kill(target, signal.SIGSTOP)

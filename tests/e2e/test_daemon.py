@@ -192,8 +192,8 @@ def test_daemon_shared(case):
 
 @pytest.mark.swaptide(budget=112, allowance=8, swaps=False, native=False)
 def test_daemon_killed(case):
-    """A daemon is killed and started again: programs go on meanwhile, it finds them, and takes back
-    what dead ones had.
+    """A daemon is killed and started again: programs continue meanwhile, it finds them, and takes
+    back what dead ones had.
     """
     place = case.directory / "swap"
     place.mkdir()

@@ -85,7 +85,7 @@ def test_detach(case):
             assert asked(lambda: is_armed(first)) is not True, (
                 f"{program} {mode}: some of it is still registered"
             )
-        # And everybody else, if anybody is there by then.
+        # And all others, if any are there by then.
         ask(case, "detach", str(started.pid))
         done = started.finish()
         assert f"OK {program} {mode}" in done.text(), (

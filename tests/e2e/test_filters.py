@@ -126,7 +126,7 @@ PasswordAuthentication no
     budget=48, needs=("sshd", "ssh", "ssh-keygen"), allowance=64, swaps=False, forks=True
 )
 def test_filter_real_ssh(case):
-    """sshd, whose child locks itself in before anybody has logged in, and ssh; the command of the
+    """sshd, whose child locks itself in before a user has logged in, and ssh; the command of the
     session is managed as well."""
     if os.geteuid() != 0:
         pytest.skip("sshd changes users: it takes root")

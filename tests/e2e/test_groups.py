@@ -189,7 +189,7 @@ def test_tiers(case):
 @pytest.mark.swaptide(budget=48, allowance=8, native=False)
 def test_swap_high(case):
     """Past `swap.high` a group's growth is slowed down, and only its growth; nothing is ended, and
-    below it all goes on as fast as before.
+    below it all is as fast as before.
     """
     script = """if True:
         import mmap, os, sys, time

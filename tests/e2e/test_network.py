@@ -215,7 +215,7 @@ def in_doubt(done, counts):
 @pytest.mark.swaptide(budget=32, limit=120, allowance=128, native=False)
 def test_network_late_cut(case):
     """The server hangs up, and carries out the write or trim that was under way when something else
-    is written there. But nothing is: its space is leased by nobody.
+    is written there. But nothing is: its space is not leased.
     """
     server = Misbehaving(case, "late", case.seed, {"ghost": 100}, size=160 * MIB)
     try:
@@ -374,7 +374,7 @@ def test_network_twice(case):
 @pytest.mark.swaptide(budget=32, limit=150, needs=("nbdkit",), allowance=128, native=False)
 def test_network_twice_unseen(case):
     """What two runs do to each other that share an export by two ways, which is not seen: their
-    readers get SIGBUS, and nobody reads a wrong page.
+    readers get SIGBUS, and none reads a wrong page.
     """
     server = Server(case)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -413,7 +413,7 @@ def test_network_twice_unseen(case):
 @pytest.mark.swaptide(budget=32, limit=120, allowance=128, swaps=False, native=False)
 def test_network_private(case):
     """A server of which each connection shows another content is refused. If it begins with that
-    later, the readers of what it loses get SIGBUS, and nobody reads a wrong page.
+    later, the readers of what it loses get SIGBUS, and none reads a wrong page.
     """
     server = Misbehaving(case, "private", case.seed, {"private": 0})
     try:

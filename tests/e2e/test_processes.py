@@ -13,7 +13,7 @@ from harness import param
     [
         param("dropped", 48, allowance=8),
         param("interrupted", 96, allowance=8),
-        # Children that cannot be managed take what they have out of everybody else's budget.
+        # Children that cannot be managed take what they have out of the others' budget.
         param("namespaces", 24, budget=24, allowance=96, marks=[pytest.mark.full]),
         param("plain", 96, allowance=24, marks=[pytest.mark.full]),
         param("clones", 64, budget=48, allowance=128),

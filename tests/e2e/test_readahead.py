@@ -88,7 +88,7 @@ def test_swap_in(case):
         f"{loaded} pages for {touched} touches; {said}: {seen}"
     )
 
-    # While the run goes on: nothing is read ahead, then again as the faults carry it.
+    # During the run: nothing is read ahead, then again as the faults carry it.
     words = case.command(
         case.swaptide,
         "lab-work",

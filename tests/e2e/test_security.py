@@ -147,7 +147,7 @@ def test_security_maps(case):
 
 
 def set_uid_program(case):
-    """A copy of the hostile program that is set-uid root, where everybody can execute it."""
+    """A copy of the hostile program that is set-uid root, which every user can execute."""
     program = case.directory / "program"
     shutil.copy(case.binary("hostile"), program)
     for place in (case.directory, case.suite.root, case.binary("hostile").parent):
@@ -158,9 +158,9 @@ def set_uid_program(case):
 
 @pytest.mark.swaptide(budget=24, swaps=False, native=False)
 def test_security_follow(case):
-    """A program of nobody's in root's run asks that its fork be followed, and executes a set-uid
-    program instead, which forks: that one's child begins where it should. The same where root's
-    supervisor follows forks.
+    """A program of another user in root's run asks that its fork be followed, and executes a
+    set-uid program instead, which forks: that one's child begins where it should. The same where
+    root's supervisor follows forks.
     """
     need_root()
     program = set_uid_program(case)
@@ -231,7 +231,7 @@ class FalseDaemon:
 
 @pytest.mark.swaptide(budget=24, swaps=False, native=False)
 def test_security_false_daemon(case):
-    """Somebody else has made the directory in which a daemon would be, or listens there, or hands
+    """Another user has made the directory in which a daemon would be, or listens there, or hands
     out a segment that can be cut: nothing is told to it, and the run says why it does not begin.
     """
     need_root()
@@ -385,7 +385,7 @@ def test_security_requests(case):
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)
 def test_security_scribble(case):
     """Random words all over the segment of a run, and of a daemon: its own run may suffer;
-    supervisor, daemon and everybody else live on.
+    supervisor, daemon and all others live on.
     """
     need_root()
     victim = Bystander(96)
@@ -466,7 +466,7 @@ def test_security_scribble(case):
 
 
 @pytest.mark.swaptide(budget=32, native=False)
-def test_security_doors(case):
+def test_security_sockets(case):
     """The run's socket is for those that descend from its supervisor: not for others of its user,
     nor for root in a container with its network.
     """
@@ -496,10 +496,10 @@ def test_security_doors(case):
             assert done.stdout == "refused\n", (
                 f"{asker} asks {kind}: {done.stdout!r} {done.stderr!r}"
             )
-    # The doors of ctl.
+    # The control sockets of ctl.
     if os.geteuid() == 0:
         for path in ("/run/swaptide", os.environ.get("SWAPTIDE_DIRECTORY", "")):
-            for door in Path(path).glob("*.sock") if path else ():
+            for place in Path(path).glob("*.sock") if path else ():
                 words = [
                     "setpriv",
                     "--reuid",
@@ -510,11 +510,11 @@ def test_security_doors(case):
                     "python3",
                     "-c",
                     "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])",
-                    str(door),
+                    str(place),
                 ]
                 done = subprocess.run(words, capture_output=True, text=True)
                 assert "PermissionError" in done.stderr, (
-                    f"the user nobody opens {door}: {done.stderr!r}"
+                    f"the user nobody opens {place}: {done.stderr!r}"
                 )
     ended(case, program)
 

@@ -2,7 +2,7 @@
 //!
 //! A process ends with its last thread, and the engine's threads are threads. A program whose
 //! threads all end by themselves (`SYS_exit`, which libc does not see) would leave a process behind
-//! in which only swaptide lives. So somebody looks whether the program's threads are gone: as long
+//! in which only swaptide lives. So a thread looks whether the program's threads are gone: as long
 //! as nothing is managed the thread that waits, and from then on a thread of its own, when the
 //! supervisor sees that the first thread has ended.
 //!
@@ -32,8 +32,8 @@ const STATUS_KNOWN: u64 = 1 << 32;
 
 /// Notes a thread of the engine.
 pub(crate) fn note(tid: Tid) {
-    // More than there are places for would keep the process alive after its end, as if nobody
-    // looked.
+    // More than there are places for would keep the process alive after its end, as if no
+    // thread looked.
     let _ = ENGINE_THREADS
         .iter()
         .any(|place| place.compare_exchange(0, tid.0, Release, Relaxed).is_ok());
@@ -88,7 +88,7 @@ fn alone() -> bool {
     true
 }
 
-/// Ends the process if nobody but the engine is left in it.
+/// Ends the process if only the engine is left in it.
 pub(crate) fn end_if_alone() {
     if let Some(status) = leader_end()
         && alone()

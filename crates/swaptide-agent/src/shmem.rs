@@ -74,7 +74,7 @@ const GUARD_RUNNING: u32 = 1;
 const GUARD_FAILED: u32 = 2;
 /// One more than the pager's slot, once that is known.
 static PAGER: AtomicU32 = AtomicU32::new(0);
-/// The run does not swap shared memory, or cannot: nobody is asked again.
+/// The run does not swap shared memory, or cannot: the pager is not asked again.
 static REFUSED: AtomicBool = AtomicBool::new(false);
 
 fn note(range: VirtRange) {
@@ -123,7 +123,7 @@ pub(crate) fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<
         REFUSED.store(true, Relaxed);
         return None;
     };
-    // Filled at once it would be there before anybody could manage it.
+    // Filled at once it would be there before it could be managed.
     let flags = flags & !(MAP_ANONYMOUS | MAP_POPULATE);
     // SAFETY: the arguments are the program's own but for the file, which holds nothing yet.
     let at = unsafe {
@@ -314,8 +314,8 @@ pub(crate) fn around(
 /// In a forked child, before it continues: nothing that is out may be lost to it.
 pub(crate) fn forked() {
     if GUARDED.load(Relaxed) == 0 || seccomp::is() {
-        // Without regions; or it is brought all that is out by and by, as one that comes through no
-        // hook.
+        // Without regions; or all that is out is brought back to it over time, as for one that
+        // comes through no hook.
         return;
     }
     GUARDED.store(getpid().0, Relaxed);

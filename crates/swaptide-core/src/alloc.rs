@@ -27,7 +27,7 @@
 //!    it once more from the start. (With the kernel's rule, any scan moves it to frag[o], and the
 //!    holes are forgotten.)
 //! 3. Order 0 does not fail while a slot is free: the reservation says that one is, so the search
-//!    is repeated for a while when it was hidden (its cluster locked by somebody else for a
+//!    is repeated for a while when it was hidden (its cluster locked by another thread for a
 //!    moment).
 
 use crate::cluster::ListId;

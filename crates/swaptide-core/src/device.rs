@@ -53,7 +53,7 @@ pub enum SearchOrder {
 }
 
 /// Called with the first slot and the number of slots that just became free, under their cluster's
-/// lock: nobody can be given them before the hook returns. It must not call back into the device.
+/// lock: they cannot be allocated before the hook returns. It must not call back into the device.
 pub type FreeNotify = Box<dyn Fn(SwapOffset, u32) + Send + Sync>;
 
 /// Numbers about a device. Taken one after the other while others continue, so that they may differ
@@ -178,7 +178,7 @@ impl SwapDevice {
         self
     }
 
-    /// Tells the owner of the slots' data when slots become free, before anybody can be given them
+    /// Tells the owner of the slots' data when slots become free, before they can be allocated
     /// again.
     pub fn with_free_notify(mut self, notify: FreeNotify) -> Self {
         self.notify = Some(notify);
@@ -244,7 +244,7 @@ impl SwapDevice {
         usable.min(self.limit.load(Ordering::Relaxed))
     }
 
-    /// Is more than half of the device used, and is there somebody to ask for cached slots?
+    /// Is more than half of the device used, and is there a hook to ask for cached slots?
     pub(crate) fn crowded(&self) -> bool {
         self.reclaim.is_some() && u64::from(self.used()) * 2 > u64::from(self.capacity())
     }

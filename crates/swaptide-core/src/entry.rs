@@ -13,7 +13,8 @@
 //! Invariants:
 //! 1. A free slot is the word 0, so zeroed memory is a table of free slots.
 //! 2. Count, zero flag and group survive every exchange between folio and shadow.
-//! 3. A shadow has a count of at least 1: a slot that nobody maps and no folio holds is free.
+//! 3. A shadow has a count of at least 1: a slot that no page table maps and no folio holds is
+//!    free.
 
 use crate::ids::{FolioId, GroupId, Shadow};
 
@@ -99,7 +100,7 @@ impl Entry {
         self.0 & KIND_MASK == FOLIO && (self.0 >> PAYLOAD_SHIFT) as u32 == folio.0
     }
 
-    /// In the swap cache, and nobody maps it.
+    /// In the swap cache, and mapped by no page table.
     pub(crate) const fn is_cache_only(self) -> bool {
         self.0 & (KIND_MASK | COUNT_MASK) == FOLIO
     }

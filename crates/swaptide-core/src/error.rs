@@ -28,7 +28,7 @@ pub enum AllocError {
 pub enum Expected {
     /// This folio.
     Folio(FolioId),
-    /// This folio, mapped by nobody (count 0).
+    /// This folio, not mapped (count 0).
     CacheOnly(FolioId),
     /// A shadow.
     Shadow,
@@ -83,7 +83,7 @@ pub struct Mismatch {
 }
 
 impl Mismatch {
-    /// A shadow was expected and a folio found: somebody else swapped it in first.
+    /// A shadow was expected and a folio found: another thread swapped it in first.
     pub fn exists(&self) -> bool {
         self.expected == Expected::Shadow && matches!(self.found.slot, SlotContent::Folio(_))
     }

@@ -200,7 +200,7 @@ impl SwapDevice {
     /// The number of freed slots is returned: `n`.
     ///
     /// # Errors
-    /// Nothing is changed unless every slot matches and nobody else uses it (count 1, or 0 in the
+    /// Nothing is changed unless every slot matches and has no other user (count 1, or 0 in the
     /// cache).
     pub fn free(&self, off: SwapOffset, n: u32, expect: Expect) -> Result<u32, Mismatch> {
         let expected = match expect {
@@ -218,7 +218,7 @@ impl SwapDevice {
         Ok(run.exchange(|_, _, _, _| Entry::FREE))
     }
 
-    /// A folio that nobody needs on the device any more gives its slots back. The number of freed
+    /// A folio that is no longer needed on the device gives its slots back. The number of freed
     /// slots is returned: `n`.
     ///
     /// # Errors

@@ -110,7 +110,7 @@ impl Lists {
         list.len -= 1;
     }
 
-    /// Takes the first cluster of `id` that nobody has locked. All contended looks like an empty
+    /// Takes the first cluster of `id` that is not locked. All contended looks like an empty
     /// list.
     pub fn pop<'a>(
         &mut self,
@@ -130,8 +130,7 @@ impl Lists {
         None
     }
 
-    /// Shows up to `max` clusters of `id` from its head on; those that somebody has locked are
-    /// skipped.
+    /// Shows up to `max` clusters of `id` from its head on; locked ones are skipped.
     pub fn look(
         &self,
         headers: &Headers,
@@ -165,7 +164,7 @@ impl Lists {
         let cluster = headers.make(self.fresh as usize)?;
         let index = ClusterIndex(self.fresh);
         self.fresh += 1;
-        // Nobody can hold it for long: it is on no list and has no slot in use.
+        // No thread can hold it for long: it is on no list and has no slot in use.
         Some((index, cluster.lock()))
     }
 }

@@ -1,10 +1,10 @@
 //! Moving slots: out of sparse clusters, so that these empty ([`CompactionRun`]), and off a
 //! device that is to be taken away ([`SwapSpace::swapoff`]).
 //!
-//! The core knows a slot's word, its owner knows who points to it: a [`Mover`] is told what goes
-//! where and repoints the users. A unit moves as a whole: a folio in the swap cache with all the
-//! slots it has, a swapped-out run of the cluster's own order (so that it can still come in as
-//! one), or a single slot.
+//! The core knows a slot's word, its owner knows which page tables point to it: a [`Mover`] is
+//! told what goes where and repoints the users. A unit moves as a whole: a folio in the swap cache
+//! with all the slots it has, a swapped-out run of the cluster's own order (so that it can still
+//! come in as one), or a single slot.
 //!
 //! Invariants:
 //! 1. A unit moves under the locks of both clusters, and a look-up finds it at every moment: the
@@ -46,7 +46,7 @@ const SPINS_BETWEEN_PASSES: u32 = 512;
 #[cfg(loom)]
 const SPINS_BETWEEN_PASSES: u32 = 1;
 
-/// What the new slots hold while their data is being copied. Nobody has their entries yet, and no
+/// What the new slots hold while their data is being copied. No user has their entries yet, and no
 /// folio may have this number.
 const MOVING: FolioId = FolioId(u32::MAX);
 
@@ -122,7 +122,7 @@ impl<'a> LockedCluster<'a> {
         LockedCluster { device, index, state: device.cluster(index).lock() }
     }
 
-    /// Two clusters, locked in the order that everybody keeps to. They are not the same.
+    /// Two clusters, locked in the order that all code keeps to. They are not the same.
     fn both(a: (&'a SwapDevice, ClusterIndex), b: (&'a SwapDevice, ClusterIndex)) -> (Self, Self) {
         if (a.0.ty(), a.1) < (b.0.ty(), b.1) {
             let first = LockedCluster::new(a.0, a.1);
@@ -402,7 +402,7 @@ impl SwapSpace {
             if idle > IDLE_PASSES {
                 break SpaceError::Refused(ty, device.used());
             }
-            // What is still used was just being allocated, or is being changed by somebody.
+            // What is still used was just being allocated, or is being changed.
             let mut spins = 0;
             (0..if moved == before { SPINS_BETWEEN_PASSES } else { 1 })
                 .for_each(|_| relax(&mut spins));

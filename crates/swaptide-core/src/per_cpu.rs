@@ -357,7 +357,7 @@ mod tests {
         assert!(runs > 20, "{runs} interleavings: the model has no race");
     }
 
-    /// Nobody gets a fourth slot of three, and the sum is exact.
+    /// No thread gets a fourth slot of three, and the sum is exact.
     #[test]
     fn credits_are_exact() {
         let other = |lanes: &PerCpu<1>| {

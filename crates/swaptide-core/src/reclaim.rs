@@ -1,5 +1,5 @@
-//! Winning back slots that only the swap cache holds: count 0, the folio is in memory and nobody
-//! maps its swap entry. (docs/linux-swap.md, "Reclaim of cached slots")
+//! Winning back slots that only the swap cache holds: count 0, the folio is in memory and no
+//! page table maps its swap entry. (docs/linux-swap.md, "Reclaim of cached slots")
 //!
 //! Only the folio's owner can lock it and see whether it may lose its slots, so the device asks a
 //! hook for each folio. It is asked

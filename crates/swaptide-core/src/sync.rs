@@ -65,7 +65,7 @@ mod spin {
             SpinLock { locked: AtomicBool::new(false), value: UnsafeCell::new(value) }
         }
 
-        /// Access, if nobody has it.
+        /// Access, if the lock is free.
         #[inline]
         pub fn try_lock(&self) -> Option<SpinGuard<'_, T>> {
             // Acquire pairs with the release in `SpinGuard::drop`.
@@ -129,8 +129,8 @@ mod model {
 
     /// A lock whose waiters sleep: a model cannot follow spinning. (loom's own mutex alone will not
     /// do: it lets a thread that only tries wait for the holder, and so sees deadlocks where there
-    /// are none.) The value is in a mutex that nobody ever waits for, so that exclusion is checked,
-    /// too.
+    /// are none.) The value is in a mutex that no thread ever waits for, so that exclusion is
+    /// checked, too.
     #[derive(Default)]
     pub(crate) struct SpinLock<T> {
         locked: Mutex<bool>,
@@ -350,7 +350,7 @@ impl TableMemory {
     /// `len` bytes from `start` on; dropping `owner` gives them back.
     ///
     /// # Safety
-    /// Until `owner` is dropped the bytes may be read and written, and nobody else does so. They
+    /// Until `owner` is dropped the bytes may be read and written, and nothing else does so. They
     /// read as zeros. `start` is a multiple of 4096.
     pub unsafe fn new(start: NonNull<u8>, len: usize, owner: Box<dyn Send + Sync>) -> Self {
         assert!(start.as_ptr().addr().is_multiple_of(4096), "tables lie on whole pages");
@@ -488,7 +488,7 @@ impl<const M: usize> Pages<M> {
 }
 
 /// # Safety
-/// `chunk` is the start of a boxed slice of `N` elements that nobody else uses.
+/// `chunk` is the start of a boxed slice of `N` elements that nothing else uses.
 unsafe fn free_chunk<T, const N: usize>(chunk: *mut T) {
     // SAFETY: the caller's promise.
     drop(unsafe { Box::from_raw(ptr::slice_from_raw_parts_mut(chunk, N)) });

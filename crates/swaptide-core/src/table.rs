@@ -11,8 +11,8 @@
 //!
 //! Invariants:
 //! 1. A table is memory of its cluster alone, as long as the device lives. A look-up that comes
-//!    late reads words that were this cluster's, or 0, which is a free slot: nobody has to wait for
-//!    readers, and no reader has to look twice.
+//!    late reads words that were this cluster's, or 0, which is a free slot: no thread has to wait
+//!    for readers, and no reader has to look twice.
 //! 2. Every word of the table of an empty cluster is 0.
 //! 3. Nothing is written to a table that is neither in use nor warm: `in_use + warm` pages are all
 //!    the memory there is.
@@ -61,7 +61,7 @@ fn read(word: &AtomicU64) -> Entry {
 
 /// Gives the memory of empty tables back to the system, leaving it readable as zeros
 /// (`MADV_DONTNEED` on its page, or the pages of several). Called under the cluster's lock, or
-/// before anybody can use the tables.
+/// before the tables can be used.
 pub type TableDiscard = fn(page: *const u8, len: usize);
 
 /// What became of a cluster's table; part of the cluster's record.

@@ -223,7 +223,7 @@ impl Tiers {
         let mut end = Priority::MAX;
         order.into_iter().flatten().map(move |(index, tier)| {
             let view = TierView { name: tier.name.as_str(), index, start: tier.start, end };
-            // Of the lowest tier this would be -2, which nobody looks at.
+            // Of the lowest tier this would be -2, which is not looked at.
             end = Priority(tier.start.0 - 1);
             view
         })

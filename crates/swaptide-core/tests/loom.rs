@@ -201,7 +201,7 @@ fn put_to_zero_against_swap_in() {
     });
 }
 
-/// A cluster empties while another CPU looks for space and a third hand discards: nobody gets a
+/// A cluster empties while another CPU looks for space and a third thread discards: none gets a
 /// slot that is being discarded.
 #[test]
 fn free_against_discard_and_alloc() {
@@ -214,7 +214,7 @@ fn free_against_discard_and_alloc() {
                 let Some(index) = d.next_discard() else { return };
                 let mut used = 0;
                 d.for_each_used(index, |_, _| used += 1);
-                assert_eq!(used, 0, "a cluster being discarded is nobody's");
+                assert_eq!(used, 0, "a cluster being discarded is in no use");
                 d.discard_done(index);
             })
         };
@@ -254,7 +254,7 @@ impl Page {
         result
     }
 
-    /// Does `f` with the page locked; `None`: somebody else has it.
+    /// Does `f` with the page locked; `None`: another thread has it.
     fn try_with<R>(&self, f: impl FnOnce(&mut SwapEntry) -> R) -> Option<R> {
         if std::mem::replace(&mut *self.locked.lock().unwrap(), true) {
             return None;
@@ -273,7 +273,7 @@ impl Page {
     }
 }
 
-/// Moves the page's slot if the page is not in somebody's hands: its owner takes the page first and
+/// Moves the page's slot if the page is not locked: its owner takes the page first and
 /// the cluster then.
 struct Pages(Arc<Page>);
 

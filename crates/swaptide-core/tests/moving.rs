@@ -312,7 +312,7 @@ fn slots_that_only_the_cache_holds_are_won_back_as_the_device_fills() {
     let alloc = |o: u8, folio| d.alloc_folio(CPU, order(o), FolioId(folio), G);
     let runs: Vec<_> = (0..60).map(|i| alloc(4, i * 16).unwrap()).collect();
     for (off, folio) in runs.iter().zip((0..).step_by(16)) {
-        // Each page a folio of its own, mapped by nobody.
+        // Each page a folio of its own, not mapped.
         (0..16).for_each(|i| {
             d.replace_folio(off.plus(i), 1, FolioId(folio), FolioId(folio + i)).unwrap()
         });
@@ -322,7 +322,7 @@ fn slots_that_only_the_cache_holds_are_won_back_as_the_device_fills() {
     assert_eq!(
         (d.used(), asked.lock().unwrap().len()),
         (60 * 16 + 1024, 0),
-        "nobody is asked while there is room"
+        "the hook is not called while there is room"
     );
     // A full cluster is asked for when there is no empty one and more than half is used.
     (0..4).for_each(|i| _ = alloc(4, 20_000 + i).unwrap());
@@ -359,7 +359,8 @@ fn a_scan_takes_a_run_that_only_the_cache_holds() {
 #[test]
 fn a_cluster_that_empties_by_reclaim_serves_at_once() {
     let (d, _) = reclaiming(1024, Kind::Solid);
-    // Two clusters: one full of cached pages that nobody maps, one three quarters full of others.
+    // Two clusters: one full of cached pages that are not mapped, one three quarters full of
+    // others.
     let cached: Vec<_> =
         (0..512).map(|i| d.alloc_folio(CPU, order(0), FolioId(i), G).unwrap()).collect();
     let others: Vec<_> =

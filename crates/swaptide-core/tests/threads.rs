@@ -131,7 +131,7 @@ fn stress(duration: Duration) {
             let work = &work;
             s.spawn(move || work(t));
         }
-        // A reader that knows nothing: what it sees was put there by somebody.
+        // A reader that knows nothing: what it sees was put there by a thread.
         s.spawn(|| {
             let mut slot = 0;
             while !stop.load(Ordering::Relaxed) {
@@ -221,7 +221,7 @@ impl Mover for &Records {
         for (from, to, info) in slots.each() {
             let user = self.user(from).swap(0, Ordering::Relaxed);
             let record =
-                locked.get_mut(&user).expect("nobody else changes a locked record's slots");
+                locked.get_mut(&user).expect("no other thread changes a locked record's slots");
             let expected = if record.cached {
                 SlotContent::Folio(FolioId(record.folio))
             } else {
@@ -353,7 +353,7 @@ fn stress_moves(duration: Duration) {
             let work = &work;
             s.spawn(move || work(t));
         }
-        // Also when a check here fails: nobody is waited for in vain then.
+        // Also when a check here fails: no thread waits in vain then.
         struct Ending<'a>(&'a AtomicBool);
         impl Drop for Ending<'_> {
             fn drop(&mut self) {

@@ -13,7 +13,7 @@
 //! | [`spec`](crate::swap::spec) | `--swap`, and the files and block devices behind it |
 //! | [`areas`](crate::swap::areas) | the swap areas of a run, added and taken away |
 //! | `circular` | areas that a process of the run serves itself |
-//! | `claims` | exports that somebody on this machine swaps to |
+//! | `claims` | exports that a process of this machine swaps to |
 //! | [`nbd`] | exports of NBD servers: URLs, negotiation, TLS |
 //! | [`policy`](crate::memctl::policy) | the policy: which processes to manage, how much each gets (pure) |
 //! | [`tree`](crate::cgroup::tree) | tiers, groups, their settings and what they have |

@@ -14,7 +14,7 @@
 //!
 //! TLS is used where the URL asks for it (`nbds:`) and then nothing else will do; with `nbd:` it is
 //! used when the server insists on it. Pages are sealed before they come here in any case: TLS adds
-//! that nobody between can tell which blocks are used, or disturb them.
+//! that no host in between can tell which blocks are used, or disturb them.
 //!
 //! Locks: none.
 
@@ -52,7 +52,7 @@ pub enum NbdError {
     /// The host has no address.
     #[error("{0}: no address: {1}; check the name, or write an address")]
     Resolve(String, io::Error),
-    /// Nobody answers there.
+    /// There is no answer.
     #[error(
         "{0}: cannot connect: {1}; check that the server runs and the port is \
         open"
@@ -101,7 +101,7 @@ pub enum NbdError {
     /// A file of certificates or keys is of no use.
     #[error("{path}: {1}", path = .0.display())]
     Certificates(PathBuf, String),
-    /// This machine trusts nobody.
+    /// This machine trusts no authority.
     #[error(
         "no trusted certificates on this machine; install ca-certificates, or name the \
         authority: ca=PATH"
@@ -249,7 +249,7 @@ impl Connector {
                 let address = SocketAddrUnix::new(path.as_path()).map_err(failed)?;
                 // Where that cannot be had a server can keep a reader.
                 let _ = swaptide_sys::sock::deny_descriptors(fd.as_fd());
-                // A server that accepts nobody must not hold us for ever.
+                // A server that does not accept must not hold us for ever.
                 set_socket_timeout(&fd, Timeout::Send, Some(left())).map_err(failed)?;
                 rustix::net::connect(&fd, &address).map_err(failed)?;
                 set_socket_timeout(&fd, Timeout::Send, None).map_err(failed)?;

@@ -81,7 +81,7 @@ impl Signals {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the kernel has just given this descriptor to nobody else.
+        // SAFETY: the kernel has just made this descriptor, which nothing else owns.
         Ok(Signals(unsafe { OwnedFd::from_raw_fd(fd) }))
     }
 

@@ -1,8 +1,8 @@
 //! Answers to faults and events.
 //!
 //! Owns the thread that reads every userfaultfd. It reads with the state's lock held and applies
-//! what it read under the same hold, so nobody sees the one without the other: a forked child runs
-//! from the moment its event is read, and is known by then.
+//! what it read under the same hold, so no thread sees the one without the other: a forked child
+//! runs from the moment its event is read, and is known by then.
 //!
 //! What a fault brings in is decided here; how it comes in is `swap_in`'s.
 
@@ -70,14 +70,14 @@ pub(crate) fn run(inner: Arc<Inner>) {
             } else if data & 1 == 1 {
                 thread.guard_gone(&mut state, id);
             } else {
-                thread.hear(&mut state, id);
+                thread.read_events(&mut state, id);
             }
         }
         for (id, addr, wp) in std::mem::take(&mut state.waiting) {
             thread.answer(&mut state, id, addr, wp);
         }
         if ready == 0 && !comes_in || patience == 5 {
-            thread.look_after(&mut state);
+            thread.check_unguarded(&mut state);
         }
         comes_in = thread.bring_some(&mut state);
         if !state.waiting.is_empty() || !state.wanted_in.is_empty() {
@@ -146,7 +146,7 @@ impl FaultThread {
     }
 
     /// Looks at address spaces without a guard, and at faults that wait.
-    fn look_after(&mut self, state: &mut PagerState) {
+    fn check_unguarded(&mut self, state: &mut PagerState) {
         // Their mappings could not be read when they changed: no memory, or no descriptor.
         let unread: Vec<SpaceId> = state
             .spaces
@@ -176,12 +176,12 @@ impl FaultThread {
     }
 
     /// Reads what an address space tells, and answers.
-    fn hear(&mut self, state: &mut PagerState, id: SpaceId) {
+    fn read_events(&mut self, state: &mut PagerState, id: SpaceId) {
         let mut messages = Message::buffer::<32>();
         let mut faults: Vec<(VirtAddr, bool)> = Vec::new();
         let mut children: Vec<Uffd> = Vec::new();
         let mut changed = false;
-        // What a busy program does without end is heard in turns.
+        // The events of a busy program are read in turns with those of others.
         for _ in 0..4 {
             let Some(space) = state.spaces.get(&id) else { return };
             let Ok(count) = space.uffd.read(&mut messages) else { break };
@@ -212,7 +212,7 @@ impl FaultThread {
                         space.stale = unsure;
                     }
                 }
-                // Nobody would answer it: its memory would read as zeros where pages are out.
+                // It would not be served: its memory would read as zeros where pages are out.
                 Err(errno) => swaptide_sys::thread::abort_with(&[
                     b"swaptide: a forked process with shared memory cannot be watched (",
                     format!("{}", swaptide_sys::ErrnoName(errno)).as_bytes(),
@@ -349,7 +349,7 @@ impl FaultThread {
         }
     }
 
-    /// Pages that nobody has touched yet.
+    /// Pages that were not touched yet.
     fn grow(&self, state: &mut PagerState, site: FaultSite, page: usize) {
         let bound = self.bound();
         let Some(region) = state.regions.get_mut(&site.piece.region) else { return };

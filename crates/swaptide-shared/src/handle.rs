@@ -3,8 +3,9 @@
 //! Owns a pager with a socket of its own ([`Host`]) and mappings of regions ([`SharedRegion`]) in
 //! other processes: the pager's own process may have none, for a fork waits for the pager with the
 //! allocator's locks held. A process with a region passes its memory file on as it likes; one that
-//! gets it attaches it. Nobody reads or writes the memory file by its descriptor: holes are pages
-//! that are out. A process that forks calls [`forked`] in the child before that touches a region.
+//! gets it attaches it. No process reads or writes the memory file by its descriptor: holes are
+//! pages that are out. A process that forks calls [`forked`] in the child before that touches a
+//! region.
 //!
 //! An ordinary user has regions, too, and less of them ([`Reach`], [`SharedRegion::reach`]):
 //! without `CAP_SYS_PTRACE` a forked child has none of its parent's mappings (a touch there ends
@@ -44,7 +45,7 @@ pub enum Say {
     Sequential,
     /// It is touched soon: bring it in.
     WillNeed,
-    /// Nobody wants its contents any more: they are zeros from now on.
+    /// Its contents are no longer wanted: they are zeros from now on.
     Discard,
     /// It goes out first when there is need.
     Cold,
@@ -241,7 +242,7 @@ pub enum RegionError {
         swaptide doctor"
     )]
     Attach,
-    /// Nobody can stand guard.
+    /// There is no thread for the guard.
     #[error("no thread could stand guard for a shared region")]
     Guard,
 }
@@ -276,7 +277,7 @@ impl SharedRegion {
         let _ = unsafe { advise(map.range(), Advice::NoHugePage) };
         let reach = Reach::here().ok_or(RegionError::Attach)?;
         if reach != Reach::Whole {
-            // Nobody would tell of the child, which would find zeros where something is out.
+            // The child would not be reported, and would find zeros where something is out.
             // SAFETY: as above.
             unsafe { advise(map.range(), Advice::DontFork) }.map_err(RegionError::Map)?;
         }
@@ -306,7 +307,7 @@ impl SharedRegion {
         self.memory.as_fd()
     }
 
-    /// Says something of `len` bytes from `start` on. True when the pager has heard it.
+    /// Says something of `len` bytes from `start` on. True when the pager has taken it.
     pub fn say(&self, start: usize, len: usize, what: Say) -> bool {
         let range: VirtRange = self.map.range();
         let end = start.saturating_add(len).min(range.len());
@@ -320,7 +321,7 @@ impl SharedRegion {
     }
 }
 
-/// The process that somebody stands guard for.
+/// The process that has a guard.
 static GUARDED: AtomicU32 = AtomicU32::new(0);
 
 /// In a forked child, before it touches a region: takes over what is needed to notice the pager's

@@ -1,4 +1,4 @@
-//! Whether the kernel gives memory files huge pages that nobody asked for.
+//! Whether the kernel gives memory files huge pages that were not asked for.
 //!
 //! A part of a huge page cannot go out. Where the kernel fails to split one, it clears the part
 //! instead of punching it, and another process could read the zeros before they are overwritten. So

@@ -49,7 +49,7 @@ pub struct PagerStats {
 }
 
 /// The pager. Dropping it brings everything back first; when its process is killed, a process that
-/// has memory swapped in it is stopped by his guard.
+/// has memory swapped in it is stopped by its guard.
 pub struct SharedMemoryPager {
     inner: Arc<Inner>,
     faults: Option<JoinHandle<()>>,

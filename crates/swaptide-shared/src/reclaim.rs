@@ -11,11 +11,11 @@
 //! | store | no | possible writers past page tables are looked for; the pages are read through the memory file and stored |
 //! | punch | held | if nothing changed: what is still `Leaving` is punched out of the file, and the protection is lifted |
 //!
-//! Why no write is lost. From the end of `protect` on no page table entry lets anybody write:
+//! Why no write is lost. From the end of `protect` on no page table entry permits a write:
 //! existing ones are protected, and where there is none a mark stands that makes one which comes
 //! protected. A thread that writes faults; its fault is answered under the lock, which makes the
 //! page `Present`, and then it does not go out. So of a page that is `Leaving` at `punch`,
-//! what was read at `store` is the last that was written, unless somebody had an entry that
+//! what was read at `store` is the last that was written, unless a process had an entry that
 //! `protect` did not reach:
 //!
 //! 1. A forked child: its entries are copies, of protected ones if the fork came later. If it came
@@ -59,7 +59,7 @@ const MAX_BATCH_PAGES: usize = 1024;
 /// Pages that go from compressed memory to the file together.
 const WRITEBACK_BATCH_PAGES: usize = 128;
 
-/// How long nobody waits for room after nothing could go out.
+/// How long no fault waits for room after nothing could go out.
 const FULL_BACKOFF: Duration = Duration::from_millis(20);
 
 /// The thread that makes room, with what it works with.
@@ -74,7 +74,7 @@ struct ReclaimThread {
 /// Pages on their way out.
 struct ReclaimBatch {
     runs: Vec<(RegionId, Range<usize>)>,
-    /// Chunks among them that somebody asked for.
+    /// Chunks among them that a program asked for.
     wanted: Vec<(RegionId, u32)>,
     generation: u64,
 }
@@ -350,7 +350,7 @@ impl ReclaimThread {
         }
     }
 
-    /// Publishes what the keeper and the report ask for.
+    /// Publishes what the memory controller and the report ask for.
     fn tell_use(&self, state: &PagerState) {
         let slot = self.inner.segment.slot(self.inner.index);
         let counts = state.counts();

@@ -28,7 +28,7 @@ pub struct RegionId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum RegionPage {
-    /// Nobody has touched it, or it was given up: zeros.
+    /// It was never touched, or was given up: zeros.
     Absent,
     /// In the memory file.
     Present,
@@ -71,7 +71,7 @@ pub struct RegionChunk {
     pub logged: bool,
     /// It stands among what a program wants out.
     pub wanted: bool,
-    /// It was put at the head of the queue, and nobody has taken it from there since.
+    /// It was put at the head of the queue, and not taken from there since.
     pub ahead: bool,
 }
 
@@ -127,7 +127,7 @@ pub struct Region {
     pub base: u32,
     /// Where faults went.
     pub locality: Locality,
-    /// A process had it mapped once: when nobody has any more, it is gone.
+    /// A process had it mapped once: when none has any more, it is gone.
     pub attached: bool,
     /// Never goes out again: something of it could not be taken out.
     pub kept: bool,

@@ -53,7 +53,7 @@ impl Piece {
     }
 }
 
-/// Pages that a thread is about to map at further addresses, which the pager does not hear of when
+/// Pages that a thread is about to map at further addresses, which the pager is not told of when
 /// a mapping grows in place. What is mapped already may go out meanwhile: the thread may be stopped
 /// for any time.
 #[derive(Clone, Debug)]
@@ -95,7 +95,7 @@ pub struct Space {
     pub broken: bool,
     /// Mappings that threads of it are growing.
     pub holds: Vec<GrowthHold>,
-    /// What was out of its regions has been brought back, because nobody stands guard.
+    /// What was out of its regions has been brought back, because there is no guard.
     pub rescued: bool,
 }
 

@@ -2,9 +2,9 @@
 //!
 //! Owns the regions, the address spaces that have them mapped, and the queue of what goes out next.
 //!
-//! Locks: `state`, held for an answer or a step of reclaim, over system calls that wait for nobody
-//! and, in a swap-in, over reading the file; then the devices' own. Nobody waits for an event with
-//! it. `memories` is taken under it or alone.
+//! Locks: `state`, held for an answer or a step of reclaim, over system calls that wait for no
+//! process and, in a swap-in, over reading the file; then the devices' own. No thread waits for an
+//! event with it. `memories` is taken under it or alone.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::fs::File;
@@ -96,7 +96,7 @@ pub(crate) struct PagerState {
     pub engaged: bool,
     /// Faults that wait for room.
     pub waiting: Vec<(SpaceId, VirtAddr, bool)>,
-    /// Until then nobody waits for room: there was nothing to make it of.
+    /// Until then no fault waits for room: there was nothing to make it of.
     pub stuck_until: Option<Instant>,
     /// Faults that wait for a layout.
     pub held: Vec<(SpaceId, VirtAddr, bool)>,
@@ -303,7 +303,7 @@ impl Inner {
         }
     }
 
-    /// Drops the regions that nobody maps any more.
+    /// Drops the regions that no process maps any more.
     pub(crate) fn forget_unmapped(&self, state: &mut PagerState) {
         let mut mapped: HashSet<RegionId> = HashSet::new();
         for space in state.spaces.values() {

@@ -45,8 +45,8 @@ pub(crate) struct FaultSite {
 }
 
 impl Inner {
-    /// Brings everything back that an address space may need which nobody stands guard for, or
-    /// whose faults somebody else answers.
+    /// Brings everything back that an address space may need which has no guard, or
+    /// whose faults another userfaultfd answers.
     pub(crate) fn rescue(&self, state: &mut PagerState, id: SpaceId) {
         let regions: Vec<RegionId> = match state.spaces.get_mut(&id) {
             Some(space) => {

@@ -105,8 +105,8 @@ struct Figures {
 }
 
 impl Figures {
-    /// Called by the holder of the state's lock, so stores do not race. Nobody concludes anything
-    /// else from them: relaxed.
+    /// Called by the holder of the state's lock, so stores do not race. Nothing else is
+    /// concluded from them: relaxed.
     fn note(&self, state: &ZramState) {
         self.pool_bytes.store(state.pool.resident_bytes(), Ordering::Relaxed);
         self.populated.store(state.pool.populated(), Ordering::Relaxed);
@@ -320,8 +320,8 @@ impl Zram {
     }
 
     /// Appends the bytes of a page that is worth compressing again: one of lz4 that was not
-    /// [settled](Self::replace_recompressed) before. What belongs to nobody, or to another slot, is
-    /// not. Where `out` has room for a page it is not reallocated.
+    /// [settled](Self::replace_recompressed) before. What belongs to no slot, or to another slot,
+    /// is not. Where `out` has room for a page it is not reallocated.
     pub fn not_recompressed(&self, slot: Slot, out: &mut Vec<u8>) -> bool {
         out.reserve(PAGE_SIZE);
         let state = self.state.lock();

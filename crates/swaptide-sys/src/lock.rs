@@ -1,6 +1,6 @@
 //! A mutex over one word, and the futex calls it is made of.
 //!
-//! The word is 0 (free), 1 (held) or 2 (held, and somebody may sleep). The lock keeps no owner and
+//! The word is 0 (free), 1 (held) or 2 (held, and a thread may sleep). The lock keeps no owner and
 //! no thread-local, so it works on threads libc does not know, and a forked child can free a lock
 //! whose holder exists only in the parent ([`Lock::force_unlock`]).
 //!
@@ -88,12 +88,12 @@ impl<T: ?Sized> Lock<T> {
             .map(|_| Guard { lock: self })
     }
 
-    /// Whether somebody holds the lock at this moment: for assertions and statistics only.
+    /// Whether a thread holds the lock at this moment: for assertions and statistics only.
     pub fn is_locked(&self) -> bool {
         self.word.load(Ordering::Relaxed) != FREE
     }
 
-    /// The value, without locking: the exclusive borrow proves nobody else has it.
+    /// The value, without locking: the exclusive borrow proves that no other thread has it.
     pub fn get_mut(&mut self) -> &mut T {
         self.value.get_mut()
     }
@@ -112,7 +112,7 @@ impl<T: ?Sized> Lock<T> {
     ///
     /// # Safety
     /// No thread of this process holds the lock: it was taken by a thread of the parent that the
-    /// fork did not copy, and the value is whole or will be made so before anybody uses it.
+    /// fork did not copy, and the value is whole or will be made so before it is used.
     pub unsafe fn force_unlock(&self) {
         self.word.store(FREE, Ordering::Release);
     }
@@ -329,6 +329,6 @@ mod tests {
             futex::wake(&word, u32::MAX, futex::Scope::Shared);
             sleeper.join().unwrap();
         });
-        assert_eq!(futex::wake(&word, 1, futex::Scope::Private), 0, "nobody is left");
+        assert_eq!(futex::wake(&word, 1, futex::Scope::Private), 0, "no thread is left");
     }
 }

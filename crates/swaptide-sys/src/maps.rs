@@ -495,7 +495,7 @@ mod tests {
         let whole = Mapping::reserve(7 * PAGE_SIZE).unwrap();
         let map = VirtRange::from_len(whole.range().start.offset(PAGE_SIZE), 5 * PAGE_SIZE);
         for end in [whole.range().start, map.end] {
-            // SAFETY: nobody uses the page.
+            // SAFETY: the page is not used.
             unsafe { crate::mem::protect(VirtRange::from_len(end, PAGE_SIZE), false).unwrap() };
         }
         let inside = map.start.offset(PAGE_SIZE);

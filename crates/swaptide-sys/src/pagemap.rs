@@ -117,7 +117,7 @@ impl Pagemap {
     /// hold.
     ///
     /// `UFFDIO_MOVE` may have moved more pages than it reports when it stops early (6.18 forgets a
-    /// batch in some retries): the side that nobody else touches tells.
+    /// batch in some retries): the side that nothing else touches tells.
     pub fn leading(&self, range: VirtRange, there: bool) -> Result<usize, Errno> {
         let (mut edge, mut first) = (range.start, range.end);
         self.runs(range, |run| {
@@ -343,7 +343,7 @@ mod tests {
         let map = Mapping::reserve(8 * PAGE_SIZE).unwrap();
         pages(&map, &[0, 1, 2, 3, 6]);
         let guard = VirtRange::from_len(map.range().start.offset(2 * PAGE_SIZE), 2 * PAGE_SIZE);
-        // SAFETY: this test's own memory; what the advice discards is wanted by nobody.
+        // SAFETY: this test's own memory; what the advice discards is not needed.
         let installed =
             unsafe { syscall!(k::__NR_madvise, guard.start.0, guard.len(), k::MADV_GUARD_INSTALL) };
         let pagemap = Pagemap::open_self().unwrap();

@@ -72,7 +72,7 @@ pub struct Tracee(u32);
 /// If the calling thread ends without letting them go, they are killed.
 ///
 /// # Errors
-/// `EPERM` where that is not permitted, or somebody else follows it.
+/// `EPERM` where that is not permitted, or it has another tracer.
 pub fn seize(tid: u32) -> Result<Tracee, Errno> {
     let tracee = Tracee(tid);
     let options = p::PTRACE_O_TRACEFORK | p::PTRACE_O_TRACEEXEC | p::PTRACE_O_EXITKILL;

@@ -157,7 +157,7 @@ fn socket() -> Result<OwnedFd, Errno> {
 pub struct Listener(OwnedFd);
 
 impl Listener {
-    /// Listens under `name`; `EADDRINUSE` when somebody else does.
+    /// Listens under `name`; `EADDRINUSE` when another socket does.
     pub fn bind_abstract(name: &[u8]) -> Result<Listener, Errno> {
         Listener::bind(&SocketAddrUnix::new_abstract_name(name)?)
     }

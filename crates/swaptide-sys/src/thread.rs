@@ -72,10 +72,10 @@ pub unsafe fn spawn_engine_thread(
     let stack = stack.max(16 << 10).checked_next_multiple_of(PAGE_SIZE).ok_or(Errno::NOMEM)?;
     let len = stack.checked_add(PAGE_SIZE + TLS_BYTES + PAGE_SIZE).ok_or(Errno::NOMEM)?;
     let memory = Mapping::reserve(len)?;
-    // SAFETY: the lowest page of a mapping nobody uses yet.
+    // SAFETY: the lowest page of a mapping that is not used yet.
     unsafe { mem::protect(VirtRange::from_len(memory.range().start, PAGE_SIZE), false)? };
     let stack_top = memory.range().start.offset(PAGE_SIZE + stack);
-    // SAFETY: the area above the stack is mapped, zeroed and used by nobody yet.
+    // SAFETY: the area above the stack is mapped, zeroed and not used yet.
     let thread_pointer = unsafe { arch::prepare_tls(stack_top.offset(TLS_BYTES).as_ptr()) };
 
     let flags = k::CLONE_VM
@@ -130,7 +130,7 @@ mod arch {
     /// Fills the thread control page; gives the thread pointer. Thread-locals lie below it.
     ///
     /// # Safety
-    /// `tls..control` and one page from `control` are zeroed memory nobody uses.
+    /// `tls..control` and one page from `control` are zeroed memory that is not used.
     pub unsafe fn prepare_tls(control: *mut u8) -> usize {
         let words = control.cast::<usize>();
         let at = control.expose_provenance();
@@ -316,7 +316,7 @@ fn kill_after(time: Duration) {
 /// of its own: the program's is found in /proc.
 ///
 /// The write cannot keep the process from ending. On a full pipe it fails (`O_NONBLOCK`). On a file
-/// it may wait for the inode lock, whose holder may wait for a page that nobody brings in any more:
+/// it may wait for the inode lock, whose holder may wait for a page that is never brought in:
 /// after `ABORT_WRITE_TIMEOUT` the kernel ends the process by `SIGKILL`, which also frees that
 /// lock.
 pub fn abort_with(msg: &[&[u8]]) -> ! {
@@ -333,7 +333,7 @@ pub fn abort_with(msg: &[&[u8]]) -> ! {
     let flags =
         OFlags::WRONLY | OFlags::APPEND | OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::NONBLOCK;
     kill_after(ABORT_WRITE_TIMEOUT);
-    // A failure has nobody left to be told.
+    // There is no thread left that could be told of a failure.
     if let Ok(stderr) = rustix::fs::open(c"/proc/self/fd/2", flags, rustix::fs::Mode::empty()) {
         let _ = rustix::io::write(&stderr, &line[..len + 1]);
     }

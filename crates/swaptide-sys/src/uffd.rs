@@ -228,7 +228,7 @@ impl Uffd {
     /// one VMA. A page that is shared copy-on-write or pinned answers `EBUSY`.
     ///
     /// # Safety
-    /// The pages at `src` leave it: nobody may rely on them there, and `dst` must be memory the
+    /// The pages at `src` leave it: no code may rely on them there, and `dst` must be memory the
     /// caller may fill.
     pub unsafe fn move_pages(
         &self,

@@ -136,7 +136,7 @@ fn a_child_of_a_followed_thread_begins_where_it_is_told_while_its_parent_stands_
     assert_eq!(status_of(pid), 43 << 8, "the parent ends with its child's word");
 }
 
-/// Fact 4. The program runs as if nobody had followed it.
+/// Fact 4. The program runs as without a tracer.
 #[test]
 fn a_followed_thread_that_executes_a_program_stops_before_that_runs() {
     let (pid, go) = forking_child(
@@ -225,5 +225,5 @@ fn both_are_killed_with_the_one_who_follows() {
         }
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
-    panic!("{numbers:?} go on without the one who followed");
+    panic!("{numbers:?} continue without their tracer");
 }

@@ -45,7 +45,7 @@ fn byte(addr: VirtAddr) -> u8 {
 
 /// The application's descriptor (with events) and the staging one (without), as the engine has
 /// them. To be declared after the memory it serves, and so closed before: unmapping registered
-/// memory waits for the reader of events, which in a test that ends, or fails, is nobody.
+/// memory waits for the reader of events, which a test that ends, or fails, does not have.
 fn two() -> (Uffd, Uffd) {
     let events = Features::EVENT_FORK
         | Features::EVENT_REMAP
@@ -88,7 +88,8 @@ fn pages_go_out_and_come_back() {
         app.register_missing(a.range()).unwrap();
         staging.register_missing(s.range()).unwrap();
         for _ in 0..3 {
-            // SAFETY: both mappings are this test's own; nobody reads `a` while its pages are away.
+            // SAFETY: both mappings are this test's own; nothing reads `a` while its pages are
+            // away.
             let out =
                 unsafe { staging.move_pages(s.range().start, a.range().start, a.len(), PLAIN) };
             assert_eq!(out, all_done(a.len()));
@@ -262,7 +263,7 @@ fn coverage_tells_how_a_range_stands() {
         // A hole in the middle: its event is unread at first.
         let hole = page(&a, 5);
         std::thread::scope(|scope| {
-            // SAFETY: the page is this test's own and used by nobody any more.
+            // SAFETY: the page is this test's own and no longer used.
             let unmapper = scope.spawn(move || unsafe { mem::unmap(hole) });
             while poll_readable(&[app.as_fd()], Some(Duration::from_secs(90))).unwrap() == 0 {}
             assert_eq!(app.coverage(page(&a, 0)), Coverage::Changing);
@@ -384,7 +385,7 @@ fn a_forked_child_is_served_through_its_own_descriptor() {
     });
 }
 
-/// A fork descriptor nobody decoded is closed with its message, not leaked.
+/// A fork descriptor that was not decoded is closed with its message, not leaked.
 #[test]
 fn an_undecoded_fork_message_closes_its_descriptor() {
     in_child("an_undecoded_fork_message_closes_its_descriptor", || {

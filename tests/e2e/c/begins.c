@@ -1,4 +1,4 @@
-/* Memory that is there all at once, before anybody has looked: one large mapping, filled by three
+/* Memory that is there all at once, before anything has looked: one large mapping, filled by three
  * threads or by the kernel. MODE reserve (MAP_NORESERVE), plain, populate (MAP_POPULATE) or advise
  * (MADV_POPULATE_WRITE). */
 #include "common.h"

@@ -1,5 +1,5 @@
-/* A static array of 300 MiB: memory of the program's own file mapping's tail, which nobody mapped
- * by a call. */
+/* A static array of 300 MiB: memory of the program's own file mapping's tail, which no call
+ * mapped. */
 #include "common.h"
 
 #define MOST (300ul << 20)

@@ -70,7 +70,7 @@ TEST(rt_sigprocmask) {
     out();
     answer("wait", syscall(SYS_rt_sigtimedwait, set, info, limit, 8));
     say(" signo=%d mine=%d", info->si_signo, info->si_pid == getpid());
-    /* One that nobody sends. */
+    /* One that is never sent. */
     limit->tv_sec = 0;
     limit->tv_nsec = 1000000;
     out();

@@ -40,8 +40,8 @@ static void *writes(void *x) {
     }
 }
 
-/* The child of a process that is killed: nobody can bring back what is out of a memory that lives
- * on, and what the child has not got yet. */
+/* The child of a process that is killed: what is out of its memory, which lives on, cannot be
+ * brought back, nor what the child has not got yet. */
 static void outlive(struct way *way) {
     pid_t parent = getppid();
     /* The parent's engine has heard of the child by then. */

@@ -54,7 +54,7 @@ int main(int count, char **words) {
         MUST(pthread_create(&threads[i], NULL, read_own, (void *)(uintptr_t)i) == 0);
     MUST(pthread_create(&threads[THREADS], NULL, beat, NULL) == 0);
     usleep((useconds_t)(given.seconds * 5e5));
-    /* Past libc, nobody tells the engine before: the child gets everything at once, which takes
+    /* Past libc, the engine is not told before: the child gets everything at once, which takes
      * seconds. */
     int raw = given.mode && strcmp(given.mode, "raw") == 0;
     for (int turn = 0; turn < (given.mode ? raw ? 4 : 12 : 0); turn++) {

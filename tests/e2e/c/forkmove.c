@@ -29,7 +29,7 @@ static int is_mapped(const unsigned char *at) {
     return mincore((void *)at, PAGE, &one) == 0;
 }
 
-/* The page is what it must be, or belongs to nobody: then its first word is that of what stood in
+/* The page is what it must be, or is no thread's: then its first word is that of what stood in
  * the way. */
 static int holds(size_t block, const unsigned char *at) {
     return *(const volatile uint64_t *)at == word_of(key(block, 0), 0);
@@ -127,8 +127,8 @@ static void *forker(void *argument) {
         if (WIFSIGNALED(status)) die("a child was ended by signal %d", WTERMSIG(status));
         if (WEXITSTATUS(status) != 0) die("a child's exit status is %d", WEXITSTATUS(status));
         atomic_fetch_add(&forked, 1);
-        /* Each of these children is given all it has: without a pause nobody else comes to
-         * anything. */
+        /* Each of these children is given all it has: without a pause no other thread gets
+         * anywhere. */
         if (strcmp(given.mode, "raw") == 0) usleep(100000);
     }
     return NULL;

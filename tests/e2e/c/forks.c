@@ -279,7 +279,7 @@ static void closefds(void) {
     }
 }
 
-/* A mapping grows, in place or by moving, and nobody touches the new part before a child does. */
+/* A mapping grows, in place or by moving, and the new part is not touched before a child does. */
 static void grown(void) {
     const size_t block = 256;
     size_t pages = block;
@@ -335,7 +335,7 @@ static void left(void) {
         MUST(moved != MAP_FAILED);
         unsigned char *again = NULL;
         if (round % 2) {
-            /* What was left moves on before anybody has touched it. */
+            /* What was left moves on before it was touched. */
             again = mremap(at, block * PAGE, block * PAGE, MREMAP_MAYMOVE | MREMAP_DONTUNMAP, NULL);
             MUST(again != MAP_FAILED);
         }
@@ -410,7 +410,7 @@ static void *warden(void *argument) {
 static unsigned char *ward;
 
 /* What the program pages by itself, behind a mapping that swaptide will manage. Before anything is
- * managed: who comes second may not register. */
+ * managed: the second one may not register. */
 static void take_ward(void) {
     static int fd;
     ward = map(2 * WARD * PAGE) + WARD * PAGE;

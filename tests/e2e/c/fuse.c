@@ -27,7 +27,7 @@ static void reply(int fd, const struct fuse_in_header *in, int error, const void
     struct fuse_out_header out = {
         .len = (uint32_t)(sizeof out + (error ? 0 : len)), .error = error, .unique = in->unique};
     struct iovec parts[2] = {{&out, sizeof out}, {(void *)(uintptr_t)body, len}};
-    /* An interrupted request is wanted by nobody. */
+    /* The answer to an interrupted request is not wanted. */
     if (writev(fd, parts, error || len == 0 ? 1 : 2) < 0 && errno != ENOENT)
         die("answering: %s", strerror(errno));
 }

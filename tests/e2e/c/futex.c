@@ -233,7 +233,7 @@ static void raw_operations(unsigned char *area) {
     MUST(futex((uint32_t *)(area + 2), FUTEX_LOCK_PI, 0, 0, NULL, 0) == -1 && errno == EINVAL);
 }
 
-/* Several threads take a PI lock that nobody has used, at once: none is told that the futex is no
+/* Several threads take a PI lock that was never used, at once: none is told that the futex is no
  * PI one. */
 enum { FRESH = 200, TAKERS = 4 };
 static unsigned char *fresh;
@@ -436,7 +436,7 @@ static void *with_list(void *how) {
     if (way == CANCELLED) {
         MUST(pthread_cancel(pthread_self()) == 0);
         pthread_testcancel();
-        die("a cancelled thread goes on");
+        die("a cancelled thread continues");
     }
     return NULL;
 }

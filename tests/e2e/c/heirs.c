@@ -1,6 +1,6 @@
 /* heirs MB SECONDS SEED MODE: a forked child has what its parent had, whatever the supervisor can
- * see of it. The parent rewrites all of its own twice, so that extents which nobody is taken to
- * hold are written again; then the child verifies.
+ * see of it. The parent rewrites all of its own twice, so that extents which no process is taken
+ * to hold are written again; then the child verifies.
  *
  * crowd    there are too many processes for the supervisor to have a descriptor for the child
  * number   the child has the number of one that has just ended, of which the supervisor has not

@@ -107,7 +107,7 @@ static int deputy(uint32_t victim) {
     char *at = segment(&length);
     size_t own = slot_of(at, getpid());
     if (!own) die("it has no slot");
-    /* A slot that nobody has, below the last one that anybody ever had. */
+    /* A free slot, below the last one that was ever taken. */
     size_t end = offset("SEGMENT_SLOTS_END"), next = own + 8 * offset("SEGMENT_SLOT");
     if (*word(at, end) < 16) *word(at, end) = 16;
     *word(at, next + 12) = 0;
@@ -278,7 +278,7 @@ static int requests(int rounds, uint64_t seed) {
             if (silent[i % 8] >= 0) close(silent[i % 8]);
             silent[i % 8] = s;
             continue;
-        case 1: /* by somebody else */
+        case 1: /* by another process */
             if (fork() == 0) {
                 sendmsg(s, &header, MSG_NOSIGNAL);
                 int fd = answer(s);
@@ -364,7 +364,7 @@ static int fill(size_t megabytes, int ignore) {
     return 0;
 }
 
-/* Where the child of `born` must not begin, at an address that everybody knows: code, and a stack
+/* Where the child of `born` must not begin, at a well-known address: code, and a stack
  * behind it. */
 #define ELSEWHERE 0x200000000ul
 #define ELSEWHERE_STACK (ELSEWHERE + (1 << 16) - 256)
@@ -382,7 +382,7 @@ static int follow(const char *program) {
         die("connect: %s", strerror(errno));
     char reply[8];
     puts(recv(s, reply, sizeof reply, 0) == 1 ? "followed" : "refused");
-    /* Who hangs up is let go. */
+    /* A process whose connection ends is released. */
     fcntl(s, F_SETFD, 0);
     execl(program, program, "born", NULL);
     return 2;

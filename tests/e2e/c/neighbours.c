@@ -38,7 +38,7 @@ int main(int count, char **words) {
             size_t resident = 0;
             for (size_t page = 0; page < PAGES; page++) resident += present[page] & 1;
             if (resident > PAGES / 4)
-                die("%zu of %d pages that nobody touched stayed in memory", resident, PAGES);
+                die("%zu of %d untouched pages stayed in memory", resident, PAGES);
         }
         /* Missing now; and then there is time for it to go out. */
         MUST(madvise(base + WIPED * PAGE, 2 * PAGE, MADV_DONTNEED) == 0);

@@ -73,7 +73,7 @@ static void dropped(void) {
         }
         await(child, 0, "dropped");
     }
-    check(0, given.pages, 1, 1, "in the parent of who dropped its rights");
+    check(0, given.pages, 1, 1, "in the parent of the one that dropped its rights");
 }
 
 /* The first thread ends before the process does; raw ends of threads, which libc does not see. */

@@ -120,7 +120,7 @@ static void engage(void) {
     if (getenv("SWAPTIDE_SOCKET") || getenv("LD_PRELOAD")) MUST(managed);
 }
 
-/* Has a range taken out, where somebody does that. Gives the pages that stay. */
+/* Has a range taken out, where there is an engine. Gives the pages that stay. */
 static size_t out(unsigned char *at, size_t pages) {
     size_t stay = pages;
     for (int i = 0; managed && i < 60 && stay > 0; i++) {
@@ -479,7 +479,7 @@ static void moves_apart(int advice, int absent) {
             MUST((step == 1) == (at == old));
             fill(at + pages * PAGE, more, 22);
             if (bar) MUST(munmap(bar, PAGE) == 0);
-            /* New memory of the program's: somebody looks. */
+            /* New memory of the program's: the engine looks. */
             unsigned char *others = malloc(3 << 20);
             memset(others, 1, 3 << 20);
             usleep(200000);
@@ -520,7 +520,7 @@ static void *page_in(void *given_pager) {
         fill_page(page, key_of(given.seed, at, 20));
         struct uffdio_copy copy = {
             .dst = (uintptr_t)pager->base + at * PAGE, .src = (uintptr_t)page, .len = PAGE};
-        /* Before the copy, which wakes who looks at the count. */
+        /* Before the copy, which wakes the thread that looks at the count. */
         atomic_fetch_add(&pager->served, 1);
         MUST(ioctl(pager->fd, UFFDIO_COPY, &copy) == 0 || errno == EEXIST);
     }

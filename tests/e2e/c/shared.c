@@ -200,8 +200,8 @@ static void changes_until_end(unsigned worker, uint64_t *random) {
             break;
         }
         case 3: {
-            /* The whole mapping moves to and fro. Nobody else may take the place that it leaves; if
-             * somebody was faster it moves no more. */
+            /* The whole mapping moves to and fro. No other mapping may take the place that it
+             * leaves; if one was faster it moves no more. */
             if (!may_move) break;
             void *moved = mremap((void *)region, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED,
                                  places[at_home]);
@@ -248,7 +248,7 @@ static void changes(void) {
         children[worker] = worker_process(worker, changes_until_end);
     children[2] = worker_process(2, until_end);
     for (unsigned i = 0; i < 3; i++) await(children[i], "changes");
-    /* Given up for good: zeros for everybody. */
+    /* Given up for good: zeros for all. */
     check_all();
     size_t from = given.pages / 4, to = given.pages / 2;
     MUST(madvise((char *)region + from * PAGE, (to - from) * PAGE, MADV_REMOVE) == 0);
@@ -460,7 +460,7 @@ static void removes(void) {
     MUST(madvise((char *)last + 1, PAGE, MADV_REMOVE) == -1 && errno == EINVAL);
 }
 
-/* A process is stopped at any moment of a call that grows its mapping: others go on. */
+/* A process is stopped at any moment of a call that grows its mapping: others continue. */
 static void stopped(void) {
     volatile uint64_t *walked =
         mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -493,7 +493,7 @@ static void stopped(void) {
             if (now() > late) {
                 kill(mover, SIGKILL);
                 kill(walker, SIGKILL);
-                die("one process is stopped, and another one does not go on");
+                die("one process is stopped, and another one does not continue");
             }
             usleep(1000);
         }

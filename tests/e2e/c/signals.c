@@ -1,6 +1,6 @@
 /* Signal handlers over swapped memory. A timer's handler reads and verifies pages, on an alternate
  * stack that is swapped itself; a SIGSEGV handler opens PROT_NONE pages that are swapped out, and
- * the access that faulted goes on. */
+ * the access that faulted continues. */
 #include "common.h"
 #include <signal.h>
 #include <sys/time.h>

@@ -57,7 +57,7 @@ enum { BUFFER = 64 }; /* pages */
 
 static struct thread threads[THREADS];
 static size_t working = THREADS;
-/* Forks that find everybody at rest hold it for writing. */
+/* Forks that find all threads at rest hold it for writing. */
 static pthread_rwlock_t world = PTHREAD_RWLOCK_INITIALIZER;
 static atomic_int children;
 

@@ -72,7 +72,8 @@ pub(crate) fn follow(engine: &Engine) -> bool {
 
 fn take() -> Option<Conn> {
     let number = Some(TRACER_CONN.swap(NONE, AcqRel)).filter(|number| *number != NONE)?;
-    // SAFETY: opened by `follow` in this thread's table, or its parent's, and owned by nobody else.
+    // SAFETY: opened by `follow` in this thread's table, or its parent's, and owned by nothing
+    // else.
     Some(Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) }))
 }
 
@@ -101,7 +102,7 @@ extern "C" fn begin() {
 /// fork(2) has left.
 ///
 /// # Safety
-/// Begun by nobody else, with the stack at [`ChildTrampoline::words`].
+/// Begun by the supervisor alone, with the stack at [`ChildTrampoline::words`].
 #[unsafe(naked)]
 unsafe extern "C" fn entry() {
     core::arch::naked_asm!(

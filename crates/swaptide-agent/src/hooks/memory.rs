@@ -79,8 +79,8 @@ pub unsafe extern "C" fn posix_madvise(addr: *mut c_void, len: usize, advice: c_
 
 /// Maps memory as asked; what is private and anonymous and large (where small mappings are managed
 /// and room is short, whatever its size: [`swaptide_engine::memcg::small`]) is under management
-/// before the program has it. Filling it at once would make all of it memory before anybody could
-/// manage it, so that is left out: it is only a wish.
+/// before the program has it. Filling it at once would make all of it memory before it could be
+/// managed, so that is left out: it is only a wish.
 fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: usize) -> isize {
     // SAFETY: the arguments are the program's own; whatever the call does is what the program asked
     // for.

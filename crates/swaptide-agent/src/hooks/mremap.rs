@@ -126,7 +126,7 @@ pub(crate) fn wait_for_events(at: usize) {
     }
 }
 
-/// Whether somebody would have to wait in [`wait_for_events`].
+/// Whether a caller would have to wait in [`wait_for_events`].
 pub(crate) fn matter() -> bool {
     let managed = if crate::seccomp::is() {
         crate::process::engine_without_calls()
@@ -211,7 +211,7 @@ fn in_pieces(
             return word;
         }
     }
-    // Reserved, so that nobody else's mapping comes in between the pieces.
+    // Reserved, so that no other mapping comes in between the pieces.
     let place = if flags & MREMAP_FIXED != 0 { [to, MAP_FIXED] } else { [0, 0] };
     // SAFETY: without MAP_FIXED the kernel chooses free addresses; with it the program has named
     // them to be mapped over.

@@ -116,7 +116,7 @@ const PRIVATE: usize = 0x80;
 /// Times an operation is made again that fails with `EFAULT`. Each finds the page in memory, unless
 /// it went out again within microseconds; memory that is not the caller's fails each time.
 const MAX_TRIES: usize = 64;
-/// Most pages pinned for futexes that are used by raw system calls; nobody says when they end.
+/// Most pages pinned for futexes that are used by raw system calls; their end is not known.
 const RAW_PAGES: usize = 4096;
 static RAW_PINNED: AtomicUsize = AtomicUsize::new(0);
 
@@ -176,11 +176,11 @@ pub(crate) fn futex(a: [usize; 6]) -> isize {
 
 /// Has the page of a futex word in memory, by an operation that only reads it: one that the program
 /// may use where it may use the other. A wait of no time would read it as well, but be a waiter for
-/// a moment, whom others' operations on a PI futex answer with `EINVAL`, and whom a wake-up may be
-/// spent on. A requeue of nobody queues nobody. False if the word cannot be read.
+/// a moment, for which others' operations on a PI futex answer with `EINVAL`, and on which a
+/// wake-up may be spent. A requeue of no waiter queues none. False if the word cannot be read.
 fn fetch(word: usize, operation: usize) -> bool {
     const CMP_REQUEUE: usize = 4;
-    // SAFETY: the kernel reads the word; nobody is woken and nobody requeued.
+    // SAFETY: the kernel reads the word; no waiter is woken or requeued.
     let result = unsafe {
         syscall6(SYS_FUTEX as u32, [word, CMP_REQUEUE | operation & PRIVATE, 0, 0, word, 0])
     } as isize;

@@ -300,7 +300,7 @@ mod tests {
         let (end, ends) = std::sync::mpsc::channel::<()>();
         let thread = std::thread::spawn(move || {
             pin_for_thread(page(3, 1) * PAGE_SIZE, 8, gettid());
-            told.send(()).expect("somebody waits");
+            told.send(()).expect("a thread waits");
             let _ = ends.recv();
         });
         tid.recv().expect("the thread says so");

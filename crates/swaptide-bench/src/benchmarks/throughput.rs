@@ -48,7 +48,7 @@ fn note_cut_short(report: &mut BenchReport, peers: &[KernelPeer], job: &Workload
     );
 }
 
-/// All phases of a job whose data does not fit compressed memory, so that it goes on to a file:
+/// All phases of a job whose data does not fit compressed memory, so that it is written to a file:
 /// the kernel's zswap may take a hundredth of the machine's memory, which is the least that it
 /// can be told.
 pub(crate) fn pressure(session: &Session<'_>) -> Result<BenchReport, Failed> {

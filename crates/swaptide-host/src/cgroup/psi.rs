@@ -17,7 +17,7 @@ const WINDOWS: [f64; 3] = [10.0, 60.0, 300.0];
 /// program from one that waits.
 const OWN_WINDOW: Duration = Duration::from_secs(1);
 
-/// A part of the time, 0 to 1, in which somebody waited.
+/// A part of the time, 0 to 1, in which a thread waited.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TimeShare(f64);
 
@@ -57,7 +57,7 @@ pub struct Pressure {
 }
 
 impl Pressure {
-    /// Takes in `elapsed` more, in which somebody waited for `part` of the time.
+    /// Takes in `elapsed` more, in which a thread waited for `part` of the time.
     pub(crate) fn follow(&mut self, part: TimeShare, elapsed: Duration) {
         for (average, window) in self.averages.iter_mut().zip(WINDOWS) {
             *average = average.over(part, elapsed, window);
@@ -65,7 +65,7 @@ impl Pressure {
         self.total_s += part.0 * elapsed.as_secs_f64();
     }
 
-    /// Seconds in which somebody waited, since the group was made.
+    /// Seconds in which a thread waited, since the group was made.
     pub(crate) fn total_s(&self) -> f64 {
         self.total_s
     }

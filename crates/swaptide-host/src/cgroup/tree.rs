@@ -3,12 +3,12 @@
 //!
 //! Owns the tiers, the tree of groups, and what is known of each. A group's number is its place in
 //! the segment's table ([`swaptide_ipc::groups`]), which this module keeps up to date. What a group
-//! may have of memory is carried out by the keeper.
+//! may have of memory is carried out by the controller.
 //!
 //! Invariants
 //! 1. A group's parent exists. The root is number 0 and never goes.
 //! 2. Effective masks, and the masks over areas that follow from them, are computed when tiers,
-//!    areas or groups change; nobody computes them to allocate.
+//!    areas or groups change, not to allocate.
 //! 3. A change of several settings is made whole or not at all.
 //! 4. Usage and events of a group are those of the processes in it and in all groups below it.
 //!
@@ -103,7 +103,7 @@ pub struct Group {
     pub parent: Option<GroupIndex>,
     /// What it may have.
     pub settings: Settings,
-    /// The user that made it, who may change it; so may root.
+    /// The user that made it and may change it; so may root.
     pub owner: u32,
     effective: TierMask,
     usage: GroupUsage,
@@ -271,7 +271,7 @@ impl GroupTree {
         parent
     }
 
-    /// Removes a group that nobody is in; its events stay with its parent.
+    /// Removes a group without processes; its events stay with its parent.
     ///
     /// # Errors
     /// [`GroupError::NotFound`], [`GroupError::Busy`].

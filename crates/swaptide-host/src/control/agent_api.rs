@@ -3,7 +3,7 @@
 //! Owns the listener, the clients that have not asked yet, and the answers to [`Request`]s: a byte
 //! in, the same byte and a descriptor out, both hang up. A process that does not descend from the
 //! supervisor gets nothing (see [`crate::control::peer`]). What concerns one process is given for
-//! the asking process alone. A client that says nothing keeps nobody waiting.
+//! the asking process alone. A client that says nothing keeps no other waiting.
 //!
 //! Locks: the list of connections that are being made, for a look or a change.
 
@@ -99,7 +99,7 @@ struct Waiting {
 }
 
 impl AgentServer {
-    /// Opens the socket under a name that nobody can guess.
+    /// Opens the socket under a name that cannot be guessed.
     ///
     /// # Errors
     /// What the kernel answers.
@@ -131,7 +131,7 @@ impl AgentServer {
         &self.name
     }
 
-    /// What becomes readable when somebody waits to be served.
+    /// What becomes readable when a client waits to be served.
     pub(crate) fn awaited(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.waiting.iter().map(|waiting| waiting.client.as_fd())
     }
@@ -145,7 +145,7 @@ impl AgentServer {
     }
 
     /// Serves all requests; returns the processes that asked for the segment. Waits
-    /// for nobody.
+    /// for none.
     pub fn serve(
         &mut self,
         segment: &OwnedFd,
@@ -222,7 +222,7 @@ impl AgentServer {
         let pid = peer.pid;
         let own_user = peer.is_of(rustix::process::geteuid().as_raw(), sender);
         let request = Request::from_byte(message[0])?;
-        // What it has sent may be held for the dead, for whom alone it is.
+        // A process that has ended may only ask that what it has sent is held for it.
         if request != Request::Hold && !peer.lives() {
             return None;
         }

@@ -17,8 +17,8 @@ use crate::report::totals::View;
 use crate::swap::areas::AreaView;
 use crate::swap::spec;
 
-/// The runs of this user, by the process that the user started, in ascending order. Doors that were
-/// left behind are removed.
+/// The runs of this user, by the process that the user started, in ascending order. Sockets that
+/// were left behind are removed.
 ///
 /// # Errors
 /// [`ControlError::Directory`].

@@ -26,7 +26,8 @@
 //! 2. The forking thread stands still until its child's memory is armed, or the child is gone.
 //! 3. If the supervisor is killed meanwhile, both are: neither continues with zeros.
 //! 4. A child that has not armed its memory after `REGISTER_TIMEOUT` is killed, and its parent
-//!    continues. Time in which it is stopped does not count, nor time in which nobody looked.
+//!    continues. Time in which it is stopped does not count, nor time in which it was not looked
+//!    at.
 //! 5. No thread is traced in a run whose supervisor did not decide to follow forks before its
 //!    program began ([`TracedForks::new`]). A word of the shared segment does not count.
 //! 6. A thread is traced only if this user may trace it without `CAP_SYS_PTRACE`: the capability is
@@ -136,7 +137,7 @@ pub(crate) fn is_permitted() -> Result<(), Errno> {
     };
     let followed = seize(child);
     crate::signals::send(child, libc::SIGKILL);
-    // SAFETY: the child of this function is waited for by nobody else; no status is wanted.
+    // SAFETY: the child of this function is waited for here alone; no status is wanted.
     unsafe { libc::waitpid(child as i32, std::ptr::null_mut(), libc::__WALL) };
     followed.map(drop)
 }
@@ -458,7 +459,7 @@ mod tests {
         }
         let permitted = is_permitted();
         let mut status = 0;
-        // SAFETY: the status is a local word. There is no child, so nobody's is taken.
+        // SAFETY: the status is a local word. There is no child, so none is taken.
         let left = unsafe { libc::waitpid(-1, &mut status, libc::WNOHANG | libc::__WALL) };
         let why = std::io::Error::last_os_error();
         assert_eq!((left, why.raw_os_error()), (-1, Some(libc::ECHILD)), "a child is left");

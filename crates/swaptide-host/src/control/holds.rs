@@ -14,9 +14,9 @@
 //! | its end | the engine's threads are gone | it is released when no thread has SIGKILL pending |
 //!
 //! A process ends, or executes another program, by a SIGKILL pending for each of its threads. A
-//! thread that is in a system call keeps it pending until it has left that. So nobody copies when
-//! no thread has it pending. The check is also what lets execve continue: its thread may meet a
-//! missing page of the old memory (the list of robust mutexes) when no other thread exists.
+//! thread that is in a system call keeps it pending until it has left that. So no thread copies
+//! when no thread has it pending. The check is also what lets execve continue: its thread may meet
+//! a missing page of the old memory (the list of robust mutexes) when no other thread exists.
 //!
 //! Another process may run on the same memory, as the child of a vfork does. So a userfaultfd that
 //! is released is not closed but goes to [`Orphans`], until the memory is gone.

@@ -1,7 +1,7 @@
 //! Memory whose process has ended while another process still runs on it: the child of a vfork
 //! whose parent was killed, or one that was made with `CLONE_VM` past libc.
 //!
-//! Nobody can bring back what is out of such memory: the engine has gone with its process. If its
+//! What is out of such memory cannot be brought back: the engine has gone with its process. If its
 //! userfaultfd were closed, the kernel would fill missing pages with zeros. So it is kept open, and
 //! each missing page that is touched is poisoned: the thread gets SIGBUS, a system call `EFAULT`.
 //!
@@ -83,7 +83,7 @@ impl Orphans {
     }
 
     /// Keeps the memory of process `pid`, which has ended, from being filled with zeros, as long as
-    /// anybody runs on it. Where there are `limit`, or no thread can be had, the userfaultfd
+    /// a process runs on it. Where there are `limit`, or no thread can be had, the userfaultfd
     /// is closed.
     pub(super) fn add(&self, pid: u32, uffd: Uffd, limit: usize) {
         let wake = self.wake.get_or_init(|| {

@@ -80,7 +80,7 @@ impl Peer {
         // are not for everybody.
         let open = || File::open(format!("/proc/{pid}/{name}")).ok();
         let file = without(CapabilitySet::SYS_ADMIN, open)??;
-        // What everybody may read is told of everybody.
+        // What all may read is told of all.
         let ordinary = name == "statm" || self.is_ordinary(pid);
         (ordinary && self.is_same(pid, sender)).then(|| file.into())
     }
@@ -91,8 +91,8 @@ impl Peer {
         self.is_ordinary(tid) && self.is_same(tid, sender)
     }
 
-    /// Whether the program of its thread `tid` has no rights but those of who executed it. False
-    /// where that cannot be read.
+    /// Whether the program of its thread `tid` has no rights but those of the user that executed
+    /// it. False where that cannot be read.
     fn is_ordinary(&self, tid: u32) -> bool {
         let auxv = std::fs::read(format!("/proc/{}/task/{tid}/auxv", self.pid));
         auxv.is_ok_and(|auxv| !is_secure(&auxv))

@@ -5,9 +5,9 @@
 //! asks. The directory is the user's own (mode 0700), the sockets have mode 0600, and a client
 //! must be of the run's user or root.
 //!
-//! A run whose door cannot be opened continues without one: nothing of it depends on being asked.
+//! A run whose socket cannot be opened continues without one: nothing of it depends on being asked.
 //!
-//! Locks: none; the threads ask the keeper through its channel.
+//! Locks: none; the threads ask the controller through its channel.
 
 use std::fs::Permissions;
 use std::io::{self, Read, Write};
@@ -75,7 +75,7 @@ pub enum Question {
         #[serde(default)]
         set: Vec<(String, String)>,
     },
-    /// Remove a group that nobody is in.
+    /// Remove a group without processes.
     Remove(String),
     /// Take this many bytes of memory from a group.
     Reclaim {
@@ -262,7 +262,7 @@ pub(super) fn path_of(pid: u32) -> PathBuf {
     directory().join(format!("{pid}.sock"))
 }
 
-/// An open door; its name goes when this is dropped.
+/// An open control socket; its name goes when this is dropped.
 pub struct ControlSocket {
     path: PathBuf,
 }
@@ -273,7 +273,7 @@ impl Drop for ControlSocket {
     }
 }
 
-/// What the keeper does not know of a run.
+/// What the controller does not know of a run.
 #[derive(Clone, Debug)]
 pub struct ServedRun {
     /// The process that the user started.
@@ -288,14 +288,14 @@ pub struct ServedRun {
     pub budget: u64,
 }
 
-/// Opens the door of a run and starts the thread that answers there.
+/// Opens the control socket of a run and starts the thread that answers there.
 ///
 /// # Errors
 /// Why there is none.
 pub fn open(
     run: ServedRun,
     areas: Arc<Areas>,
-    keeper: mpsc::Sender<controller::ControllerRequest>,
+    controller: mpsc::Sender<controller::ControllerRequest>,
 ) -> io::Result<ControlSocket> {
     crate::control::trust::own(&directory())?;
     let path = path_of(run.pid);
@@ -305,45 +305,45 @@ pub fn open(
         _ => {}
     }
     let listener = UnixListener::bind(&path)?;
-    let door = ControlSocket { path };
-    std::fs::set_permissions(&door.path, Permissions::from_mode(0o600))?;
-    std::thread::Builder::new().name("door".into()).spawn(move || {
+    let socket = ControlSocket { path };
+    std::fs::set_permissions(&socket.path, Permissions::from_mode(0o600))?;
+    std::thread::Builder::new().name("control".into()).spawn(move || {
         let talking = Arc::new(());
         for client in listener.incoming().flatten() {
             let at = Arc::clone(&talking);
             if Arc::strong_count(&at) > MAX_CLIENTS + 1 {
                 continue;
             }
-            let (run, areas, keeper) = (run.clone(), Arc::clone(&areas), keeper.clone());
+            let (run, areas, controller) = (run.clone(), Arc::clone(&areas), controller.clone());
             let talk = move || {
                 // A client that misbehaves or went away is its own trouble.
-                let _ = converse(client, &run, &areas, &keeper);
+                let _ = converse(client, &run, &areas, &controller);
                 drop(at);
             };
             // Without a thread it is hung up on.
             let _ = std::thread::Builder::new().name("client".into()).spawn(talk);
         }
     })?;
-    Ok(door)
+    Ok(socket)
 }
 
 fn converse(
     client: UnixStream,
     run: &ServedRun,
     areas: &Areas,
-    keeper: &mpsc::Sender<controller::ControllerRequest>,
+    controller: &mpsc::Sender<controller::ControllerRequest>,
 ) -> io::Result<()> {
     let uid = peer_of(client.as_fd())?.uid;
     if uid != 0 && uid != rustix::process::geteuid().as_raw() {
         return Ok(());
     }
-    let counter = RequestHandler { areas, keeper, budget: run.budget, uid, all: true };
+    let counter = RequestHandler { areas, controller, budget: run.budget, uid, all: true };
     client.set_write_timeout(Some(REQUEST_TIMEOUT))?;
     let line = read_line(&client)?;
     let answer = match serde_json::from_slice(&line) {
         Ok(Question::Stats) => {
             let root = run.root;
-            match controller::ask(keeper, move |keeper| keeper.view(root)) {
+            match controller::ask(controller, move |controller| controller.view(root)) {
                 Some(view) => {
                     let (program, wall_s) =
                         (run.program.clone(), run.started.elapsed().as_secs_f64());
@@ -363,7 +363,7 @@ pub(crate) struct RequestHandler<'a> {
     /// The swap areas.
     pub areas: &'a Areas,
     /// The thread that keeps everything.
-    pub keeper: &'a mpsc::Sender<controller::ControllerRequest>,
+    pub controller: &'a mpsc::Sender<controller::ControllerRequest>,
     /// The budget, by which a file without a size gets one.
     pub budget: u64,
     /// The client.
@@ -376,7 +376,7 @@ pub(crate) struct RequestHandler<'a> {
 impl RequestHandler<'_> {
     /// Answers; what is told on the way goes to the client.
     pub(crate) fn answer(&self, question: Question, client: &UnixStream) -> Answer {
-        let (uid, all, keeper) = (self.uid, self.all, self.keeper);
+        let (uid, all, controller) = (self.uid, self.all, self.controller);
         match question {
             Question::Swapon(_) | Question::Swapoff(_) | Question::Tiers(Some(_)) if !all => {
                 Answer::Error(
@@ -402,31 +402,31 @@ impl RequestHandler<'_> {
                 }))
             }
             Question::Tiers(text) => {
-                controller::ask(keeper, move |keeper| tiers(keeper, text.as_deref()))
+                controller::ask(controller, move |controller| tiers(controller, text.as_deref()))
                     .unwrap_or_else(ending)
             }
-            Question::Group { path, set } => {
-                controller::ask(keeper, move |keeper| group(keeper, &path, &set, uid, all))
-                    .unwrap_or_else(ending)
-            }
+            Question::Group { path, set } => controller::ask(controller, move |controller| {
+                group(controller, &path, &set, uid, all)
+            })
+            .unwrap_or_else(ending),
             Question::Remove(path) => {
-                let remove = move |keeper: &mut MemoryController| {
-                    let path = owned(keeper, &path, uid, all)?;
-                    keeper.remove_group(&path).map_err(|error| error.to_string())
+                let remove = move |controller: &mut MemoryController| {
+                    let path = owned(controller, &path, uid, all)?;
+                    controller.remove_group(&path).map_err(|error| error.to_string())
                 };
-                let removed = controller::ask(keeper, remove);
+                let removed = controller::ask(controller, remove);
                 removed.map_or_else(ending, |removed| {
                     removed.map_or_else(Answer::Error, |()| Answer::Done)
                 })
             }
-            Question::Budget => controller::ask(keeper, |keeper| keeper.budget())
+            Question::Budget => controller::ask(controller, |controller| controller.budget())
                 .map_or_else(ending, Answer::Budget),
             Question::Reclaim { path, bytes } => {
-                answer_reclaim(keeper, path, bytes, false, uid, all)
+                answer_reclaim(controller, path, bytes, false, uid, all)
             }
-            Question::Freeze(path) => answer_reclaim(keeper, path, u64::MAX, true, uid, all),
-            Question::Preload(path) => preload(keeper, path, uid, all),
-            Question::Detach(pid) => detach(keeper, pid, uid, all, client),
+            Question::Freeze(path) => answer_reclaim(controller, path, u64::MAX, true, uid, all),
+            Question::Preload(path) => preload(controller, path, uid, all),
+            Question::Detach(pid) => detach(controller, pid, uid, all, client),
             _ => Answer::Error("only a daemon does this; start one with swaptide daemon".into()),
         }
     }
@@ -434,7 +434,9 @@ impl RequestHandler<'_> {
 
 impl RequestHandler<'_> {
     fn swapon(&self, text: &str) -> Answer {
-        let Some(tiers) = controller::ask(self.keeper, |keeper| *keeper.groups().tiers()) else {
+        let Some(tiers) =
+            controller::ask(self.controller, |controller| *controller.groups().tiers())
+        else {
             return ending();
         };
         let views = self.areas.view().into_iter().filter(|(_, view)| view.kind == "file");
@@ -443,7 +445,7 @@ impl RequestHandler<'_> {
             Ok(device) => device,
             Err(error) => return Answer::Error(error.to_string()),
         };
-        if let Some(why) = circular::refusal(&asked, |all| controller::kept(self.keeper, all)) {
+        if let Some(why) = circular::refusal(&asked, |all| controller::kept(self.controller, all)) {
             return Answer::Error(why);
         }
         let add = || {
@@ -474,7 +476,7 @@ impl ReadWithin for &TcpStream {
 }
 
 /// What a client sends until that is whole, or the client sends no more. All of it must come within
-/// [`REQUEST_TIMEOUT`], so that a byte now and then delays nobody for longer.
+/// [`REQUEST_TIMEOUT`], so that a slow client delays others no longer.
 pub(crate) fn read_request(
     mut client: impl ReadWithin,
     is_whole: impl Fn(&[u8]) -> bool,

@@ -158,7 +158,7 @@ mod tests {
         own(&mine).expect("found");
         let link = scratch.path("link");
         symlink(&mine, &link).expect("link");
-        assert!(own(&link).is_err(), "who made the link may change where it leads");
+        assert!(own(&link).is_err(), "the owner of the link may change where it leads");
     }
 
     #[test]

@@ -44,7 +44,7 @@ pub enum DaemonError {
     System(&'static str, io::Error),
 }
 
-/// One line on standard error; if nobody reads there, so be it.
+/// One line on standard error; a failed write is ignored.
 pub(super) fn log_line(line: &str) {
     use std::io::Write;
     let _ = writeln!(io::stderr(), "swaptide daemon: {line}");

@@ -54,10 +54,10 @@ type Gauges<L> = Family<L, Gauge<u64, AtomicU64>>;
 /// Answers there from now on.
 ///
 /// # Errors
-/// Why nobody can be answered there.
+/// Why no request can be answered there.
 pub fn serve(
     place: &MetricsPlace,
-    keeper: mpsc::Sender<controller::ControllerRequest>,
+    controller: mpsc::Sender<controller::ControllerRequest>,
 ) -> io::Result<()> {
     let spawn = |serve: Box<dyn FnOnce() + Send>| {
         std::thread::Builder::new().name("metrics".into()).spawn(serve).map(drop)
@@ -74,7 +74,7 @@ pub fn serve(
             spawn(Box::new(move || {
                 for client in listener.incoming().flatten() {
                     let _ = client.set_write_timeout(Some(REQUEST_TIMEOUT));
-                    let _ = answer(&client, &client, &keeper);
+                    let _ = answer(&client, &client, &controller);
                 }
             }))
         }
@@ -83,7 +83,7 @@ pub fn serve(
             spawn(Box::new(move || {
                 for client in listener.incoming().flatten() {
                     let _ = client.set_write_timeout(Some(REQUEST_TIMEOUT));
-                    let _ = answer(&client, &client, &keeper);
+                    let _ = answer(&client, &client, &controller);
                 }
             }))
         }
@@ -93,7 +93,7 @@ pub fn serve(
 fn answer(
     from: impl ReadWithin,
     mut client: impl Write,
-    keeper: &mpsc::Sender<controller::ControllerRequest>,
+    controller: &mpsc::Sender<controller::ControllerRequest>,
 ) -> io::Result<()> {
     // The request and its headers, of which nothing matters, up to the empty line.
     let is_whole = |text: &[u8]| {
@@ -102,7 +102,7 @@ fn answer(
             .any(|end| text.windows(end.len()).any(|bytes| bytes == *end))
     };
     read_request(from, is_whole)?;
-    let (status, text) = match controller::ask(keeper, MetricsSnapshot::of) {
+    let (status, text) = match controller::ask(controller, MetricsSnapshot::of) {
         Some(snapshot) => ("200 OK", snapshot.text()),
         None => ("503 Service Unavailable", String::new()),
     };
@@ -136,16 +136,18 @@ struct MetricsSnapshot {
 }
 
 impl MetricsSnapshot {
-    fn of(keeper: &mut MemoryController) -> MetricsSnapshot {
-        let runs: Vec<controller::ManagedRun> = keeper.runs().cloned().collect();
-        let runs =
-            runs.into_iter().map(|run| (run.front, run.program, keeper.view(run.root))).collect();
-        let areas = keeper.areas().view().into_iter();
+    fn of(controller: &mut MemoryController) -> MetricsSnapshot {
+        let runs: Vec<controller::ManagedRun> = controller.runs().cloned().collect();
+        let runs = runs
+            .into_iter()
+            .map(|run| (run.front, run.program, controller.view(run.root)))
+            .collect();
+        let areas = controller.areas().view().into_iter();
         let areas = areas
             .map(|(id, view)| (u32::from(id.0), view.name, view.size_bytes, view.used_bytes))
             .collect();
-        let budget = keeper.budget();
-        let groups = keeper.groups();
+        let budget = controller.budget();
+        let groups = controller.groups();
         let one = |path: &GroupPath| {
             let index = groups.find(path).unwrap_or_default();
             OneGroup {

@@ -2,8 +2,8 @@
 //! the one of before.
 //!
 //! A program of a run has the segment open for writing. In a file of a file system it could cut it,
-//! and end everybody by SIGBUS; a memory file whose size is sealed cannot be cut. It has no name,
-//! though, so it is found again by the processes that have it:
+//! and end all its processes by SIGBUS; a memory file whose size is sealed cannot be cut. It has no
+//! name, though, so it is found again by the processes that have it:
 //! 1. systemd, which keeps descriptors for a service over its restart (`FileDescriptorStoreMax=` in
 //!    the unit);
 //! 2. a process that has it open: both processes of each run's supervisor do;

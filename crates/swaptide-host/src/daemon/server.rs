@@ -7,7 +7,7 @@
 //! segment, finds the processes that live, takes back what dead ones had, and continues.
 //!
 //! A run that joins has its supervisor between its processes and the daemon: they ask it for the
-//! segment and for swap areas as ever, and it asks here. Everybody is known by the credentials of
+//! segment and for swap areas as ever, and it asks here. Each client is known by the credentials of
 //! the socket's peer: the run's processes are the descendants of those that joined.
 //!
 //! | module | owns |
@@ -20,9 +20,9 @@
 //! Invariants
 //! 1. One daemon at a time has a state directory: it holds a lock in it.
 //! 2. A configuration file with a mistake changes nothing, at the start as later.
-//! 3. Nobody but root and the daemon's own user sees or steers groups and runs that are not theirs.
+//! 3. Only root and the daemon's own user see or control groups and runs that are not theirs.
 //!
-//! Locks: none here; the threads of clients ask the keeper through its channel.
+//! Locks: none here; the threads of clients ask the controller through its channel.
 
 use std::fs::Permissions;
 use std::io;
@@ -75,7 +75,7 @@ struct ClientShared {
     segment: &'static Segment,
     segment_fd: OwnedFd,
     areas: Arc<Areas>,
-    keeper: mpsc::Sender<controller::ControllerRequest>,
+    controller: mpsc::Sender<controller::ControllerRequest>,
     config: PathBuf,
     ram: u64,
     pool_cap: u64,
@@ -135,22 +135,23 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
     if state.as_ref().is_none_or(|state| state.config != file.digest) {
         file.apply(&mut groups, owner).map_err(DaemonError::Groups)?;
     }
-    let mut keeper = MemoryController::new(segment, Arc::clone(&areas), groups, budget);
-    keeper.set_idle(file.idle);
+    let mut controller = MemoryController::new(segment, Arc::clone(&areas), groups, budget);
+    controller.set_idle(file.idle);
     if let Some(state) = &state {
-        state.restore_runs(&mut keeper, segment, segment_id);
+        state.restore_runs(&mut controller, segment, segment_id);
     }
     segment.header.supervisor.store(std::process::id(), Relaxed);
     crate::run::descriptors::raise_descriptor_limit();
     let (sender, requests) = mpsc::channel();
-    let thread =
-        std::thread::Builder::new().name("keeper".into()).spawn(move || keeper.run(requests));
+    let thread = std::thread::Builder::new()
+        .name("controller".into())
+        .spawn(move || controller.run(requests));
     let thread = thread.map_err(|error| DaemonError::System("thread", error))?;
     let shared = Arc::new(ClientShared {
         segment,
         segment_fd,
         areas,
-        keeper: sender,
+        controller: sender,
         config: config.config.clone(),
         ram,
         pool_cap,
@@ -173,13 +174,13 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
     let path = crate::control::server::daemon_path();
     let listener = listen(&path).map_err(|error| DaemonError::State(path.clone(), error))?;
     if let Some(place) = &file.metrics {
-        crate::daemon::metrics::serve(place, shared.keeper.clone())
+        crate::daemon::metrics::serve(place, shared.controller.clone())
             .map_err(|error| DaemonError::System("metrics", error))?;
     }
     serve(&shared, &listener, &signals);
     let _ = std::fs::remove_file(&path);
     shared.close();
-    let _ = shared.keeper.send(controller::ControllerRequest::Stop);
+    let _ = shared.controller.send(controller::ControllerRequest::Stop);
     let _ = thread.join();
     Ok(0)
 }
@@ -305,27 +306,28 @@ impl ClientShared {
                 Err(error) => Answer::Error(error),
             },
             Question::Totals => {
-                let totals = controller::ask(&self.keeper, move |keeper| keeper.totals(pid));
+                let totals =
+                    controller::ask(&self.controller, move |controller| controller.totals(pid));
                 totals.map_or_else(ending, |totals| Answer::Totals(Box::new(totals)))
             }
             Question::Runs => {
-                let runs = move |keeper: &mut MemoryController| {
-                    keeper
+                let runs = move |controller: &mut MemoryController| {
+                    controller
                         .runs()
                         .filter(|run| all || run.uid == uid)
                         .map(|run| (run.front, run.root))
                         .collect()
                 };
-                controller::ask(&self.keeper, runs).map_or_else(ending, Answer::Runs)
+                controller::ask(&self.controller, runs).map_or_else(ending, Answer::Runs)
             }
             Question::StatsOf(pid) => self.stats(pid, uid, all),
             Question::Views => {
-                let views = move |keeper: &mut MemoryController| {
+                let views = move |controller: &mut MemoryController| {
                     let runs: Vec<controller::ManagedRun> =
-                        keeper.runs().filter(|run| all || run.uid == uid).cloned().collect();
-                    runs.into_iter().map(|run| view_of(keeper, run)).collect()
+                        controller.runs().filter(|run| all || run.uid == uid).cloned().collect();
+                    runs.into_iter().map(|run| view_of(controller, run)).collect()
                 };
-                controller::ask(&self.keeper, views).map_or_else(ending, Answer::Views)
+                controller::ask(&self.controller, views).map_or_else(ending, Answer::Views)
             }
             Question::Reload if !all => {
                 Answer::Error("only root and the daemon's user may reload the configuration".into())
@@ -335,8 +337,8 @@ impl ClientShared {
                 Err(error) => Answer::Error(error.to_string()),
             },
             question => {
-                let (areas, keeper) = (&*self.areas, &self.keeper);
-                RequestHandler { areas, keeper, budget: self.budget, uid, all }
+                let (areas, controller) = (&*self.areas, &self.controller);
+                RequestHandler { areas, controller, budget: self.budget, uid, all }
                     .answer(question, &client)
             }
         };
@@ -356,8 +358,8 @@ impl ClientShared {
             .map_err(|error| error.to_string())?;
         let cgroup = if named.is_none() { cgroup_of(pid) } else { None };
         let (max, own) = (join.max, self.budget);
-        let find = move |keeper: &mut MemoryController| {
-            let groups = keeper.groups();
+        let find = move |controller: &mut MemoryController| {
+            let groups = controller.groups();
             let path = match named {
                 Some(path) => {
                     groups.check_room([&path]).map_err(|error| error.to_string())?;
@@ -377,7 +379,7 @@ impl ClientShared {
             Ok::<_, String>((budget, path))
         };
         let (budget, path) =
-            controller::ask(&self.keeper, find).ok_or("the daemon is shutting down")??;
+            controller::ask(&self.controller, find).ok_or("the daemon is shutting down")??;
         let userfaultfd = *self.users.lock().unwrap_or_else(PoisonError::into_inner);
         Ok((
             Joined {
@@ -397,14 +399,14 @@ impl ClientShared {
         let (joined, path) = self.look(&join, pid)?;
         let started =
             SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
-        let add = move |keeper: &mut MemoryController| {
-            if join.group.is_some() && !all && !keeper.groups().is_owned(&path, uid) {
+        let add = move |controller: &mut MemoryController| {
+            if join.group.is_some() && !all && !controller.groups().is_owned(&path, uid) {
                 return Err(format!("{path}: not a group of this user"));
             }
             let group =
-                Some(keeper.groups().ensure(&path, uid).map_err(|error| error.to_string())?);
+                Some(controller.groups().ensure(&path, uid).map_err(|error| error.to_string())?);
             let Join { front, program, max, strict, .. } = join;
-            keeper.add_run(controller::ManagedRun {
+            controller.add_run(controller::ManagedRun {
                 root: pid,
                 front,
                 uid,
@@ -416,16 +418,16 @@ impl ClientShared {
             });
             Ok(())
         };
-        controller::ask(&self.keeper, add).ok_or("the daemon is shutting down")??;
+        controller::ask(&self.controller, add).ok_or("the daemon is shutting down")??;
         Ok(joined)
     }
 
     fn stats(&self, pid: u32, uid: u32, all: bool) -> Answer {
-        let find = move |keeper: &mut MemoryController| {
-            let run = keeper.run_of(pid).filter(|run| all || run.uid == uid).cloned()?;
-            Some(view_of(keeper, run))
+        let find = move |controller: &mut MemoryController| {
+            let run = controller.run_of(pid).filter(|run| all || run.uid == uid).cloned()?;
+            Some(view_of(controller, run))
         };
-        match controller::ask(&self.keeper, find) {
+        match controller::ask(&self.controller, find) {
             Some(Some(view)) => Answer::Stats(Box::new(view)),
             Some(None) => Answer::Error(format!("{pid}: not a process of a run of this daemon")),
             None => ending(),
@@ -443,7 +445,7 @@ impl ClientShared {
         let mut tiers = Tiers::new();
         // They were checked when the file was read.
         let _ = tiers.apply(&file.tiers, &[]);
-        let members = |all| controller::kept(&self.keeper, all);
+        let members = |all| controller::kept(&self.controller, all);
         let opened = changes.open(&tiers, &self.areas, self.segment, self.budget, members)?;
         Ok((changes, opened))
     }
@@ -477,13 +479,13 @@ impl ClientShared {
         let whole = file.clone();
         let owner = rustix::process::geteuid().as_raw();
         let digest = file.digest;
-        let apply = move |keeper: &mut MemoryController| {
-            file.apply(keeper.groups(), owner)?;
-            keeper.set_budget(budget);
-            keeper.set_idle(file.idle);
+        let apply = move |controller: &mut MemoryController| {
+            file.apply(controller.groups(), owner)?;
+            controller.set_budget(budget);
+            controller.set_idle(file.idle);
             Ok::<(), GroupError>(())
         };
-        let applied = controller::ask(&self.keeper, apply).unwrap_or(Ok(()));
+        let applied = controller::ask(&self.controller, apply).unwrap_or(Ok(()));
         applied.map_err(DaemonError::Groups)?;
         self.change_list(&whole, list)?;
         *self.users.lock().unwrap_or_else(PoisonError::into_inner) =
@@ -500,8 +502,9 @@ impl ClientShared {
         let mut directory = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let (pool_cap, codec, segment) = (self.pool_cap, self.codec, self.segment);
         let areas = crate::daemon::state::areas(&self.areas, segment);
-        let snapshot =
-            controller::ask(&self.keeper, move |keeper| SavedState::of(keeper, pool_cap, codec));
+        let snapshot = controller::ask(&self.controller, move |controller| {
+            SavedState::of(controller, pool_cap, codec)
+        });
         if let Some(mut state) = snapshot {
             state.areas = areas;
             state.follows_forks = self.follows_forks;
@@ -519,9 +522,10 @@ impl ClientShared {
         }
     }
 
-    /// The end: if nobody is kept any more, nothing stays behind.
+    /// The end: if no run is kept any more, nothing stays behind.
     fn close(&self) {
-        let runs = controller::ask(&self.keeper, |keeper| keeper.runs().count()).unwrap_or(0);
+        let runs =
+            controller::ask(&self.controller, |controller| controller.runs().count()).unwrap_or(0);
         if runs > 0 || self.segment.claimed().next().is_some() {
             self.save();
             return;
@@ -534,13 +538,13 @@ impl ClientShared {
     }
 }
 
-fn view_of(keeper: &MemoryController, run: controller::ManagedRun) -> View {
+fn view_of(controller: &MemoryController, run: controller::ManagedRun) -> View {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
     View {
         pid: run.front,
         program: run.program,
         wall_s: (now - run.started).max(0.0),
-        ..keeper.view(run.root)
+        ..controller.view(run.root)
     }
 }
 

@@ -155,8 +155,8 @@ impl Directory {
         None
     }
 
-    /// The segment: that of before where `known` says which it is and somebody still has it, else a
-    /// fresh one. Tells which.
+    /// The segment: that of before where `known` says which it is and a process still has it, else
+    /// a fresh one. Tells which.
     pub fn segment(
         &self,
         known: Option<SegmentId>,
@@ -173,11 +173,11 @@ impl Directory {
 
     /// Writes it down, whole or not at all.
     pub fn save(&mut self, state: &SavedState) -> io::Result<()> {
-        let beside = self.path.join("state.new");
+        let new = self.path.join("state.new");
         let mut file =
-            File::options().write(true).create(true).truncate(true).mode(0o600).open(&beside)?;
+            File::options().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
         file.write_all(&serde_json::to_vec(state)?)?;
-        std::fs::rename(beside, self.path.join("state.json"))
+        std::fs::rename(new, self.path.join("state.json"))
     }
 
     /// Nothing is worth keeping.
@@ -292,7 +292,7 @@ impl SavedArea {
             return Ok(file);
         }
         // Programs that have pages there keep it claimed by descriptors of the daemon before;
-        // anybody else would have taken the mark away.
+        // another user of it would have taken the mark away.
         let file = open(libc::O_EXCL).or_else(|error| match error.raw_os_error() {
             Some(libc::EBUSY) => open(0),
             _ => Err(error),
@@ -357,15 +357,15 @@ impl SavedArea {
 
 impl SavedState {
     /// Everything but the areas.
-    pub fn of(keeper: &mut MemoryController, pool_cap: u64, codec: u32) -> SavedState {
+    pub fn of(controller: &mut MemoryController, pool_cap: u64, codec: u32) -> SavedState {
         let path_of = |groups: &GroupTree, index: Option<GroupIndex>| {
             index
                 .and_then(|index| groups.get(index))
                 .map_or_else(|| "/".to_owned(), |group| group.path.to_string())
         };
-        let runs: Vec<ManagedRun> = keeper.runs().cloned().collect();
-        let frozen = keeper.frozen().map(|index| index.0).collect();
-        let groups = keeper.groups();
+        let runs: Vec<ManagedRun> = controller.runs().cloned().collect();
+        let frozen = controller.frozen().map(|index| index.0).collect();
+        let groups = controller.groups();
         let tiers = groups.tiers();
         let kept = groups.iter().map(|(index, group)| SavedGroup {
             index: index.0,
@@ -469,18 +469,18 @@ impl SavedState {
     /// A process whose mappings cannot be read keeps what it has.
     pub(crate) fn restore_runs(
         &self,
-        keeper: &mut MemoryController,
+        controller: &mut MemoryController,
         segment: &Segment,
         id: SegmentId,
     ) {
-        self.frozen.iter().for_each(|index| keeper.freeze(GroupIndex(*index), true));
+        self.frozen.iter().for_each(|index| controller.freeze(GroupIndex(*index), true));
         for kept in &self.runs {
             let same = start_time(kept.run.root) == Some(kept.start_time);
             let group = GroupPath::parse(&kept.group)
                 .ok()
-                .and_then(|path| keeper.groups().find(&path).ok());
+                .and_then(|path| controller.groups().find(&path).ok());
             if same {
-                keeper.add_run(ManagedRun { group, ..kept.run.clone() });
+                controller.add_run(ManagedRun { group, ..kept.run.clone() });
             }
         }
         let slots: Vec<_> =
@@ -488,9 +488,9 @@ impl SavedState {
         for (index, pid) in slots {
             let group = GroupIndex(segment.slot(index).control.group_wanted.load(Relaxed));
             match (id.is_mapped_by(pid), life(pid)) {
-                (_, Life::Gone) | (Some(false), _) => keeper.bury(index),
-                (Some(true), _) => keeper.adopt(pid, group),
-                (None, _) => keeper.adopt_descendant(pid, group),
+                (_, Life::Gone) | (Some(false), _) => controller.bury(index),
+                (Some(true), _) => controller.adopt(pid, group),
+                (None, _) => controller.adopt_descendant(pid, group),
             }
         }
         // The one before may have been killed while it took something back.
@@ -561,7 +561,7 @@ mod tests {
         after.restore(AreaId(0), kept[0].open().expect("opened again"));
         assert_eq!(ino(&before), ino(&after));
         assert_eq!(after.view()[0].1.priority, 7);
-        // Somebody else's link to the very file, and to another one.
+        // Another user's link to the very file, and to another one.
         let moved = scratch.path("moved");
         std::fs::rename(&kept[0].path, &moved).expect("rename");
         for target in [&moved, Path::new("/etc/passwd")] {
@@ -588,20 +588,20 @@ mod tests {
     fn groups_tiers_and_runs_are_as_they_were() {
         let segment = crate::testing::segment();
         let place = Areas::new(segment);
-        let mut keeper = MemoryController::new(
+        let mut controller = MemoryController::new(
             segment,
             std::sync::Arc::new(Areas::new(segment)),
             GroupTree::new(segment, 1 << 30),
             1 << 30,
         );
         let path = GroupPath::parse("/a/b").expect("path");
-        let index = keeper.groups().ensure(&path, 1000).expect("group");
-        keeper
+        let index = controller.groups().ensure(&path, 1000).expect("group");
+        controller
             .groups()
             .remove(&GroupPath::parse("/gone").expect("path"))
             .expect_err("there is none");
-        keeper.groups().set_tiers("+SSD:100 +HDD:-1").expect("tiers");
-        keeper
+        controller.groups().set_tiers("+SSD:100 +HDD:-1").expect("tiers");
+        controller
             .groups()
             .set(index, [("ram.max", "64M"), ("swap.tiers", "-HDD"), ("zswap.writeback", "0")])
             .expect("set");
@@ -616,10 +616,10 @@ mod tests {
             max: Some(5),
             strict: true,
         };
-        keeper.add_run(run);
-        let text = serde_json::to_vec(&SavedState::of(&mut keeper, 9, 1)).expect("JSON");
+        controller.add_run(run);
+        let text = serde_json::to_vec(&SavedState::of(&mut controller, 9, 1)).expect("JSON");
         let state: SavedState = serde_json::from_slice(&text).expect("state");
-        let before = keeper.groups().view(index);
+        let before = controller.groups().view(index);
         let mut groups = GroupTree::new(segment, 1 << 30);
         state.restore(&place, &mut groups, segment);
         assert_eq!((groups.find(&path), groups.view(index)), (Ok(index), before));

@@ -15,7 +15,7 @@
 //! 1. A cgroup bounds, and never raises: a budget that leaves the reserve is what it was.
 //! 2. A bound is never below [`MIN_BUDGET_BYTES`].
 //!
-//! Locks: none; the keeper's thread alone.
+//! Locks: none; the controller's thread alone.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -11,12 +11,12 @@
 //! 1. A slot is released only if the kernel says at that moment that its process is gone
 //!    (`life`): the number of a dead process may belong to another one, and a failed question
 //!    says nothing. Its counters go into the totals of its run first.
-//! 2. An area's bytes are freed only while their extent is kept from everybody
+//! 2. An area's bytes are freed only while no process can lease their extent
 //!    ([`Segment::while_unheld`]).
 //! 3. Groups and tiers change between two ticks only.
 //! 4. Only members of the tree, as the kernel reports it, are charged or killed; a number in the
-//!    segment makes nobody one. What the segment says of amounts is bounded before it is added up
-//!    (docs/segment.md).
+//!    segment makes no process one. What the segment says of amounts is bounded before it is added
+//!    up (docs/segment.md).
 //!
 //! Locks: none; the rest of the supervisor talks to the thread through a channel.
 
@@ -56,7 +56,7 @@ use crate::swap::areas::Areas;
 /// How long a client of the controller waits for it: a tick of many processes on a busy machine.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What the keeper is asked.
+/// What the controller is asked.
 pub enum ControllerRequest {
     /// A process joined: look at it now.
     Joined(u32),
@@ -66,25 +66,26 @@ pub enum ControllerRequest {
     Stop,
 }
 
-/// Asks the keeper something and waits; `None` when it has ended.
+/// Asks the controller something and waits; `None` when it has ended.
 pub fn ask<T: Send + 'static>(
-    keeper: &Sender<ControllerRequest>,
+    controller: &Sender<ControllerRequest>,
     f: impl FnOnce(&mut MemoryController) -> T + Send + 'static,
 ) -> Option<T> {
     let (answer, result) = channel();
-    let task = move |keeper: &mut MemoryController| {
+    let task = move |controller: &mut MemoryController| {
         // The client may have stopped waiting.
-        let _ = answer.send(f(keeper));
+        let _ = answer.send(f(controller));
     };
-    keeper.send(ControllerRequest::Do(Box::new(task))).ok()?;
+    controller.send(ControllerRequest::Do(Box::new(task))).ok()?;
     result.recv_timeout(REQUEST_TIMEOUT).ok()
 }
 
-/// Those of some processes that are kept; none where the keeper has ended.
-pub(crate) fn kept(keeper: &Sender<ControllerRequest>, pids: Vec<u32>) -> Vec<u32> {
-    let kept =
-        |keeper: &mut MemoryController| pids.into_iter().filter(|pid| keeper.keeps(*pid)).collect();
-    ask(keeper, kept).unwrap_or_default()
+/// Those of some processes that are kept; none where the controller has ended.
+pub(crate) fn kept(controller: &Sender<ControllerRequest>, pids: Vec<u32>) -> Vec<u32> {
+    let kept = |controller: &mut MemoryController| {
+        pids.into_iter().filter(|pid| controller.keeps(*pid)).collect()
+    };
+    ask(controller, kept).unwrap_or_default()
 }
 
 /// A member at a tick.
@@ -111,7 +112,7 @@ pub struct MemoryController {
 }
 
 impl MemoryController {
-    /// A keeper of nobody yet.
+    /// A controller without runs.
     pub fn new(
         segment: &'static Segment,
         areas: Arc<Areas>,
@@ -152,7 +153,7 @@ impl MemoryController {
         self.runs.add(run);
     }
 
-    /// The thread: ticks until it is told to stop or nobody is left to tell it.
+    /// The thread: ticks until it is told to stop or no client is left.
     pub fn run(mut self, requests: Receiver<ControllerRequest>) {
         // It only looks, but it must look in time.
         swaptide_sys::affinity::go_first();
@@ -210,9 +211,10 @@ impl MemoryController {
         let (bounds, nodes) = self.groups.bounds(self.budget.min(left), &self.runs);
         let processes: Vec<Process> =
             members.iter().map(|member| self.judge(member, &nodes, elapsed)).collect();
-        // Not those of a process that lives and is no member: what it holds is needed, or somebody
-        // has lied, and then nothing is lost. Nor where the number of a dead member lives again,
-        // for the slot may be the new process's by now, nor where the kernel cannot be asked.
+        // Not those of a process that lives and is no member: what it holds is needed, or the
+        // segment lies, and then nothing is lost. Nor where the number of a dead member lives
+        // again, for the slot may be the new process's by now, nor where the kernel cannot be
+        // asked.
         let claimed: Vec<(SlotIndex, u32)> =
             self.segment.claimed().map(|(index, slot)| (index, slot.pid.load(Relaxed))).collect();
         for (index, pid) in claimed {
@@ -337,7 +339,7 @@ impl MemoryController {
         }
     }
 
-    /// A run, all but what the keeper does not know: its number, name and age.
+    /// A run, all but what the controller does not know: its number, name and age.
     pub fn view(&self, root: u32) -> View {
         let totals = self.totals(root);
         let slots: HashMap<u32, (SlotIndex, &ProcSlot)> = self

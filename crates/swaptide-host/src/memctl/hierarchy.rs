@@ -2,17 +2,17 @@
 //!
 //! A member states the least that it needs (its *floor*) and what it would
 //! use beyond that (its *demand*). A group has a *cap*, which nothing goes past, and a *low*
-//! protection: of what its processes use, so much is given before anybody gets by demand.
+//! protection: of what its processes use, so much is given before any process gets by demand.
 //!
 //! From the root down, what a group has is divided among the processes in it and the groups below
 //! it:
-//! 1. everybody's floor; where even these do not fit, parts of them;
+//! 1. each one's floor; where even these do not fit, parts of them;
 //! 2. protections, as far as they fit: parts of them, if not;
 //! 3. the rest in proportion to the demand beyond that. A member that reaches its cap leaves what
 //!    it would have got to the others.
 //!
 //! Invariants
-//! 1. Nobody has more than the cap of any group above it, together with everybody else there.
+//! 1. No process has more than the cap of any group above it, together with all others there.
 //! 2. All together have no more than the budget.
 //! 3. A group's protection is honoured where the protections and floors of its neighbours leave
 //!    room for it.
@@ -66,7 +66,7 @@ impl Part {
     }
 }
 
-/// What everybody gets of `budget`.
+/// What each claim gets of `budget`.
 pub(crate) fn divide(budget: u64, nodes: &[Node], claims: &[Claim]) -> Vec<u64> {
     let mut members: Vec<Vec<PartOf>> = vec![Vec::new(); nodes.len()];
     for (at, claim) in claims.iter().enumerate() {

@@ -17,7 +17,7 @@
 //!    share.
 //! 3. A limit is raised only into room that no other process has, in any group above: neither as
 //!    limit nor as use.
-//! 4. `high` lowers limits by and by and never at once; no more is given than it permits.
+//! 4. `high` lowers limits gradually and never at once; no more is given than it permits.
 //! 5. A process of a *family* (processes that share compressed memory since a fork) keeps its part
 //!    of that, as far as an eighth of what there is remains: what it gave up of it, the others
 //!    still had.
@@ -251,11 +251,11 @@ fn choose(budget: u64, total: u64, processes: &[Process], within: &[usize]) -> V
 }
 
 /// Limits of the engaged processes on their way to `targets`; `shares` are what these may have in
-/// each group, `least` is what nobody goes below.
+/// each group, `least` is what no process goes below.
 ///
-/// Everybody's demand is what it uses, what its pressure wants back, and an equal part of what is
-/// free; memory goes by demand ([`divide`]). A process without pressure thus keeps what it has
-/// until one with pressure needs it, and then yields by and by: no more than an eighth in
+/// The demand of a process is what it uses, what its pressure wants back, and an equal part of what
+/// is free; memory goes by demand ([`divide`]). A process without pressure thus keeps what it has
+/// until one with pressure needs it, and then yields gradually: no more than an eighth in
 /// [`YIELD_TIME`], so that a process which only rested is not empty when it wakes.
 fn approach(
     shares: &[Bounds],
@@ -328,8 +328,8 @@ fn floors(shares: &[Bounds], group: &[Process]) -> Vec<u64> {
     let least_in = |p: &Process, at: usize| {
         // All of them together no more than there is.
         let left = shares[at].most().saturating_sub(fixed_sums[at]);
-        let beside = floor_of(left, counts[at] as usize).min(left / counts[at].max(1));
-        part(fixed_sums[at].min(shares[at].most()), fixed(p), fixed_sums[at]) + beside
+        let spare = floor_of(left, counts[at] as usize).min(left / counts[at].max(1));
+        part(fixed_sums[at].min(shares[at].most()), fixed(p), fixed_sums[at]) + spare
     };
     let least = |p: &Process| {
         (0..shares.len()).filter(|at| is_in(shares, p.group, *at)).map(|at| least_in(p, at)).min()

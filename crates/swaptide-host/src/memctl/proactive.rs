@@ -1,10 +1,9 @@
-//! Taking memory from groups that do not need it, before anybody else does.
+//! Taking memory from groups that do not need it, before another one does.
 //!
-//! A group is idle when for a given time it has faulted back less than a given number of pages a
-//! second, and its
-//! threads have waited for memory less than so much of the time: few faults from a slow device cost
-//! more than many from compressed memory. Then its bound sinks slowly under what it uses, until it
-//! does fault back more: that is its pressure, and with it the bound is gone and the waiting begins
+//! A group is idle when for a given time it has faulted back fewer pages a second than a bound, and
+//! its threads have waited for memory less than a bound: few faults from a slow device cost more
+//! than many from compressed memory. Then its bound sinks slowly under what it uses, until it does
+//! fault back more: that is its pressure, and with it the bound is gone and the waiting begins
 //! again. So a group ends up with what it works with, and what it has only once touched goes out.
 
 use std::collections::BTreeMap;
@@ -14,7 +13,7 @@ use swaptide_ipc::GroupIndex;
 
 use crate::cgroup::tree::GroupTree;
 
-/// When groups are thought to be idle and lose memory by and by.
+/// When groups are thought to be idle and lose memory gradually.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IdleReclaim {
     /// A group that faults less often than this for so long is idle.
@@ -76,7 +75,7 @@ impl IdleGroups {
         };
         self.looked = Some(Instant::now());
         self.groups.retain(|index, _| groups.get(*index).is_some());
-        // The root is everybody: what it uses is the budget's matter.
+        // The root is all groups: what it uses is the budget's matter.
         for (index, _) in groups.iter().filter(|(index, _)| *index != GroupIndex::ROOT) {
             let usage = groups.usage(index);
             let stalled_s = groups.pressure(index).total_s();

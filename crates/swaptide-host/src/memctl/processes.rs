@@ -1,8 +1,8 @@
 //! The processes of one run or several, and the memory they use.
 //!
 //! Owns the set of living members: every descendant of a run's supervisor (the *root*), which is
-//! their subreaper, so that nobody leaves the tree by losing a parent; and, should that be killed,
-//! all descendants of members. A member is known by its pidfd; its number alone
+//! their subreaper, so that no process leaves the tree by losing a parent; and, should that be
+//! killed, all descendants of members. A member is known by its pidfd; its number alone
 //! never stands for it.
 //!
 //! What a member uses is its resident anonymous memory. That is one small read (`statm`) except for
@@ -186,7 +186,7 @@ impl ProcessTree {
         self.members.get(&pid).map_or(0, |member| member.root)
     }
 
-    /// The number of the newest process: while it stays, nobody was started.
+    /// The number of the newest process: while it stays, none was started.
     fn newest(&mut self) -> Option<u32> {
         let file = match &self.loadavg {
             Some(file) => file,
@@ -233,7 +233,7 @@ impl ProcessTree {
         self.scanned = Some(Instant::now());
     }
 
-    /// Reads what everybody uses; answers with the members that are gone since the last time.
+    /// Reads what each member uses; answers with the members that are gone since the last time.
     pub(crate) fn sample(&mut self) -> Vec<u32> {
         let mut dead = Vec::new();
         let mut families: HashMap<u64, u32> = HashMap::new();
@@ -714,7 +714,7 @@ mod tests {
         tree.kill_all(0);
         assert_eq!([other.0.id(), mine.0.id()].map(life), [Life::Lives; 2]);
         assert!(tree.admit_known(other.0.id()), "for which the kernel vouches");
-        assert_eq!(tree.root_of(other.0.id()), 0, "in nobody's run");
+        assert_eq!(tree.root_of(other.0.id()), 0, "in no run");
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! The pager of the run's shared memory.
 //!
 //! Owns it: it is started when the first process asks for a region, and lives as long as this one.
-//! To the keeper it is a process of the run: it has a slot in the segment, with a limit, and what
-//! it uses is this process's own memory and the regions' pages. The keeper of a daemon reads these
-//! from the slot, where the pager tells of them every few milliseconds.
+//! To the controller it is a process of the run: it has a slot in the segment, with a limit, and
+//! what it uses is this process's own memory and the regions' pages. The controller of a daemon
+//! reads these from the slot, where the pager tells of them every few milliseconds.
 //!
 //! Locks: none of its own.
 
@@ -28,7 +28,7 @@ pub struct SharedPager {
 
 impl SharedPager {
     /// A pager that is not started yet; never, if it is not wanted. It stays for the rest of the
-    /// process's life, for the process ends when nobody needs it.
+    /// process's life, for the process ends when it is no longer needed.
     pub fn new(
         segment: &'static Segment,
         areas: Arc<dyn AreaOpener>,

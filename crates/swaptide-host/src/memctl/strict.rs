@@ -13,7 +13,7 @@
 //!
 //! Invariant: a shorter peak ends nothing, whatever its height.
 //!
-//! Locks: none; the keeper's thread alone.
+//! Locks: none; the controller's thread alone.
 
 use std::time::{Duration, Instant};
 

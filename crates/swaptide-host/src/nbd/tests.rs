@@ -129,7 +129,7 @@ fn what_is_agreed_on_comes_through() {
             go[..],
             [&4u32.to_be_bytes()[..], b"disk", &1u16.to_be_bytes(), &3u16.to_be_bytes()].concat()
         );
-        // Information that nobody asked for is no harm.
+        // Information that was not asked for is no harm.
         peer.reply(GO, INFO, &[0, 2, b'x']);
         peer.reply(GO, INFO, &[0, 99]);
         peer.reply(GO, INFO, &info_sizes(512, 1 << 20));

@@ -31,7 +31,7 @@ const BUFFER_BYTES: usize = 64 << 10;
 /// Trusted authorities and own certificate, as the URL says.
 ///
 /// # Errors
-/// If a file is missing or has nothing of use, or nobody is trusted.
+/// If a file is missing or has nothing of use, or no authority is trusted.
 pub(crate) fn client_config(url: &Url) -> Result<Arc<ClientConfig>, NbdError> {
     let mut roots = RootCertStore::empty();
     match &url.ca {
@@ -220,7 +220,7 @@ impl Pump {
                 Err(errno) => return Err(errno.into()),
             }
             self.hung_up |= polls[1].revents().contains(PollFlags::HUP);
-            // Nobody waits for what the server may still say, and what was sent is out.
+            // No thread waits for what the server may still say, and what was sent is out.
             if self.hung_up && !self.from_local && !writes {
                 return Ok(());
             }

@@ -198,7 +198,7 @@ pub struct ProcessView {
     /// Its limit; 0 when it has none.
     pub limit_bytes: u64,
     /// What its limit would be if the budget were divided by demand at once; 0 when it has none.
-    /// Limits follow it by and by.
+    /// Limits follow it gradually.
     #[serde(default)]
     pub fair_bytes: u64,
     /// What counts of it against the budget.
@@ -402,9 +402,9 @@ impl Sink {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error),
         }
-        let beside = beside(&path)?;
-        File::create(&beside)?;
-        std::fs::remove_file(beside)?;
+        let hidden = hidden_name(&path)?;
+        File::create(&hidden)?;
+        std::fs::remove_file(hidden)?;
         Ok(Sink::File(path))
     }
 
@@ -418,11 +418,11 @@ impl Sink {
         match self {
             Sink::Stream(file) => file.write_all(&text),
             Sink::File(path) => {
-                let beside = beside(path)?;
+                let hidden = hidden_name(path)?;
                 let written =
-                    std::fs::write(&beside, &text).and_then(|()| std::fs::rename(&beside, path));
+                    std::fs::write(&hidden, &text).and_then(|()| std::fs::rename(&hidden, path));
                 if written.is_err() {
-                    let _ = std::fs::remove_file(beside);
+                    let _ = std::fs::remove_file(hidden);
                 }
                 written
             }
@@ -430,7 +430,7 @@ impl Sink {
     }
 }
 
-fn beside(path: &Path) -> io::Result<PathBuf> {
+fn hidden_name(path: &Path) -> io::Result<PathBuf> {
     let name = path.file_name().ok_or(io::ErrorKind::IsADirectory)?;
     let mut hidden = std::ffi::OsString::from(".");
     hidden.push(name);

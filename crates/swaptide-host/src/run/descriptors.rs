@@ -35,7 +35,7 @@ pub(super) fn release_streams(inherited: &[RawFd], standard: &[RawFd]) {
     }
 }
 
-/// The keeper has two descriptors open for every process of the tree.
+/// The controller has two descriptors open for every process of the tree.
 pub(crate) fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);

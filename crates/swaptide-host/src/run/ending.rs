@@ -252,7 +252,7 @@ mod tests {
         assert_eq!(
             judge(&[engine()], TERM),
             SignalResponse::Taken,
-            "nobody of the program's is left"
+            "no process of the program is left"
         );
         assert_eq!(
             judge(&[inside()], 1 << (libc::SIGHUP - 1)),

@@ -101,7 +101,7 @@ impl Launcher {
     }
 }
 
-/// One line on standard error; if nobody reads there, so be it.
+/// One line on standard error; a failed write is ignored.
 fn report_line(line: &str) {
     let _ = writeln!(io::stderr(), "swaptide: {line}");
 }

@@ -4,22 +4,22 @@
 //! - the *front* is what the user started. It waits, passes signals on, stops and continues with
 //!   the program, prints the summary, and exits with the program's status;
 //! - the *back* is its child and the program's parent. It is the subreaper of the tree, serves the
-//!   socket, runs the keeper's thread and writes the report. When the program ends and others of
-//!   its tree live on, the front ends and the back stays for them.
+//!   socket, runs the controller's thread and writes the report. When the program ends and others
+//!   of its tree live on, the front ends and the back stays for them.
 //!
 //! All checks come before the fork: bad input never starts anything.
 //!
 //! Signals. Neither process has a handler; both block everything and read descriptors. What the
-//! terminal sends goes to the whole process group, so the program has it already, and what somebody
-//! sends to the group by `kill` arrives at the back as well, which tells it from a signal for the
+//! terminal sends goes to the whole process group, so the program has it already, and what is
+//! sent to the group by `kill` arrives at the back as well, which tells it from a signal for the
 //! front alone; only the latter is passed on.
 //!
 //! Invariants
 //! 1. The program inherits the standard streams, other descriptors, mask and dispositions exactly
 //!    as the front was started with; neither process of the supervisor keeps the streams open but
 //!    the front its standard error.
-//! 2. A killed supervisor kills nobody: the processes hold their own descriptors of the segment and
-//!    the file, and keep their limits.
+//! 2. A killed supervisor kills no process: the processes hold their own descriptors of the segment
+//!    and the file, and keep their limits.
 //!
 //! Locks: none.
 

@@ -43,7 +43,7 @@ const SAME_SIGNAL_TIME: Duration = Duration::from_secs(2);
 /// How often clients are looked at when there are more than can be waited for.
 const CROWDED_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The keeper of a run.
+/// The controller of a run.
 pub(super) enum RunMode {
     /// Its own supervisor.
     Alone { areas: Arc<Areas>, groups: Box<GroupTree>, group: Option<GroupIndex> },
@@ -83,10 +83,10 @@ pub(super) struct Prepared {
 
 /// The supervisor's other threads.
 #[derive(Default)]
-struct Beside {
-    keeper: Option<mpsc::Sender<controller::ControllerRequest>>,
+struct SideServices {
+    controller: Option<mpsc::Sender<controller::ControllerRequest>>,
     thread: Option<std::thread::JoinHandle<()>>,
-    door: Option<ControlSocket>,
+    socket: Option<ControlSocket>,
     shared: Option<&'static SharedPager>,
 }
 
@@ -101,17 +101,17 @@ impl Prepared {
         }
     }
 
-    /// Starts the keeper of a run that is alone, and opens its door; and what a pager of shared
-    /// memory needs.
-    fn keep(&mut self, front: u32) -> Beside {
+    /// Starts the controller of a run that is alone, and opens its control socket; and what a pager
+    /// of shared memory needs.
+    fn keep(&mut self, front: u32) -> SideServices {
         raise_descriptor_limit();
         let shared = SharedPager::new(self.segment, self.place.areas(), self.shared);
         let RunMode::Alone { areas, groups, group } = &mut self.place else {
-            return Beside { shared: Some(shared), ..Beside::default() };
+            return SideServices { shared: Some(shared), ..SideServices::default() };
         };
         let (root, program) = (std::process::id(), self.frame.program.clone());
         self.segment.header.supervisor.store(root, Relaxed);
-        let (keeper, requests) = mpsc::channel();
+        let (controller, requests) = mpsc::channel();
         let groups = std::mem::replace(&mut **groups, GroupTree::new(self.segment, 0));
         let mut thread =
             MemoryController::new(self.segment, areas.clone(), groups, self.frame.budget)
@@ -130,7 +130,7 @@ impl Prepared {
         };
         thread.add_run(run);
         let thread = std::thread::Builder::new()
-            .name("keeper".into())
+            .name("controller".into())
             .spawn(move || thread.run(requests))
             .ok();
         let run = ServedRun {
@@ -140,9 +140,9 @@ impl Prepared {
             started: self.started,
             budget: self.frame.budget,
         };
-        // Without a door nobody can ask, and that is all.
-        let door = server::open(run, areas.clone(), keeper.clone()).ok();
-        Beside { keeper: Some(keeper), thread, door, shared: Some(shared) }
+        // Without a control socket no client can ask, and that is all.
+        let socket = server::open(run, areas.clone(), controller.clone()).ok();
+        SideServices { controller: Some(controller), thread, socket, shared: Some(shared) }
     }
 }
 
@@ -151,7 +151,7 @@ pub(super) struct Supervisor {
     prepared: Prepared,
     front: u32,
     /// Its name goes with the last process of the tree.
-    _door: Option<ControlSocket>,
+    _socket: Option<ControlSocket>,
     /// The front, while it is there.
     channel: Option<Channel>,
     signals: Signals,
@@ -161,7 +161,7 @@ pub(super) struct Supervisor {
     /// Shared memory's pager.
     shared: Option<&'static SharedPager>,
     /// Where there is no daemon that does it.
-    keeper: Option<mpsc::Sender<controller::ControllerRequest>>,
+    controller: Option<mpsc::Sender<controller::ControllerRequest>>,
     /// The program; `None` once it has ended.
     program: Option<u32>,
     /// The sender of each signal to this process, and when: what is sent to the group arrives
@@ -199,13 +199,13 @@ impl Supervisor {
         let back = Supervisor {
             prepared,
             front,
-            _door: kept.door,
+            _socket: kept.socket,
             channel: Some(channel),
             signals,
             counter,
             followed,
             shared: kept.shared,
-            keeper: kept.keeper,
+            controller: kept.controller,
             program: Some(program),
             seen: HashMap::new(),
             ending: Ending::default(),
@@ -253,11 +253,12 @@ impl Supervisor {
                     self.shared,
                     &mut self.followed,
                 );
-                for (pid, keeper) in joined.into_iter().zip(std::iter::repeat(&self.keeper)) {
+                for (pid, controller) in joined.into_iter().zip(std::iter::repeat(&self.controller))
+                {
                     // A daemon finds them in the segment.
-                    let _ = keeper
-                        .as_ref()
-                        .map(|keeper| keeper.send(controller::ControllerRequest::Joined(pid)));
+                    let _ = controller.as_ref().map(|controller| {
+                        controller.send(controller::ControllerRequest::Joined(pid))
+                    });
                 }
             }
             if ready & 4 != 0 && self.channel.is_some() {
@@ -269,11 +270,11 @@ impl Supervisor {
                 self.say(note);
             }
             if !self.look_at_children() {
-                // The keeper ends with its channel.
+                // The controller ends with its channel.
                 let _ = self
-                    .keeper
+                    .controller
                     .as_ref()
-                    .map(|keeper| keeper.send(controller::ControllerRequest::Stop));
+                    .map(|controller| controller.send(controller::ControllerRequest::Stop));
                 return;
             }
         }
@@ -379,8 +380,10 @@ impl Supervisor {
     /// The program has ended: the report, and the front's release.
     fn finish(&mut self, status: u8, stays: bool) {
         let root = std::process::id();
-        let totals = match &self.keeper {
-            Some(keeper) => controller::ask(keeper, move |keeper| keeper.totals(root)),
+        let totals = match &self.controller {
+            Some(controller) => {
+                controller::ask(controller, move |controller| controller.totals(root))
+            }
             None => client::totals(),
         };
         let told = totals.is_some();

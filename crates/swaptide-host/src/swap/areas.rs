@@ -3,14 +3,14 @@
 //!
 //! Owns what is open behind each area of the segment's table, what people call it, and the way of
 //! taking one away: it is closed, every process that holds something there moves it to other areas,
-//! and only when nobody holds anything is it let go; or nothing has changed.
+//! and only when none holds anything is it removed; or nothing has changed.
 //!
 //! Invariants
 //! 1. An area of the segment that is not `None` has its device open here.
 //! 2. A device is closed only after its area is `None`.
 //! 3. A mirror comes and goes with its area.
-//! 4. An extent that nobody holds and that is in doubt ([`Segment::doubt_extent`]) stays unused:
-//!    for the rest of the run, or until a quarter of its area is so and it has been for
+//! 4. An extent that no process holds and that is in doubt ([`Segment::doubt_extent`]) stays
+//!    unused: for the rest of the run, or until a quarter of its area is so and it has been for
 //!    an hour. docs/design/areas-and-nbd.md says why.
 //!
 //! Locks: `held`, for a look or a change of the list; not while waiting for processes.
@@ -275,8 +275,8 @@ impl Areas {
         self.held().iter().for_each(|(id, held)| f(*id, &held.backing));
     }
 
-    /// Gives the space of an extent back, if nobody holds it. Nobody waits for a server here: an
-    /// export's extent is trimmed later, should nobody have it then.
+    /// Gives the space of an extent back, if no process holds it. Nothing waits for a server here:
+    /// an export's extent is trimmed later, if no process has it then.
     pub fn give_back(self: &Arc<Self>, extent: ExtentId) {
         let is_free = self.segment.while_unheld(extent, || self.punch(extent));
         // Not before: trimming keeps it from all others, too.
@@ -285,8 +285,8 @@ impl Areas {
         }
     }
 
-    /// Gives the space back that an extent has in files. The caller keeps it from everybody
-    /// meanwhile.
+    /// Gives the space back that an extent has in files. The caller keeps it from all
+    /// processes meanwhile.
     fn punch(&self, extent: ExtentId) {
         let Some(place) = self.segment.place_of(extent) else { return };
         let file = |id: AreaId| match &self.held().get(&id)?.backing.medium {
@@ -342,7 +342,7 @@ impl Areas {
                 let (areas, id) = (Arc::clone(self), *id);
                 let again = move || {
                     // What it starts (the pumps of a connection with TLS) is work, and no look, as
-                    // the keeper's is.
+                    // the controller's is.
                     swaptide_sys::affinity::go_normally();
                     areas.try_again(id);
                 };

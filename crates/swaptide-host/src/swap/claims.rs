@@ -31,7 +31,7 @@ use swaptide_sys::{AsFd, Errno};
 use crate::nbd::{Endpoint, Url};
 use crate::swap::listeners;
 
-/// Connections of refused claims that may wait: nobody accepts them, they only ask whose it is.
+/// Connections of refused claims that may wait: they are not accepted, they only ask whose it is.
 const BACKLOG: i32 = 128;
 
 /// Keeps others on this machine from using an export, until it is dropped.
@@ -60,7 +60,7 @@ impl ExportClaim {
     }
 }
 
-/// Binds a name; `None` where that fails for a reason that is nobody's claim.
+/// Binds a name; `None` where that fails for a reason other than a claim.
 fn bind(name: &str) -> Result<Option<OwnedFd>, Holder> {
     let text = format!("swaptide-export-{:016x}{:016x}", hash(name, 0), hash(name, 1));
     let socket = || {
@@ -74,7 +74,7 @@ fn bind(name: &str) -> Result<Option<OwnedFd>, Holder> {
     };
     match rustix::net::bind(&socket, &address) {
         Ok(()) => {
-            // Without it nobody learns whose it is; it is taken all the same.
+            // Without it others do not learn whose it is; it is taken all the same.
             let _ = rustix::net::listen(&socket, BACKLOG);
             Ok(Some(socket))
         }

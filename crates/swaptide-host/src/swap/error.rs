@@ -79,7 +79,7 @@ pub enum DeviceError {
     /// The export cannot be used.
     #[error("{0}")]
     Nbd(NbdError),
-    /// An export that somebody on this machine swaps to, and the process.
+    /// An export that a process of this machine swaps to, and the process.
     #[error(
         "{0}: {holder} swaps to it already, and both would lose pages; give each an export of its \
         own",

@@ -2,8 +2,8 @@
 //!
 //! Owns the grammar of a device, the choice of the default place, and the opening: of a swap file,
 //! unlinked before anything is written to it, so that no crash leaves it behind, and sparse; of a
-//! block device, which must carry the mark of swap space (mkswap(8)) so that nobody's data is
-//! overwritten by a slip, and keeps it. With direct I/O where it can be had.
+//! block device, which must carry the mark of swap space (mkswap(8)) so that no other data is
+//! overwritten by mistake, and keeps it. With direct I/O where it can be had.
 //!
 //! Locks: none.
 
@@ -234,7 +234,7 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
     Ok(Device { kind, priority, mirror, plain: cipher == Some("none"), rotational })
 }
 
-/// A device with an absolute path, for somebody in another directory.
+/// A device with an absolute path, for a process in another directory.
 ///
 /// # Errors
 /// Those of [`parse`], and why the current directory is not known.
@@ -300,7 +300,7 @@ impl fmt::Debug for Medium {
     }
 }
 
-/// A device beyond compressed memory: open, and nobody else's.
+/// A device beyond compressed memory: open, and used by this process alone.
 #[derive(Debug)]
 pub struct BackingDevice {
     /// What people call it.
@@ -560,7 +560,7 @@ fn open_block(path: &Path) -> Result<BackingDevice, DeviceError> {
     if !std::fs::metadata(path).map_err(failed)?.file_type().is_block_device() {
         return Err(DeviceError::NotBlock(path.to_owned()));
     }
-    // Exclusive: what is mounted, or somebody's swap space, is refused.
+    // Exclusive: what is mounted, or swap space in use, is refused.
     let mut file = File::options()
         .read(true)
         .write(true)
@@ -582,8 +582,8 @@ fn open_block(path: &Path) -> Result<BackingDevice, DeviceError> {
     Ok(BackingDevice { base_bytes: EXTENT_BYTES, direct_io: true, ..device })
 }
 
-/// Connects to an export. Its first extent's worth stays as it is: what is there tells that nobody
-/// needs the rest.
+/// Connects to an export. Its first extent's worth stays as it is: what is there tells that the
+/// rest is not needed.
 fn open_nbd(url: &Url, contents: Contents) -> Result<BackingDevice, DeviceError> {
     const PROBED_BYTES: usize = 128 << 10;
     let claim =

@@ -161,7 +161,7 @@ fn an_export_is_found_on_the_network_by_its_name() {
         return;
     }
     let scratch = Scratch::new("tcp");
-    // A port that is free; somebody else may take it before the server does.
+    // A port that is free; another program may take it before the server does.
     let port = std::net::TcpListener::bind("127.0.0.1:0")
         .and_then(|l| l.local_addr())
         .unwrap()
@@ -470,7 +470,7 @@ fn a_device_on_an_export_outlives_its_server_and_names_what_it_cannot_read() {
     device.write(&[(Slot(0), codec.compress(&pages[1]))]).unwrap();
     assert!(read(&[0, 1]).unwrap() == [pages[1]; 2]);
 
-    // Someone has been at the disk: no page is taken for another.
+    // The disk was changed: no page is taken for another.
     server.kill();
     let mut bytes = std::fs::read(&file).unwrap();
     bytes.rotate_left(PAGE_SIZE);
@@ -498,7 +498,7 @@ fn under_tls(server: &mut Server, export: &str, trusted: &Authority, blocks: u64
     assert_eq!(nbd.stats().broken, 0, "{:?}", nbd.stats());
     drop(nbd);
 
-    // The wrong name, the wrong authority, nobody's authority.
+    // The wrong name, the wrong authority, no authority.
     let error = connect(&server.url("nbds", export, &ca)).map(drop).unwrap_err();
     assert!(matches!(&error, NbdError::Tls(_, rustls::Error::InvalidCertificate(_))), "{error}");
     let scratch = Scratch::new("stranger");

@@ -39,7 +39,7 @@ pub(crate) fn reserve(len: usize) -> TableMemory {
     // SAFETY: changes no data. A kernel without huge pages refuses: then there are none.
     let _ = unsafe { madvise(start, len, Advice::LinuxNoHugepage) };
     let start = NonNull::new(start).expect("no mapping starts at zero");
-    // SAFETY: new anonymous memory is zeros on whole pages, nobody else knows of it, and it stays
+    // SAFETY: new anonymous memory is zeros on whole pages, nothing else refers to it, and it stays
     // until `Reserved` is dropped.
     unsafe { TableMemory::new(start.cast(), len, Box::new(Reserved { start, len })) }
 }

@@ -200,8 +200,8 @@ impl ScanAllocator {
         let (lane, n) = (cpu * ORDERS + order, 1 << order);
         loop {
             let at = match device.next[lane] {
-                // The cluster became free meanwhile and is on the list: it may be somebody else's
-                // next.
+                // The cluster became free meanwhile and is on the list: it may be another
+                // lane's next.
                 Some(at) if device.used[(at / CLUSTER) as usize] == 0 => None,
                 at => at,
             };

@@ -78,7 +78,7 @@ pub(crate) struct Test<'a> {
     searching: f64,
     searches: u32,
     /// Compaction that keeps in step with the work, as a thread in the background would.
-    beside: Option<&'a SwapTable>,
+    background: Option<&'a SwapTable>,
     /// Slots written and freed since its last step, slots moved, seconds, and the highest bytes per
     /// used slot while nearly all pages are out.
     pending: u32,
@@ -113,7 +113,7 @@ impl Test<'_> {
     /// background has its turn.
     fn changed(&mut self, n: u32) {
         self.pending += n;
-        let Some(core) = self.beside.filter(|_| self.pending >= STEP) else { return };
+        let Some(core) = self.background.filter(|_| self.pending >= STEP) else { return };
         self.pending = 0;
         // A table too many, or one for each 128, is not worth the moves.
         if core.device().worth_compacting(1 + core.device().used() / (128 * 512)) {
@@ -251,7 +251,7 @@ fn run(
 /// be compacted.
 fn run_beside(
     slots: &dyn Slots,
-    beside: Option<&SwapTable>,
+    background: Option<&SwapTable>,
     times: usize,
     aligned: bool,
     small: bool,
@@ -268,7 +268,7 @@ fn run_beside(
         fallback: 0,
         searching: 0.0,
         searches: 0,
-        beside,
+        background,
         pending: 0,
         moved: 0,
         moving: 0.0,

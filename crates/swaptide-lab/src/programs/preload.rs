@@ -133,7 +133,7 @@ fn nbd_server(place: &Path) -> Result<(ChildGuard, String), String> {
     Ok((server, format!("nbd+unix:///?socket={}", socket.display())))
 }
 
-/// The file of rows: the same for everybody.
+/// The file of rows: the same for all.
 fn write_rows(path: &Path, rows: u32) -> std::io::Result<()> {
     const WORDS: [&str; 16] = [
         "amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jetty",

@@ -222,7 +222,7 @@ impl TargetMemory {
 
 impl Drop for TargetMemory {
     fn drop(&mut self) {
-        // SAFETY: the whole mapping, which nobody has a reference to any more.
+        // SAFETY: the whole mapping, to which there is no reference any more.
         unsafe { libc::munmap(self.words.as_mut_ptr().cast(), size_of_val(self.words)) };
     }
 }
@@ -289,12 +289,12 @@ fn say(line: &str) -> Result<(), String> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}")
         .and_then(|()| out.flush())
-        .map_err(|e| format!("nobody listens: {e}"))?;
+        .map_err(|e| format!("no reader on standard output: {e}"))?;
     std::io::stdin()
         .lock()
         .read_line(&mut String::new())
         .map(drop)
-        .map_err(|e| format!("nobody answers: {e}"))
+        .map_err(|e| format!("no answer on standard input: {e}"))
 }
 
 #[cfg(test)]

@@ -438,7 +438,7 @@ impl Pair {
 
     fn rows(&self, case: &Case) -> Vec<Row> {
         let seed = &case.seed;
-        let beside = |row: Row, seed_after: Option<f64>| Row { seed_after, ..row };
+        let with_seed = |row: Row, seed_after: Option<f64>| Row { seed_after, ..row };
         let elapsed = self.row(case, "elapsed", "s", |o| o.touched.elapsed_s);
         let refault = self.row(case, "refault", "s", |o| o.touched.refault_s);
         vec![
@@ -448,11 +448,11 @@ impl Pair {
             seed.refault_pct.map_or(refault.clone(), |pct| refault.shaped_like(100.0, 100.0 + pct)),
             self.ratio_row(case, "elapsed, ratio", |o| o.touched.elapsed_s),
             self.ratio_row(case, "refault, ratio", |o| o.touched.refault_s),
-            beside(self.row(case, "zswpin", "pages", |o| o.counter("zswpin")), seed.zswpin),
-            beside(self.row(case, "pswpin", "pages", |o| o.counter("pswpin")), seed.pswpin),
-            beside(self.row(case, "zswpwb", "pages", |o| o.counter("zswpwb")), seed.zswpwb),
-            beside(self.row(case, "64K in", "blocks", RoundOutcome::large), seed.large),
-            beside(self.row(case, "fallbacks", "blocks", RoundOutcome::fallback), seed.fallback),
+            with_seed(self.row(case, "zswpin", "pages", |o| o.counter("zswpin")), seed.zswpin),
+            with_seed(self.row(case, "pswpin", "pages", |o| o.counter("pswpin")), seed.pswpin),
+            with_seed(self.row(case, "zswpwb", "pages", |o| o.counter("zswpwb")), seed.zswpwb),
+            with_seed(self.row(case, "64K in", "blocks", RoundOutcome::large), seed.large),
+            with_seed(self.row(case, "fallbacks", "blocks", RoundOutcome::fallback), seed.fallback),
             self.row(case, "loaded per page touched", "pages", |o| {
                 o.loaded() / o.touched.pages as f64
             }),

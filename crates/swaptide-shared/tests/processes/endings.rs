@@ -53,7 +53,7 @@ pub(super) fn a_raw_clone() {
     words.check_all();
 }
 
-/// A child that nobody stands guard for is not known by its number, and gives up what is out.
+/// A child without a guard is not known by its number, and gives up what is out.
 pub(super) fn a_raw_clone_gives_up() {
     let (host, region) = start(512 * MIB, 24 * MIB);
     let words = Words::of(&region);
@@ -75,7 +75,7 @@ pub(super) fn a_raw_clone_gives_up() {
     (8..words.pages).for_each(|page| words.check(page));
 }
 
-/// A child that nobody stands guard for, and whose mappings have changed, touches what is lost.
+/// A child without a guard, and whose mappings have changed, touches what is lost.
 pub(super) fn a_raw_clone_reads_no_zeros() {
     let path = std::env::temp_dir().join(format!("swaptide-lost-{}", std::process::id()));
     let host = Pager::start(16 * MIB, Some(&path));
@@ -89,7 +89,7 @@ pub(super) fn a_raw_clone_reads_no_zeros() {
         // All that can be brought back is, by then.
         std::thread::sleep(Duration::from_millis(2500));
         let end = region.as_ptr().as_ptr() as usize + region.len() - PAGE;
-        // SAFETY: the last page, which nobody uses here.
+        // SAFETY: the last page, which is not used here.
         unsafe { libc::munmap(end as *mut libc::c_void, PAGE) };
         let zeros = (0..words.pages - 1).any(|page| words.word(page, WORKERS).load(SeqCst) == 0);
         // SAFETY: ends the child.

@@ -154,7 +154,7 @@ impl Random {
     }
 }
 
-/// What word `word` of page `page` holds, where it is nobody's.
+/// What word `word` of page `page` holds, where it is no worker's.
 fn constant(page: usize, word: usize) -> u64 {
     match page % 4 {
         // Hardly compresses.
@@ -182,8 +182,8 @@ impl Words {
 
     fn word(&self, page: usize, word: usize) -> &AtomicU64 {
         assert!(page < self.pages && word < WORDS);
-        // SAFETY: within the mapping, which outlives every use in these tests, and everybody uses
-        // atomics.
+        // SAFETY: within the mapping, which outlives every use in these tests, and all uses are
+        // atomic.
         unsafe { &*self.at.add(page * WORDS + word) }
     }
 
@@ -322,7 +322,7 @@ fn worker(arguments: &[String]) {
             mine.check_all(&words);
         }
         "for_ever" => {
-            // Somebody may have been killed as this worker before: what is there is what was
+            // A process may have been killed as this worker before: what is there is what was
             // written last.
             for page in 0..words.pages {
                 let found = words.word(page, number).load(SeqCst);
@@ -405,7 +405,7 @@ fn changes(region: &SharedRegion, words: &Words, mine: &mut Mine, end: Instant) 
     while Instant::now() < end {
         let first = mine.random.below(pages - 64);
         let len = (1 + mine.random.below(63)) * PAGE;
-        // SAFETY: all calls concern this process's mapping of the region, which nobody else in it
+        // SAFETY: all calls concern this process's mapping of the region, which nothing else in it
         // uses; what is unmapped is mapped again, at the same place and of the same memory.
         unsafe {
             match mine.random.below(5) {
@@ -626,9 +626,9 @@ fn the_last_one_frees() {
     std::thread::sleep(Duration::from_millis(500));
     drop(region);
     std::thread::sleep(Duration::from_millis(100));
-    assert!(host.out() > 0, "somebody has it still");
+    assert!(host.out() > 0, "the worker still has it");
     worker.kill().and_then(|()| worker.wait()).expect("killed");
-    until("nobody has it", || host.out() == 0);
+    until("no process has it", || host.out() == 0);
     until("nothing of it is left", || host.view.bytes().0 == 0 && host.view.pool_bytes() == 0);
 }
 

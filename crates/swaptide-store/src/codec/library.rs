@@ -63,7 +63,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout, and nobody uses it any more.
+        // SAFETY: allocated with this layout, and no longer used.
         unsafe { std::alloc::dealloc(self.start.as_ptr(), self.layout) };
     }
 }
@@ -110,8 +110,8 @@ impl Lz4 {
 /// or does not fit.
 pub(super) fn lz4_decompress(block: &[u8], out: &mut [u8]) -> Option<usize> {
     let (len, room) = (c_int::try_from(block.len()).ok()?, c_int::try_from(out.len()).ok()?);
-    // SAFETY: two slices, given with their lengths; the library's function for blocks that nobody
-    // vouches for.
+    // SAFETY: two slices, given with their lengths; the library's function for untrusted
+    // blocks.
     let len = unsafe {
         lz4_sys::LZ4_decompress_safe(block.as_ptr().cast(), out.as_mut_ptr().cast(), len, room)
     };

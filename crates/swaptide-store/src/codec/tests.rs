@@ -178,7 +178,7 @@ fn schemes_have_names_and_numbers_of_their_own() {
         }
     }
     assert_eq!(seen.len(), 36);
-    assert_eq!(Scheme::default().number(), 0, "memory that nobody wrote to means the default");
+    assert_eq!(Scheme::default().number(), 0, "memory that was never written means the default");
     for senseless in [77, 9 << 8, u32::MAX] {
         assert_eq!(Scheme::from_number(senseless), Scheme::default());
     }

@@ -1,5 +1,5 @@
 //! Runs a test's body in a process of its own, under a deadline: a lost wake-up hangs that process,
-//! not the test run, and closing a userfaultfd there hurts nobody.
+//! not the test run, and closing a userfaultfd there does no harm.
 
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};

@@ -49,13 +49,13 @@ pub(super) fn change_readahead(
 
 /// A group, for a client that may see and change it.
 pub(super) fn owned(
-    keeper: &mut MemoryController,
+    controller: &mut MemoryController,
     path: &str,
     uid: u32,
     all: bool,
 ) -> Result<GroupPath, String> {
     let path = GroupPath::parse(path).map_err(|error| error.to_string())?;
-    if all || keeper.groups().is_owned(&path, uid) {
+    if all || controller.groups().is_owned(&path, uid) {
         return Ok(path);
     }
     Err(format!("{path}: not a group of this user"))
@@ -65,15 +65,15 @@ pub(crate) fn ending() -> Answer {
     Answer::Error("the supervisor is shutting down".into())
 }
 
-pub(super) fn tiers(keeper: &mut MemoryController, text: Option<&str>) -> Answer {
-    match text.map_or(Ok(()), |text| keeper.groups().set_tiers(text)) {
-        Ok(()) => Answer::Tiers(TiersView::of(keeper.groups().tiers())),
+pub(super) fn tiers(controller: &mut MemoryController, text: Option<&str>) -> Answer {
+    match text.map_or(Ok(()), |text| controller.groups().set_tiers(text)) {
+        Ok(()) => Answer::Tiers(TiersView::of(controller.groups().tiers())),
         Err(error) => Answer::Error(error.to_string()),
     }
 }
 
 pub(super) fn group(
-    keeper: &mut MemoryController,
+    controller: &mut MemoryController,
     path: &str,
     set: &[(String, String)],
     uid: u32,
@@ -81,14 +81,15 @@ pub(super) fn group(
 ) -> Answer {
     // Without rights over all, the root is where one's own groups are.
     if !all && path == "/" && set.is_empty() {
-        let views = keeper.group_views(&GroupPath::root()).unwrap_or_default();
+        let views = controller.group_views(&GroupPath::root()).unwrap_or_default();
         let own = |view: &GroupView| {
-            GroupPath::parse(&view.path).is_ok_and(|path| keeper.groups().is_owned(&path, uid))
+            GroupPath::parse(&view.path).is_ok_and(|path| controller.groups().is_owned(&path, uid))
         };
         return Answer::Groups(views.into_iter().filter(own).collect());
     }
-    let set = owned(keeper, path, uid, all).and_then(|path| set_group(keeper, path, set, uid, all));
-    match set.and_then(|path| keeper.group_views(&path).map_err(|error| error.to_string())) {
+    let set = owned(controller, path, uid, all)
+        .and_then(|path| set_group(controller, path, set, uid, all));
+    match set.and_then(|path| controller.group_views(&path).map_err(|error| error.to_string())) {
         Ok(views) => Answer::Groups(views),
         Err(error) => Answer::Error(error),
     }
@@ -96,7 +97,7 @@ pub(super) fn group(
 
 /// Carries out settings, all or none; a group that was made for one that is refused goes again.
 fn set_group(
-    keeper: &mut MemoryController,
+    controller: &mut MemoryController,
     path: GroupPath,
     set: &[(String, String)],
     uid: u32,
@@ -111,34 +112,35 @@ fn set_group(
     };
     let pids =
         moves.iter().map(|(_, value)| number(value)).collect::<Result<Vec<u32>, String>>()?;
-    if let Some(stranger) =
-        pids.iter().find(|pid| !keeper.keeps(**pid) || !all && keeper.owner_of(**pid) != Some(uid))
+    if let Some(stranger) = pids
+        .iter()
+        .find(|pid| !controller.keeps(**pid) || !all && controller.owner_of(**pid) != Some(uid))
     {
         return Err(format!(
             "{path}: processes: {stranger} is not a process of this run; see swaptide ctl stats"
         ));
     }
     let before: Vec<GroupPath> =
-        keeper.groups().iter().map(|(_, group)| group.path.clone()).collect();
-    let index = keeper.groups().ensure(&path, uid).map_err(|error| error.to_string())?;
+        controller.groups().iter().map(|(_, group)| group.path.clone()).collect();
+    let index = controller.groups().ensure(&path, uid).map_err(|error| error.to_string())?;
     let pairs = settings.iter().map(|(key, value)| (key.as_str(), value.as_str()));
-    if let Err(error) = keeper.groups().set(index, pairs) {
+    if let Err(error) = controller.groups().set(index, pairs) {
         let mut made: Vec<GroupPath> =
-            keeper.groups().iter().map(|(_, group)| group.path.clone()).collect();
+            controller.groups().iter().map(|(_, group)| group.path.clone()).collect();
         made.retain(|path| !before.contains(path));
-        // The deepest first; nobody is in them yet.
+        // The deepest first; no process is in them yet.
         made.sort_by_key(|path| std::cmp::Reverse(path.depth()));
-        made.iter().for_each(|path| drop(keeper.remove_group(path)));
+        made.iter().for_each(|path| drop(controller.remove_group(path)));
         return Err(error.to_string());
     }
-    pids.into_iter().for_each(|pid| keeper.move_process(pid, index));
+    pids.into_iter().for_each(|pid| controller.move_process(pid, index));
     Ok(path)
 }
 
-/// Takes memory from a group, for now or for good. Waits until it is done: the keeper tells when
-/// nothing more goes out.
+/// Takes memory from a group, for now or for good. Waits until it is done: the controller tells
+/// when nothing more goes out.
 pub(super) fn answer_reclaim(
-    keeper: &mpsc::Sender<controller::ControllerRequest>,
+    controller: &mpsc::Sender<controller::ControllerRequest>,
     path: String,
     bytes: u64,
     freeze: bool,
@@ -146,13 +148,13 @@ pub(super) fn answer_reclaim(
     all: bool,
 ) -> Answer {
     let (done, result) = mpsc::channel();
-    let begun = controller::ask(keeper, move |keeper| {
-        let path = owned(keeper, &path, uid, all)?;
-        let index = keeper.groups().find(&path).map_err(|error| error.to_string())?;
+    let begun = controller::ask(controller, move |controller| {
+        let path = owned(controller, &path, uid, all)?;
+        let index = controller.groups().find(&path).map_err(|error| error.to_string())?;
         if freeze {
-            keeper.freeze(index, true);
+            controller.freeze(index, true);
         }
-        keeper.reclaim(index, bytes, done);
+        controller.reclaim(index, bytes, done);
         Ok::<(), String>(())
     });
     match begun {
@@ -170,19 +172,19 @@ pub(super) fn answer_reclaim(
 /// Brings a group back. Waits until its processes have all that there is room for, or bring in
 /// nothing more.
 pub(super) fn preload(
-    keeper: &mpsc::Sender<controller::ControllerRequest>,
+    controller: &mpsc::Sender<controller::ControllerRequest>,
     path: String,
     uid: u32,
     all: bool,
 ) -> Answer {
-    let thaw = move |keeper: &mut MemoryController| {
-        let path = owned(keeper, &path, uid, all)?;
-        let index = keeper.groups().find(&path).map_err(|error| error.to_string())?;
-        keeper.freeze(index, false);
-        keeper.preload(index);
-        Ok::<_, String>((index, keeper.groups().usage(index)))
+    let thaw = move |controller: &mut MemoryController| {
+        let path = owned(controller, &path, uid, all)?;
+        let index = controller.groups().find(&path).map_err(|error| error.to_string())?;
+        controller.freeze(index, false);
+        controller.preload(index);
+        Ok::<_, String>((index, controller.groups().usage(index)))
     };
-    let (index, before) = match controller::ask(keeper, thaw) {
+    let (index, before) = match controller::ask(controller, thaw) {
         None => return ending(),
         Some(Err(error)) => return Answer::Error(error),
         Some(Ok(begun)) => begun,
@@ -190,8 +192,8 @@ pub(super) fn preload(
     let (mut least, mut since) = (u64::MAX, Instant::now());
     loop {
         let give_up = since.elapsed() > REQUEST_TIMEOUT;
-        let look = controller::ask(keeper, move |keeper| {
-            (keeper.preloading(index, give_up), keeper.groups().usage(index))
+        let look = controller::ask(controller, move |controller| {
+            (controller.preloading(index, give_up), controller.groups().usage(index))
         });
         let Some((busy, usage)) = look else { return ending() };
         if busy == 0 || give_up {
@@ -208,24 +210,24 @@ pub(super) fn preload(
 /// Lets processes go. Waits until it is done, tells how much is still out, and gives it up where
 /// nothing comes back any more.
 pub(super) fn detach(
-    keeper: &mpsc::Sender<controller::ControllerRequest>,
+    controller: &mpsc::Sender<controller::ControllerRequest>,
     pid: u32,
     uid: u32,
     all: bool,
     client: &UnixStream,
 ) -> Answer {
-    let begin = move |keeper: &mut MemoryController| {
-        if !keeper.keeps(pid) && keeper.run_of(pid).is_none()
-            || !all && keeper.owner_of(pid) != Some(uid)
+    let begin = move |controller: &mut MemoryController| {
+        if !controller.keeps(pid) && controller.run_of(pid).is_none()
+            || !all && controller.owner_of(pid) != Some(uid)
         {
             return Err(format!(
                 "detach: {pid} is not a process of this run; see swaptide ctl stats"
             ));
         }
-        let pids = keeper.detachable(pid);
-        keeper.detach(&pids).map(|()| pids)
+        let pids = controller.detachable(pid);
+        controller.detach(&pids).map(|()| pids)
     };
-    let pids = match controller::ask(keeper, begin) {
+    let pids = match controller::ask(controller, begin) {
         None => return ending(),
         Some(Err(why)) => return Answer::Error(why),
         Some(Ok(pids)) => Arc::new(pids),
@@ -233,7 +235,8 @@ pub(super) fn detach(
     let (mut least, mut since) = ((usize::MAX, u64::MAX), Instant::now());
     loop {
         let asked = Arc::clone(&pids);
-        let Some(now) = controller::ask(keeper, move |keeper| keeper.detaching(&asked)) else {
+        let Some(now) = controller::ask(controller, move |controller| controller.detaching(&asked))
+        else {
             return ending();
         };
         if now.processes == 0 {
@@ -244,7 +247,8 @@ pub(super) fn detach(
         }
         if now.short || since.elapsed() > 5 * REQUEST_TIMEOUT {
             let asked = Arc::clone(&pids);
-            let _ = controller::ask(keeper, move |keeper| keeper.keep_after_all(&asked));
+            let _ =
+                controller::ask(controller, move |controller| controller.keep_after_all(&asked));
             let why = if now.short { "memory ran short" } else { "no more pages came in" };
             return Answer::Error(format!(
                 "detach: {why} with {} still out: {} go on as before",

@@ -138,7 +138,7 @@ impl GroupControl {
     ) {
         let mut given: HashMap<GroupIndex, u64> = HashMap::new();
         let above = |member: &TickMember| self.tree.ancestry(member.group).collect::<Vec<_>>();
-        // What shall stay out goes on to the swap areas, where there are any.
+        // What shall stay out is written back to the swap areas, where there are any.
         let bound = |group: GroupIndex| match self.frozen.contains(&group) && segment.has_area() {
             true => Some(0),
             false => self.tree.get(group).and_then(|group| group.settings.zswap_max),

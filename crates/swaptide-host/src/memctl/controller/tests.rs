@@ -14,16 +14,17 @@ fn no_areas(segment: &'static Segment) -> Arc<Areas> {
 }
 
 /// One that keeps the child and its descendants: they are this process's.
-fn keeper(
+fn controller(
     child: &Child,
     segment: &'static Segment,
     areas: Arc<Areas>,
     budget: u64,
     strict: bool,
 ) -> MemoryController {
-    let mut keeper = MemoryController::new(segment, areas, GroupTree::new(segment, budget), budget);
+    let mut controller =
+        MemoryController::new(segment, areas, GroupTree::new(segment, budget), budget);
     let (root, program) = (child.id(), "sleep".to_owned());
-    keeper.add_run(ManagedRun {
+    controller.add_run(ManagedRun {
         root,
         front: root,
         uid: 0,
@@ -33,7 +34,7 @@ fn keeper(
         max: None,
         strict,
     });
-    keeper
+    controller
 }
 
 fn sleeper() -> Child {
@@ -63,13 +64,13 @@ fn a_process_that_dies_leaves_its_counters_and_no_extent() {
     assert!(file.metadata().expect("metadata").blocks() > 0);
     segment.slot(index).count(Counter::Pswpout, 16);
     let root = child.id();
-    let mut keeper = keeper(&child, segment, areas, 64 << 20, false);
-    keeper.tick();
-    assert_eq!(keeper.totals(root).get(Counter::Pswpout), 16);
+    let mut controller = controller(&child, segment, areas, 64 << 20, false);
+    controller.tick();
+    assert_eq!(controller.totals(root).get(Counter::Pswpout), 16);
     assert_eq!(segment.extents_used(), 1);
     end(child);
-    keeper.tick();
-    assert_eq!(keeper.totals(root).get(Counter::Pswpout), 16, "the dead are counted once");
+    controller.tick();
+    assert_eq!(controller.totals(root).get(Counter::Pswpout), 16, "the dead are counted once");
     assert_eq!(segment.extents_used(), 0);
     assert_eq!(file.metadata().expect("metadata").blocks(), 0, "the space is free again");
     assert_eq!(segment.claimed().count(), 0);
@@ -79,17 +80,17 @@ fn a_process_that_dies_leaves_its_counters_and_no_extent() {
 fn a_group_that_gets_the_number_of_a_frozen_one_is_not_frozen() {
     let segment = segment();
     let child = sleeper();
-    let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
+    let mut controller = controller(&child, segment, no_areas(segment), 64 << 20, false);
     let path = |text: &str| GroupPath::parse(text).expect("a path");
-    let first = keeper.groups().ensure(&path("/first"), 0).expect("a group");
-    keeper.freeze(first, true);
-    keeper.move_process(child.id(), first);
-    keeper.tick();
-    keeper.tree.admit(child.id());
-    keeper.remove_group(&path("/first")).expect("nobody is in it");
-    let second = keeper.groups().ensure(&path("/second"), 0).expect("a group");
+    let first = controller.groups().ensure(&path("/first"), 0).expect("a group");
+    controller.freeze(first, true);
+    controller.move_process(child.id(), first);
+    controller.tick();
+    controller.tree.admit(child.id());
+    controller.remove_group(&path("/first")).expect("nobody is in it");
+    let second = controller.groups().ensure(&path("/second"), 0).expect("a group");
     assert_eq!(second, first, "the number is used again");
-    assert_eq!(keeper.frozen().count(), 0);
+    assert_eq!(controller.frozen().count(), 0);
     end(child);
 }
 
@@ -103,20 +104,20 @@ fn a_group_with_processes_that_are_not_managed_stays() {
         .spawn()
         .expect("sh");
     std::io::Read::read_exact(&mut child.stdout.take().expect("a pipe"), &mut [0]).expect("a line");
-    let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
+    let mut controller = controller(&child, segment, no_areas(segment), 64 << 20, false);
     let path = GroupPath::parse("/group").expect("a path");
-    let group = keeper.groups().ensure(&path, 0).expect("a group");
-    keeper.tick();
-    let inside = keeper.tree.pids().next().expect("the child of the root");
-    keeper.move_process(inside, group);
-    keeper.tick();
-    assert!(matches!(keeper.remove_group(&path), Err(GroupError::Busy(..))));
-    keeper.tree.kill_all(child.id());
+    let group = controller.groups().ensure(&path, 0).expect("a group");
+    controller.tick();
+    let inside = controller.tree.pids().next().expect("the child of the root");
+    controller.move_process(inside, group);
+    controller.tick();
+    assert!(matches!(controller.remove_group(&path), Err(GroupError::Busy(..))));
+    controller.tree.kill_all(child.id());
     let began = Instant::now();
-    while keeper.remove_group(&path).is_err() {
+    while controller.remove_group(&path).is_err() {
         assert!(began.elapsed() < Duration::from_secs(20), "it has ended");
         std::thread::sleep(Duration::from_millis(10));
-        keeper.tick();
+        controller.tick();
     }
     end(child);
 }
@@ -133,18 +134,18 @@ fn a_process_that_fills_the_budget_is_asked_to_be_managed_and_gets_a_limit() {
     let segment = segment();
     let index = segment.claim(child.id(), 0).expect("slot");
     let slot = segment.slot(index);
-    let mut roomy = keeper(&child, segment, no_areas(segment), 512 << 20, false);
+    let mut roomy = controller(&child, segment, no_areas(segment), 512 << 20, false);
     roomy.tick();
     assert_eq!(slot.control.engage.load(Relaxed), 0, "it fits");
     let root = child.id();
-    let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
-    keeper.tick();
+    let mut controller = controller(&child, segment, no_areas(segment), 64 << 20, false);
+    controller.tick();
     assert_eq!((slot.control.engage.load(Relaxed), slot.control.wake_seq.load(Relaxed)), (1, 1));
     let limit = slot.control.limit_bytes.load(Relaxed);
     assert!(limit > 55 << 20 && limit < 64 << 20, "{limit}");
-    keeper.tick();
-    assert_eq!(slot.control.wake_seq.load(Relaxed), 1, "no bell without news");
-    assert!(keeper.totals(root).peak_resident > 60 << 20);
+    controller.tick();
+    assert_eq!(slot.control.wake_seq.load(Relaxed), 1, "no wake-up without a new limit");
+    assert!(controller.totals(root).peak_resident > 60 << 20);
     end(child);
 }
 
@@ -153,12 +154,12 @@ fn a_program_that_begins_is_seen_to_grow_at_the_first_look_and_one_that_was_ther
     let grown = |was_there: bool, forked_from: u32| {
         let segment = segment();
         let child = sleeper();
-        let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
+        let mut controller = controller(&child, segment, no_areas(segment), 64 << 20, false);
         if !was_there {
-            keeper.tick();
+            controller.tick();
         }
         let index = segment.claim(child.id(), forked_from).expect("slot");
-        assert!(keeper.tree.admit(child.id()));
+        assert!(controller.tree.admit(child.id()));
         let member = TickMember {
             pid: child.id(),
             slot: Some(index),
@@ -166,11 +167,11 @@ fn a_program_that_begins_is_seen_to_grow_at_the_first_look_and_one_that_was_ther
             group: GroupIndex::ROOT,
         };
         // Some memory it has by now.
-        while keeper.tree.used(child.id()) == 0 {
+        while controller.tree.used(child.id()) == 0 {
             std::thread::sleep(Duration::from_millis(5));
-            keeper.tree.sample();
+            controller.tree.sample();
         }
-        let process = keeper.judge(&member, &HashMap::new(), Duration::from_millis(1));
+        let process = controller.judge(&member, &HashMap::new(), Duration::from_millis(1));
         end(child);
         process.growth
     };
@@ -186,31 +187,31 @@ fn who_waits_for_a_slow_device_presses_for_what_is_out_though_few_bytes_move() {
     let slot = segment.slot(segment.claim(child.id(), 0).expect("slot"));
     slot.set_state(ProcState::Engaged);
     slot.usage.swapped_file_bytes.store(100 << 20, Relaxed);
-    let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
-    keeper.tick();
-    let pressure = |keeper: &mut MemoryController| {
+    let mut controller = controller(&child, segment, no_areas(segment), 64 << 20, false);
+    controller.tick();
+    let pressure = |controller: &mut MemoryController| {
         let member = TickMember {
             pid: child.id(),
             slot: Some(segment.claimed().next().expect("the slot").0),
             run: child.id(),
             group: GroupIndex::ROOT,
         };
-        keeper.judge(&member, &HashMap::new(), Duration::from_secs(2)).pressure >> 20
+        controller.judge(&member, &HashMap::new(), Duration::from_secs(2)).pressure >> 20
     };
-    assert_eq!(pressure(&mut keeper), 0);
+    assert_eq!(pressure(&mut controller), 0);
     slot.count(Counter::StallUs, 1_000_000);
-    assert!((40..50).contains(&pressure(&mut keeper)), "half of the time, since two seconds");
+    assert!((40..50).contains(&pressure(&mut controller)), "half of the time, since two seconds");
     // A wait that continues.
     slot.usage.stalled_since.store(now().0 - 3_000_000_000, Relaxed);
-    assert!(pressure(&mut keeper) > 85);
+    assert!(pressure(&mut controller) > 85);
     // It ends, and was counted.
     slot.usage.stalled_since.store(0, Relaxed);
     slot.count(Counter::StallUs, 3_000_000);
-    assert!(pressure(&mut keeper) < 20, "nobody waits any more");
-    assert_eq!(keeper.totals(child.id()).get(Counter::StallUs), 4_000_000);
+    assert!(pressure(&mut controller) < 20, "no thread waits any more");
+    assert_eq!(controller.totals(child.id()).get(Counter::StallUs), 4_000_000);
     // A process that is stopped wants nothing, whatever it waited for.
     for _ in 0..10 {
-        pressure(&mut keeper);
+        pressure(&mut controller);
     }
     rustix::process::kill_process(
         rustix::process::Pid::from_child(&child),
@@ -221,7 +222,7 @@ fn who_waits_for_a_slow_device_presses_for_what_is_out_though_few_bytes_move() {
         std::thread::yield_now();
     }
     slot.usage.stalled_since.store(now().0 - 3_000_000_000, Relaxed);
-    assert_eq!(pressure(&mut keeper), 0);
+    assert_eq!(pressure(&mut controller), 0);
     assert!(slot.stalls_for(now()) < Duration::from_secs(2), "nor is it counted when it continues");
     end(child);
 }
@@ -238,12 +239,12 @@ fn strict_kills_only_when_swap_is_full_and_the_budget_exceeded() {
     let slot = segment.slot(segment.claim(child.id(), 0).expect("slot"));
     slot.count(Counter::SwapFull, 1);
     let root = child.id();
-    let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, true);
-    keeper.tick();
-    assert!(!keeper.totals(root).strict_kill, "within the budget");
-    while keeper.tree.pids().count() < 2 {
+    let mut controller = controller(&child, segment, no_areas(segment), 64 << 20, true);
+    controller.tick();
+    assert!(!controller.totals(root).strict_kill, "within the budget");
+    while controller.tree.pids().count() < 2 {
         std::thread::sleep(Duration::from_millis(5));
-        keeper.tick();
+        controller.tick();
     }
     slot.count(Counter::SwapFull, 1);
     let member = TickMember { pid: root, slot: None, run: root, group: GroupIndex::ROOT };
@@ -258,8 +259,8 @@ fn strict_kills_only_when_swap_is_full_and_the_budget_exceeded() {
         growth: 0,
         kept: 0,
     };
-    keeper.enforce(root, &[member], &[process]);
-    assert!(keeper.totals(root).strict_kill);
+    controller.enforce(root, &[member], &[process]);
+    assert!(controller.totals(root).strict_kill);
     let mut child = child;
     let status = child.wait().expect("wait");
     assert_eq!(status.code(), Some(5));

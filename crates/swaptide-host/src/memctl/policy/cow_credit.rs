@@ -144,7 +144,7 @@ mod tests {
         ];
         let shared = [sharing(0, 0), sharing(6, 0), sharing(4, 0), sharing(4, 3), sharing(4, 0)];
         // A process without pressure needs it only if it is what keeps the pressure away; nor does
-        // one that is far below his limit.
+        // one that is far below its limit.
         assert_eq!(cow_credit(&groups, &processes, &shared), [0, 6 * MIB, 0, 4 * MIB, 0]);
         assert_eq!(
             cow_credit(&groups, &[forked(40, 10, 40), forked(9, 10, 8)], &[sharing(4, 4); 2]),

@@ -385,7 +385,7 @@ proptest! {
             prop_assert!(sum <= share.max(floors).max(older));
         }
         for (p, limit) in group.iter().zip(&given) {
-            prop_assert!(*limit >= floor(p, least), "nobody is pushed under its floor");
+            prop_assert!(*limit >= floor(p, least), "no process is pushed below its floor");
         }
     }
 

@@ -1,10 +1,10 @@
-//! Space of network exports that dead processes had: their servers are told that nobody needs it.
+//! Space of network exports that dead processes had: their servers are told that it is not needed.
 //!
-//! Owns a thread, made when there is first something to trim, with connections of its own: nobody
-//! else waits for a server. What a process frees while it lives it trims itself.
+//! Owns a thread, made when there is first something to trim, with connections of its own: no
+//! other thread waits for a server. What a process frees while it lives it trims itself.
 //!
 //! Invariants
-//! 1. An extent is trimmed only while it is kept from everybody, and only on the device that it
+//! 1. An extent is trimmed only while it is kept from all processes, and only on the device that it
 //!    lies on at that moment.
 //! 2. It is in doubt from before the trim is sent until it is answered, as with a process's.
 //! 3. A server that does not answer costs one wait, not one for each extent: what is left then is
