@@ -229,7 +229,7 @@ impl Conn {
     }
 
     /// As [`Conn::connect_abstract`], to a listener that root has made or this thread's user
-    /// ([`Conn::of_trusted`]), and waits no longer than [`CONNECT_TIMEOUT`] (`EAGAIN`).
+    /// ([`Conn::of_trusted`]), and waits no longer than `CONNECT_TIMEOUT` (`EAGAIN`).
     pub fn connect_trusted(name: &[u8]) -> Result<Conn, Errno> {
         let fd = socket()?;
         net::sockopt::set_socket_timeout(&fd, net::sockopt::Timeout::Send, Some(CONNECT_TIMEOUT))?;

@@ -1,8 +1,8 @@
 /* Servers of swap areas stop answering: what else waits for them?
  *
- * Fills its memory, says "filled", and waits until the file READY of the working directory is there.
- * Then, for the given time, a second thread or several work on that memory, while the first one
- * gives up and writes a little of its own, which is in memory: its longest turn is printed.
+ * Fills its memory, says "filled", and waits until the file READY of the working directory is
+ * there. Then, for the given time, a second thread or several work on that memory, while the first
+ * one gives up and writes a little of its own, which is in memory: its longest turn is printed.
  *
  * readers   threads read pages here and there
  * gives     a thread gives up half of the memory, in two steps
