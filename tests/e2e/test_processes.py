@@ -46,6 +46,34 @@ def test_processes_crowd(case):
     )
 
 
+# Maps 100 MiB, and after that as much as its limit permits.
+MAPS = """if True:
+    import mmap
+    first = mmap.mmap(-1, 100 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for at in range(0, 100 << 20, 4096):
+        first[at] = 1
+    held = []
+    try:
+        while len(held) < 400:
+            held.append(mmap.mmap(-1, 16 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    except OSError:
+        pass
+    print(len(held) * 16)
+"""
+
+
+@pytest.mark.swaptide(budget=48, allowance=128, swaps=False)
+def test_few_addresses(case):
+    """With a limit on its addresses or its data a program is not managed, and it may map as much as
+    without swaptide.
+    """
+    for option in ("-v", "-d"):
+        words = ["sh", "-c", f'ulimit {option} 3000000; exec "$@"', "sh", case.python, "-c", MAPS]
+        mapped = [int(case.run(words, native=native).text()) for native in (True, False)]
+        # The preloaded library has addresses of its own.
+        assert mapped[0] > 1000 and mapped[1] > mapped[0] - 256, f"ulimit {option}: {mapped} MiB"
+
+
 @pytest.mark.swaptide(budget=32, allowance=128, swaps=False, forks=True)
 def test_few_files(case):
     """With hardly any descriptors a program is not managed, but it runs, and forks, as without

@@ -6,13 +6,18 @@
 use std::alloc::{GlobalAlloc, Layout};
 use std::ptr::NonNull;
 
+use rustix::process::{Resource, getrlimit};
 use swaptide_sys::lock::Lock;
 use swaptide_sys::mem::Mapping;
 use talc::{OomHandler, Span, Talc};
 
 /// Address space of the arena: more than tables for the largest program need; only what is touched
-/// costs memory. Where the address space is limited, the first of these that can be had.
+/// costs memory. The first of these that can be had; where the program has a limit, the last: the
+/// rest is its own, and it is not managed.
 const RESERVED: [usize; 4] = [32 << 30, 4 << 30, 512 << 20, 64 << 20];
+/// Limit on a process's addresses or data, in bytes, below which it is not managed: an engine
+/// reserves some 160 GiB, and as far as the kernel let it, would take what the program is to map.
+pub(crate) const MIN_ADDRESS_LIMIT_BYTES: u64 = 512 << 30;
 /// The arena grows in steps of this.
 const GROWTH_BYTES: usize = 256 << 10;
 
@@ -26,7 +31,8 @@ struct Grow {
 impl Grow {
     fn reserve(&mut self) -> bool {
         if self.base == 0 {
-            for len in RESERVED {
+            let from = if address_limit().is_some() { RESERVED.len() - 1 } else { 0 };
+            for &len in &RESERVED[from..] {
                 if let Ok(map) = Mapping::reserve(len) {
                     self.base = map.into_raw().as_ptr() as usize;
                     self.reserved = len;
@@ -82,6 +88,18 @@ unsafe impl GlobalAlloc for Arena {
             unsafe { self.0.lock().free(ptr, layout) };
         }
     }
+}
+
+/// The limit that leaves too few addresses for an engine, if there is one: of what, and the option
+/// of ulimit.
+pub(crate) fn address_limit() -> Option<(&'static str, &'static str)> {
+    let limits = [(Resource::As, "addresses", "-v"), (Resource::Data, "data", "-d")];
+    let is_low =
+        |resource| getrlimit(resource).current.is_some_and(|limit| limit < MIN_ADDRESS_LIMIT_BYTES);
+    limits
+        .into_iter()
+        .find(|(resource, ..)| is_low(*resource))
+        .map(|(_, what, option)| (what, option))
 }
 
 /// Makes sure there is an arena. False where the address space is too small for one: nothing may be

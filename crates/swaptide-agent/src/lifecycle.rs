@@ -20,6 +20,7 @@ use swaptide_sys::affinity::go_first;
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::thread::{abort_with, getpid, now, set_name, sleep};
 
+use crate::allocator;
 use crate::exit_watch;
 use crate::log;
 use crate::pages::{excluded, pinned, references};
@@ -145,7 +146,7 @@ pub(crate) fn serve(handler: &mut Handler) {
 /// process is detached.
 fn engage(segment: &'static Segment, index: SlotIndex) {
     let slot = segment.slot(index);
-    if !crate::allocator::ready() {
+    if !allocator::ready() {
         // Nothing can be allocated, not even for a line in the log.
         slot.set_state(ProcState::Refused);
         slot.control.engage.store(0, Release);
@@ -204,6 +205,12 @@ fn prepare_engine(
         return Err(format!(
             "the limit on open files is below {MIN_OPEN_FILES}: this process is not managed \
             (ulimit -n)"
+        ));
+    }
+    if let Some((what, option)) = allocator::address_limit() {
+        return Err(format!(
+            "the limit on {what} is below {} GiB: this process is not managed (ulimit {option})",
+            allocator::MIN_ADDRESS_LIMIT_BYTES >> 30
         ));
     }
     if !references::look_at_inherited() {
