@@ -202,6 +202,8 @@ pub(super) fn refused(name: &str) -> ! {
         assert!(number >= 0, "userfaultfd");
         OwnedFd::from_raw_fd(number as i32)
     };
+    let memory = swaptide_ipc::shared::region(name.as_bytes(), MIB).expect("a region");
+    let _map = swaptide_sys::mem::SharedMap::map(memory.as_fd(), MIB as usize).expect("mapped");
     let conn = Conn::connect_abstract(name.as_bytes()).expect("connect");
     conn.send(&[Request::Attach as u8], &[uffd.as_fd()]).expect("send");
     let mut reply = [0; 2];
