@@ -522,9 +522,10 @@ def test_security_sockets(case):
 # Connects to a run's socket and leaves there what its last holder waits for: connections that have
 # something to send, to a process that does not read.
 LINGERS = """
-import array, os, socket, struct, sys, time
-name = b"\\0" + (sys.argv[1] if len(sys.argv) > 1 else os.environ["SWAPTIDE_SOCKET"]).encode()
-near, far, packets = [], [], []
+import array, os, signal, socket, struct, sys, time
+is_outside = len(sys.argv) > 1
+name = b"\\0" + (sys.argv[1] if is_outside else os.environ["SWAPTIDE_SOCKET"]).encode()
+near, far = [], []
 for _ in range(24):
     server = socket.create_server(("127.0.0.1", 0))
     one = socket.socket()
@@ -537,16 +538,31 @@ for _ in range(24):
             one.send(bytes(65536))
     except BlockingIOError:
         near.append(one)
-for number, one in enumerate(near):
-    packet = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    fds = array.array("i", [one.fileno()] * 200)
-    try:
-        packet.connect(name)
-        packet.sendmsg([b"HS"[number % 2:][:1]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-    except OSError:
-        pass
+# A process that ends waits for no socket: the last to drop them is the supervisor, or nobody.
+if not is_outside:
+    os.kill(os.getppid(), signal.SIGSTOP)
+begins, begin = os.pipe()
+sender = os.fork()
+if sender == 0:
+    os.close(begin)
+    os.read(begins, 1)
+    for number, one in enumerate(near):
+        packet = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        fds = array.array("i", [one.fileno()] * 20)
+        try:
+            packet.connect(name)
+            said = b"HS"[number % 2 :][:1]
+            packet.sendmsg([said], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+        except OSError:
+            pass
+        packet.detach()
+    os._exit(0)
+for one in near:
     one.close()
-    packets.append(packet)
+os.close(begin)
+os.waitpid(sender, 0)
+if not is_outside:
+    os.kill(os.getppid(), signal.SIGCONT)
 print("ready", os.getpid(), flush=True)
 time.sleep(600)
 """
@@ -571,12 +587,18 @@ def test_security_lingers(case):
     name = next(v.split(b"=", 1)[1] for v in variables if v.startswith(b"SWAPTIDE_SOCKET="))
     prefix = AS_NOBODY if os.geteuid() == 0 else []
     words = [*prefix, "python3", "-c", LINGERS, name.decode()]
+    # Slow, so that it is the last to drop what was sent.
+    supervisor = int(Path(f"/proc/{inside}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    os.kill(supervisor, signal.SIGSTOP)
     attack = subprocess.Popen(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
     try:
         assert attack.stdout.readline().startswith(b"ready")
+        os.kill(supervisor, signal.SIGCONT)
         assert_ends(case, program, "the end of a run that a stranger has written to")
         program.finish(7)
     finally:
+        if program.process.poll() is None:
+            os.kill(supervisor, signal.SIGCONT)
         attack.kill()
         attack.wait()
         attack.stdout.close()
