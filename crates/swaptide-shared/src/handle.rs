@@ -32,7 +32,7 @@ use swaptide_sys::sock::{Conn, Listener, Name, poll_readable};
 use thiserror::Error;
 
 use crate::pager::{PagerSettings, PagerStats, SharedMemoryPager};
-use crate::store::OpenArea;
+use crate::store::FileOpener;
 
 /// What is said of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,7 +100,7 @@ impl Host {
         }
         header.magic.store(MAGIC, SeqCst);
         let log = |line: &str| eprintln!("swaptide: {line}");
-        let open: OpenArea = Arc::new(move |_| Some(swap.as_ref()?.try_clone().ok()?.into()));
+        let open: FileOpener = Arc::new(move |_| Some(swap.as_ref()?.try_clone().ok()?.into()));
         let settings = PagerSettings { segment, open, log, close: drop };
         let pager = Arc::new(SharedMemoryPager::start(settings)?);
         pager.set_limit(limit);

@@ -19,14 +19,14 @@ use swaptide_sys::{AsFd, Errno, OwnedFd};
 
 use crate::region::{Counts, RegionId};
 use crate::state::{Inner, PagerState, ROOM_TOKEN, STOP_FAULTS, STOP_ROOM};
-use crate::store::{OpenArea, Store};
+use crate::store::{FileOpener, Store};
 
 /// What a pager needs.
 pub struct PagerSettings {
     /// The segment of the run; the pager's limit and counters are in a slot of it.
     pub segment: &'static Segment,
     /// How a swap area's descriptor is had.
-    pub open: OpenArea,
+    pub open: FileOpener,
     /// Tells of what went wrong.
     pub log: fn(&str),
     /// Closes a connection that a client made. What a client has left in it must keep no thread.

@@ -25,7 +25,7 @@ use crate::region::RegionPage;
 pub const SLOTS: u32 = 1 << 26;
 
 /// How an area's descriptor is had.
-pub type OpenArea = Arc<dyn Fn(AreaId) -> Option<OwnedFd> + Send + Sync>;
+pub type FileOpener = Arc<dyn Fn(AreaId) -> Option<OwnedFd> + Send + Sync>;
 
 /// What the swap areas are to the pager: extents leased in the segment, and descriptors.
 ///
@@ -38,7 +38,7 @@ pub type OpenArea = Arc<dyn Fn(AreaId) -> Option<OwnedFd> + Send + Sync>;
 struct SharedExtents {
     segment: &'static Segment,
     index: SlotIndex,
-    open: OpenArea,
+    open: FileOpener,
     /// Held over any change of what is held: it must not change while it moves to another group.
     change: Arc<Mutex<()>>,
 }
@@ -134,7 +134,7 @@ impl Store {
     pub fn new(
         segment: &'static Segment,
         index: SlotIndex,
-        open: OpenArea,
+        open: FileOpener,
     ) -> Result<Store, Errno> {
         let pool = Zram::new(SLOTS).map_err(|_| Errno::NOMEM)?;
         let mut key = [0u8; 32];

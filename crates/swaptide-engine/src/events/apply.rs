@@ -51,7 +51,7 @@ const MAX_RECENT_CHANGES: usize = 4096;
 const MAX_PENDING_UNMAPS: usize = 256;
 
 /// Gives up every page of a range.
-pub fn drop_pages(mm: &mut Mm, engine: &Engine, range: VirtRange) {
+pub(crate) fn drop_pages(mm: &mut Mm, engine: &Engine, range: VirtRange) {
     let pages = pages_of(range);
     let end = PageNo(pages.end);
     let mut at = PageNo(pages.start);

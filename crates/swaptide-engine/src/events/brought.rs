@@ -170,7 +170,7 @@ impl BroughtPages {
     }
 
     /// Forgets all but the first `len` pages.
-    pub(crate) fn truncate(&mut self, len: usize) {
+    fn truncate(&mut self, len: usize) {
         self.pages.truncate(len);
     }
 

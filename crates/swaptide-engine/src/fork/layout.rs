@@ -124,7 +124,7 @@ impl Layout {
     }
 
     /// What the parent's table calls a page of the child; `None` if it does not know it.
-    pub fn origin(&self, page: PageNo) -> Option<PageNo> {
+    pub(crate) fn origin(&self, page: PageNo) -> Option<PageNo> {
         let mut at = page;
         for change in self.done.iter().rev() {
             match *change {
@@ -275,7 +275,7 @@ impl History {
 
 /// Whether the process behind a userfaultfd has an armed mapping at a page; `None` while it is
 /// changing.
-pub fn is_armed(uffd: &swaptide_sys::uffd::Uffd, page: PageNo) -> Option<bool> {
+pub(crate) fn is_armed(uffd: &swaptide_sys::uffd::Uffd, page: PageNo) -> Option<bool> {
     match uffd.coverage(range_of(page, 1)) {
         Coverage::Whole => Some(true),
         Coverage::Changing => None,

@@ -70,7 +70,7 @@ mod help;
 pub mod layout;
 mod populate;
 mod prepare;
-pub mod protocol;
+mod protocol;
 
 pub use child::ForkHandoff;
 pub(crate) use child::inherited;

@@ -27,7 +27,7 @@ use crate::sched::deadline::{Deadline, WAIT_SLICE, Waited};
 /// No fork is under way.
 pub const NO_FORK: u32 = 0;
 /// The handler stands still for the forking thread.
-pub const PREPARED: u32 = 1;
+pub(crate) const PREPARED: u32 = 1;
 /// The forking thread shall bring the handler its end.
 const END_SOCKET: u32 = 2;
 /// It has brought it.

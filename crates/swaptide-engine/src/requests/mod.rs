@@ -211,7 +211,7 @@ impl HandlerRequests {
     }
 
     /// The doors' range, to register as well.
-    pub fn request_pages(&self) -> VirtRange {
+    pub(crate) fn request_pages(&self) -> VirtRange {
         self.porch.range()
     }
 
@@ -338,7 +338,7 @@ impl HandlerRequests {
     }
 
     /// Which bell an event means, if it is of the area.
-    pub fn decode_in(&self, at: VirtAddr) -> Option<HandlerRequest> {
+    pub(crate) fn decode_in(&self, at: VirtAddr) -> Option<HandlerRequest> {
         self.range().contains(at).then(|| self.decode(at)).flatten()
     }
 
@@ -405,7 +405,7 @@ impl HandlerRequests {
     }
 
     /// The hint in the mailbox.
-    pub fn take_hint(&self) -> Option<(Hint, VirtRange)> {
+    pub(crate) fn take_hint(&self) -> Option<(Hint, VirtRange)> {
         let word = self.hint.swap(0, AcqRel);
         let hint = Hint::of((word & 0xff) as u32)?;
         self.taken.store((word >> 8) as u32, Relaxed);
@@ -419,12 +419,12 @@ impl HandlerRequests {
     }
 
     /// True when the mailbox holds no hint that must be done.
-    pub fn may_be_dropped(&self) -> bool {
+    pub(crate) fn may_be_dropped(&self) -> bool {
         Hint::of((self.hint.load(Acquire) & 0xff) as u32) != Some(Hint::Release)
     }
 
     /// Puts back what was taken and could not be done.
-    pub fn put_back(&self, hint: Hint) {
+    pub(crate) fn put_back(&self, hint: Hint) {
         self.hint.store(u64::from(self.taken.load(Relaxed)) << 8 | hint as u64, Release);
     }
 

@@ -2,6 +2,6 @@
 
 pub mod adopt;
 pub(crate) mod apart;
-pub(crate) mod elf_bss;
+mod elf_bss;
 pub(crate) mod madvise;
-pub(crate) mod unmovable;
+mod unmovable;
