@@ -3,8 +3,9 @@
 
 A module imports another where its code, tests apart, names it by a path from the crate's root or
 from its parent (`crate::`, `super::`). A module and the modules below it, in its own folder, count
-as one where the parent is a file of code: a child may use its parent's items. `mod.rs` and `lib.rs`
-declare modules and hold what their folder shares; they are modules like others.
+as one where the parent is a file of code: a child may use its parent's items. The children of one
+parent are looked at among themselves. `mod.rs` and `lib.rs` declare modules and hold what their
+folder shares; they are modules like others.
 
 Usage: imports.py [--list] [CRATE...]      --list prints each module with what it imports.
 Exit status 1, and each cycle on a line, where there is one that is not in KNOWN. A known cycle may
@@ -161,7 +162,8 @@ def main():
             for node, others in sorted(single.items()):
                 print(crate.name, "::".join(node), "->", *("::".join(o) for o in sorted(others)))
         folders = merged(single, lambda node: node[:1])
-        for kind, part in (("modules", single), ("folders", folders)):
+        below = {node: others - own for node, others in graph.items() if node not in own}
+        for kind, part in (("modules", single), ("folders", folders), ("files", below)):
             known = set(KNOWN.get((crate.name, kind), "").split())
             members = set()
             for cycle in cycles(part):

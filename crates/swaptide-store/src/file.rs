@@ -48,6 +48,7 @@ mod error;
 mod extent_store;
 mod extents;
 pub(crate) mod io;
+mod opened;
 mod places;
 mod reading;
 mod relocate;
@@ -67,14 +68,13 @@ pub use self::error::{ReadError, ReadErrorKind, WriteError};
 use self::extent_store::ExtentStore;
 pub use self::io::own_ring_mappings;
 use self::io::{BlockIo, SwapFile};
+pub use self::opened::{HandedOver, Opened};
 use self::places::SlotExtent;
 pub use self::reading::MAX_REMOTE_READERS;
 use self::reading::PageReader;
 pub use self::relocate::Leaving;
 use self::router::Router;
-pub use self::router::{
-    AreaDirectory, FilePlace, HandedOver, InjectedFault, Location, MAX_AREAS, Opened,
-};
+pub use self::router::{AreaDirectory, FilePlace, InjectedFault, Location, MAX_AREAS};
 pub use self::source::{Extent, ExtentSource, ServerId};
 use self::write::PageWriter;
 use crate::codec::Packed;

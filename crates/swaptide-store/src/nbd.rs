@@ -42,6 +42,7 @@
 mod batch;
 mod connection;
 mod pool;
+mod request;
 mod wire;
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -52,8 +53,8 @@ use std::vec::Vec;
 use swaptide_sys::thread::now;
 use swaptide_sys::{Errno, OwnedFd};
 
-use self::batch::{Failure, Job, Request};
 use self::pool::Pool;
+use self::request::{Failure, Job, Request};
 use crate::PAGE_SIZE;
 use crate::block::BlockRun;
 

@@ -15,7 +15,7 @@ use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl, fcntl_setfl};
 use swaptide_sys::lock::Lock;
 use swaptide_sys::{AsRawFd, Errno, OwnedFd};
 
-use super::router::HandedOver;
+use super::opened::HandedOver;
 use crate::PAGE_SIZE;
 use crate::block::BlockRun;
 use crate::nbd::{Certainty, Nbd};

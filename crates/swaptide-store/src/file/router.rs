@@ -22,15 +22,16 @@ use core::ops::Range;
 use core::time::Duration;
 use std::sync::Arc;
 
+use swaptide_sys::Errno;
 use swaptide_sys::lock::Lock;
 use swaptide_sys::thread::sleep;
-use swaptide_sys::{AsFd, BorrowedFd, Errno, OwnedFd};
 
 use super::io::{self, BlockIo, SwapFile};
+use super::opened::{HandedOver, Opened};
 use super::{EXTENT_BYTES, Extent};
 use crate::PAGE_SIZE;
 use crate::block::{BlockRun, is_own_shortage};
-use crate::nbd::{Certainty, Dialer, Export, Nbd, Options};
+use crate::nbd::{Certainty, Nbd, Options};
 
 /// Areas that there can be.
 pub const MAX_AREAS: usize = 16;
@@ -53,33 +54,6 @@ pub struct Location {
     pub spot: FilePlace,
     /// A copy of it.
     pub mirror: Option<FilePlace>,
-}
-
-/// What an area is read and written through.
-pub enum Opened {
-    /// A file or a block device.
-    File(OwnedFd),
-    /// An export of an NBD server: a connection, and the way to more of them.
-    Nbd {
-        /// A socket in the transmission phase; none while nobody can make one, which [`Dialer`] is
-        /// asked for until a call's patience is over.
-        connection: Option<OwnedFd>,
-        /// What was negotiated.
-        export: Export,
-        /// Makes further connections.
-        dialer: Box<dyn Dialer>,
-    },
-}
-
-impl Opened {
-    /// The descriptor that another process could use as well; a connection is one process's.
-    #[must_use]
-    pub fn shareable(&self) -> Option<BorrowedFd<'_>> {
-        match self {
-            Opened::File(fd) => Some(fd.as_fd()),
-            Opened::Nbd { .. } => None,
-        }
-    }
 }
 
 /// The areas that extents lie on.
@@ -124,23 +98,7 @@ pub enum InjectedFault {
     Slow(Duration),
 }
 
-/// A descriptor that a forked child is given.
-pub struct HandedOver {
-    /// The area's number.
-    pub area: u8,
-    /// Its generation.
-    pub generation: u32,
-    /// The child's own descriptor.
-    pub opened: Opened,
-}
-
 type Io = Arc<dyn BlockIo>;
-
-impl core::fmt::Debug for HandedOver {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "area {} of generation {}", self.area, self.generation)
-    }
-}
 
 /// See the module's description.
 pub(super) struct Router {

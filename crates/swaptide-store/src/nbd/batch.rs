@@ -1,6 +1,5 @@
 //! One call: some requests, brought to their ends over the connections that can be had.
 
-use core::ops::Range;
 use core::time::Duration;
 use std::vec::Vec;
 
@@ -9,12 +8,11 @@ use swaptide_sys::Errno;
 use swaptide_sys::thread::{Nanos, now, sleep};
 
 use super::connection::{Broken, Connection};
-use super::wire::{self, Garbled};
+use super::request::{Failure, GROUP, Request, State};
+use super::wire;
 use super::{Flags, Nbd, Relaxed};
 use crate::block::is_own_shortage;
 
-/// Most requests carried out together: what cookies have room for.
-pub(super) const GROUP: usize = 1024;
 /// Requests on one connection at a time: the kernel's buffers hold them, and the server has enough
 /// to choose from.
 const DEPTH: usize = 64;
@@ -23,168 +21,6 @@ const DEPTH: usize = 64;
 const WIDE_FROM: usize = 16;
 /// No extra connection is tried for so long after one was refused.
 const EXTRAS_REST: Duration = Duration::from_secs(10);
-/// Pieces of a reply that may wait for others, besides those that come in order.
-const MOST_PIECES: usize = 64;
-
-/// What is wanted of the server.
-pub(super) enum Job<'b> {
-    Read(&'b mut [u8]),
-    Write(&'b [u8]),
-    Trim(u32),
-    Flush,
-}
-
-/// Why a request failed.
-#[derive(Copy, Clone, PartialEq, Eq, Debug)]
-pub(super) enum Failure {
-    /// The server says so.
-    Refused(Errno),
-    /// The server did not answer, for as long as there was patience.
-    Unreachable,
-    /// No connection to it could be made all the time, for want of something of this process's own.
-    /// Of reads alone: what is not written goes elsewhere.
-    Short(Errno),
-}
-
-impl Failure {
-    pub(super) fn errno(self) -> Errno {
-        match self {
-            Failure::Refused(errno) | Failure::Short(errno) => errno,
-            // No server can say this: the caller can tell it from a refusal.
-            Failure::Unreachable => Errno::TIMEDOUT,
-        }
-    }
-}
-
-/// Where a request is.
-///
-/// ```text
-/// Waiting -> Queued -> Sent -> Done
-///    ^---------+--------'            its connection broke
-/// ```
-#[derive(Copy, Clone, PartialEq, Eq, Debug)]
-pub(super) enum State {
-    /// On no connection.
-    Waiting,
-    /// Will go out on the connection taken with this serial number.
-    Queued(u64),
-    /// Is out there.
-    Sent(u64),
-    Done(Result<(), Failure>),
-}
-
-pub(super) struct Request<'b> {
-    pub(super) job: Job<'b>,
-    pub(super) offset: u64,
-    pub(super) state: State,
-    /// The server has told an error; more of the reply may follow.
-    pub(super) error: Option<Errno>,
-    /// Was sent on a connection that broke.
-    again: bool,
-    /// Was sent, as a whole or in part, on a connection that is given up without an answer: the
-    /// server may carry it out at any time.
-    in_doubt: bool,
-    /// What of a read came in order, and what came otherwise.
-    came: Range<u32>,
-    pieces: Vec<Range<u32>>,
-}
-
-impl<'b> Request<'b> {
-    pub(super) fn new(offset: u64, job: Job<'b>) -> Request<'b> {
-        Request {
-            job,
-            offset,
-            state: State::Waiting,
-            error: None,
-            again: false,
-            in_doubt: false,
-            came: 0..0,
-            pieces: Vec::new(),
-        }
-    }
-
-    /// The bytes of the export that it is about.
-    pub(super) fn len(&self) -> u32 {
-        match &self.job {
-            Job::Read(buf) => buf.len() as u32,
-            Job::Write(bytes) => bytes.len() as u32,
-            Job::Trim(len) => *len,
-            Job::Flush => 0,
-        }
-    }
-
-    /// The bytes that follow it on the wire.
-    pub(super) fn payload(&self) -> &[u8] {
-        if let Job::Write(bytes) = self.job { bytes } else { &[] }
-    }
-
-    /// How it is written on the wire.
-    pub(super) fn head(&self, cookie: u64, flags: u16) -> [u8; wire::REQUEST] {
-        let (command, flags) = match self.job {
-            Job::Read(_) => (wire::READ, 0),
-            Job::Write(_) => (wire::WRITE, flags),
-            Job::Trim(_) => (wire::TRIM, 0),
-            Job::Flush => (wire::FLUSH, 0),
-        };
-        wire::request(command, flags, cookie, self.offset, self.len())
-    }
-
-    /// Notes that the bytes of a read from `offset` of the export on come now. Tells where in its
-    /// buffer they belong; refused if that is not inside, or something came there before.
-    pub(super) fn receive(&mut self, offset: u64, len: u32) -> Result<Range<u32>, Garbled> {
-        let Job::Read(buf) = &self.job else { return Err(Garbled) };
-        let from = offset.checked_sub(self.offset).ok_or(Garbled)?;
-        let to =
-            from.checked_add(len.into()).filter(|to| *to <= buf.len() as u64).ok_or(Garbled)?;
-        let part = from as u32..to as u32;
-        let apart = |other: &Range<u32>| part.end <= other.start || other.end <= part.start;
-        if part.is_empty() || !apart(&self.came) || !self.pieces.iter().all(apart) {
-            return Err(Garbled);
-        }
-        if part.start == self.came.end {
-            self.came.end = part.end;
-        } else if self.pieces.len() < MOST_PIECES {
-            self.pieces.push(part.clone());
-        } else {
-            return Err(Garbled);
-        }
-        Ok(part)
-    }
-
-    /// Whether all of it came, if it reads. No two of its pieces overlap, and all lie inside: their
-    /// lengths tell.
-    pub(super) fn complete(&self) -> bool {
-        let Job::Read(buf) = &self.job else { return true };
-        self.came.len() + self.pieces.iter().map(ExactSizeIterator::len).sum::<usize>() == buf.len()
-    }
-
-    /// How it ended.
-    pub(super) fn outcome(&self) -> Result<(), Failure> {
-        if let State::Done(outcome) = self.state { outcome } else { Err(Failure::Unreachable) }
-    }
-
-    /// Whether the server may still carry out a change, whatever the outcome was.
-    pub(super) fn is_in_doubt(&self) -> bool {
-        self.in_doubt && self.changes()
-    }
-
-    fn changes(&self) -> bool {
-        matches!(self.job, Job::Write(_) | Job::Trim(_))
-    }
-
-    fn is_done(&self) -> bool {
-        matches!(self.state, State::Done(_))
-    }
-
-    /// Its connection broke.
-    fn set_back(&mut self) {
-        self.again |= matches!(self.state, State::Sent(_));
-        self.state = State::Waiting;
-        self.error = None;
-        self.came = 0..0;
-        self.pieces.clear();
-    }
-}
 
 /// Brings requests to their ends; each has an outcome then.
 pub(super) fn run(nbd: &Nbd, requests: &mut [Request<'_>], patience: Duration) {

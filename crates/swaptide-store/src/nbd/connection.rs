@@ -15,8 +15,8 @@ use swaptide_sys::{BorrowedFd, Errno};
 
 use core::time::Duration;
 
-use super::batch::{Failure, GROUP, Job, Request, State};
 use super::pool::Link;
+use super::request::{Failure, GROUP, Job, Request, State};
 use super::wire::{self, Garbled, Head};
 use super::{Nbd, Relaxed};
 
