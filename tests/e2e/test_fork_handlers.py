@@ -133,6 +133,54 @@ def test_fork_followed_stuck(case):
     assert case.native or said, f"no child was stopped: {agent_log(case)[-300:]!r}"
 
 
+@pytest.mark.swaptide(budget=32, allowance=64, forks=True)
+@pytest.mark.parametrize("mode", ["closed", "fixed"])
+def test_fork_ends(case, mode):
+    """What a fork has open in the program's table is where no other thread writes to closed
+    streams, or puts something of its own."""
+    case.run_c("forkends", mode, megabytes=64)
+
+
+@pytest.mark.unprivileged
+@pytest.mark.swaptide(budget=32, allowance=200, forks=True)
+@pytest.mark.parametrize("mode", ["closed", "fixed"])
+def test_fork_ends_followed(case, mode):
+    case.run_c("forkends", mode, megabytes=64)
+
+
+@pytest.mark.swaptide(budget=32, allowance=160, forks=True)
+def test_fork_within(case):
+    """A handler of a library forks: before the fork, after it, and in the child."""
+    case.run_c("forkends", "within", megabytes=64, env=logged(case))
+    assert "detach" not in agent_log(case), agent_log(case)[-300:]
+
+
+@pytest.mark.swaptide(budget=32, swaps=False, forks=True)
+def test_fork_within_unmanaged(case):
+    case.run_c("forkends", "within-unmanaged", megabytes=1)
+
+
+@pytest.mark.unprivileged
+@pytest.mark.swaptide(budget=32, allowance=400, forks=True)
+def test_fork_within_followed(case):
+    """Where forks are followed the process is let go before the inner one."""
+    case.run_c("forkends", "within", megabytes=64, env=logged(case))
+    assert case.native or "a fork handler forks" in agent_log(case), agent_log(case)[-300:]
+
+
+@pytest.mark.swaptide(budget=32, swaps=False, allowance=200, forks=True)
+def test_fork_shared_early(case):
+    """A process begins to share the memory before any of it is managed, and lives longer."""
+    case.run_c("forkends", "shared-early", megabytes=96)
+
+
+@pytest.mark.unprivileged
+@pytest.mark.swaptide(budget=32, allowance=200, forks=True)
+def test_fork_leaderless(case):
+    """A fork by clone3 after the first thread has ended: its arguments are still read."""
+    case.run_c("forkends", "leaderless", megabytes=64)
+
+
 @pytest.mark.swaptide(budget=24, allowance=160, forks=True)
 def test_fork_files(case):
     """The limit on open files is below what the engine has open: the fork's event could not be

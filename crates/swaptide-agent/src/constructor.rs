@@ -11,7 +11,7 @@ use crate::fork::atfork::{child, parent, prepare};
 use crate::lifecycle::start_sleeper;
 use crate::own_pid::OWN_PID;
 use crate::pages::kernel_words;
-use crate::process::{HELPER, SOCKET};
+use crate::process::{HELPER, set_socket};
 use crate::{environment, log, real, seccomp};
 
 #[cfg(not(test))]
@@ -31,12 +31,7 @@ unsafe extern "C" {
 #[cfg_attr(test, allow(dead_code))]
 extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *const *const c_char) {
     let Some(socket) = variable(envp, ENV_SOCKET) else { return };
-    {
-        let mut name = SOCKET.lock();
-        let len = socket.len().min(108);
-        name.0[..len].copy_from_slice(&socket[..len]);
-        name.1 = len;
-    }
+    set_socket(socket);
     if let Some(path) = variable(envp, ENV_AGENT_LOG) {
         log::set_path(path);
     }

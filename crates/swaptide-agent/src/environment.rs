@@ -23,11 +23,11 @@ pub struct Variable {
 unsafe impl Sync for Variable {}
 
 impl Variable {
-    const fn new() -> Variable {
+    pub(crate) const fn new() -> Variable {
         Variable { bytes: UnsafeCell::new([0; 4200]), len: AtomicUsize::new(0) }
     }
 
-    fn set(&self, name: &str, value: &[u8]) {
+    pub(crate) fn set(&self, name: &str, value: &[u8]) {
         // SAFETY: see `Sync`.
         let bytes = unsafe { &mut *self.bytes.get() };
         let len = name.len() + 1 + value.len();
@@ -47,6 +47,11 @@ impl Variable {
 
     pub(crate) fn value(&self, name: &str) -> &[u8] {
         self.get().map_or(&[], |text| &text.to_bytes()[name.len() + 1..])
+    }
+
+    pub(crate) fn c_value(&self, name: &str) -> Option<&CStr> {
+        let text = self.get()?.to_bytes_with_nul();
+        CStr::from_bytes_with_nul(&text[name.len() + 1..]).ok()
     }
 }
 

@@ -146,13 +146,17 @@ pub(crate) fn serve(handler: &mut Handler) {
 /// process is detached.
 fn engage(segment: &'static Segment, index: SlotIndex) {
     let slot = segment.slot(index);
-    if !allocator::ready() {
-        // Nothing can be allocated, not even for a line in the log.
+    let refuse = || {
         slot.set_state(ProcState::Refused);
         slot.control.engage.store(0, Release);
-        return;
-    }
+    };
+    // Before anything is allocated, and until all is: a fork copies the allocator's lock as it is.
     let guard = FORK_LOCK.lock();
+    if !allocator::ready() {
+        // Nothing can be allocated, not even for a line in the log.
+        drop(guard);
+        return refuse();
+    }
     if STAYS_UNMANAGED.load(Acquire) {
         drop(guard);
         slot.set_state(ProcState::Detached);
@@ -161,11 +165,10 @@ fn engage(segment: &'static Segment, index: SlotIndex) {
     let handler = match prepare_engine(segment, index) {
         Ok(handler) => handler,
         Err(why) => {
-            drop(guard);
             log::line(&why);
-            slot.set_state(ProcState::Refused);
-            slot.control.engage.store(0, Release);
-            return;
+            drop(why);
+            drop(guard);
+            return refuse();
         }
     };
     drop(guard);

@@ -1,29 +1,22 @@
 //! One line to the log file of a bug report, if the user asked for one with `SWAPTIDE_AGENT_LOG`.
 
 use rustix::fs::{Mode, OFlags};
-use swaptide_sys::lock::Lock;
+use swaptide_ipc::ENV_AGENT_LOG;
 use swaptide_sys::thread::getpid;
 
-/// Path of the log, NUL-terminated, and its length; empty without one. Set by the constructor,
-/// which must not allocate.
-static PATH: Lock<([u8; 512], usize)> = Lock::new(([0; 512], 0));
+use crate::environment::Variable;
 
-/// Remembers where the log is. A path of 512 bytes and more is not taken.
+/// Path of the log; empty without one. No lock: a fork would copy it.
+static PATH: Variable = Variable::new();
+
+/// Remembers where the log is. Called by the constructor. A path of more than 4 KiB is not taken.
 pub(crate) fn set_path(path: &[u8]) {
-    let mut place = PATH.lock();
-    if path.len() < place.0.len() {
-        place.0[..path.len()].copy_from_slice(path);
-        place.1 = path.len();
-    }
+    PATH.set(ENV_AGENT_LOG, path);
 }
 
 /// Appends a line. For the engine's threads.
 pub(crate) fn line(text: &str) {
-    let (path, len) = *PATH.lock();
-    let Ok(path) = std::ffi::CStr::from_bytes_with_nul(&path[..len + 1]) else { return };
-    if len == 0 {
-        return;
-    }
+    let Some(path) = PATH.c_value(ENV_AGENT_LOG).filter(|path| !path.is_empty()) else { return };
     let flags = OFlags::WRONLY | OFlags::APPEND | OFlags::CREATE | OFlags::CLOEXEC;
     if let Ok(file) = rustix::fs::open(path, flags, Mode::from_raw_mode(0o600)) {
         let _ = rustix::io::write(&file, format!("swaptide[{}]: {text}\n", getpid().0).as_bytes());

@@ -9,7 +9,7 @@ use std::ffi::c_char;
 
 use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::raw::syscall6;
-use swaptide_sys::thread::getpid;
+use swaptide_sys::thread::gettid;
 
 use crate::seccomp;
 
@@ -59,8 +59,10 @@ fn read_each(buf: &mut [u8], ranges: &[[usize; 2]]) -> Option<usize> {
     const EFAULT: isize = -(linux_raw_sys::errno::EFAULT as isize);
     debug_assert!(ranges.iter().map(|range| range[1]).sum::<usize>() <= buf.len());
     let local = [buf.as_mut_ptr() as usize, buf.len()];
+    // By this thread's number: the process's is that of its first thread, which has no memory any
+    // more once it has ended.
     let a = [
-        getpid().0 as usize,
+        gettid().0 as usize,
         local.as_ptr() as usize,
         1,
         ranges.as_ptr() as usize,

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use swaptide_engine::Engine;
 use swaptide_engine::requests::{FaultRequest, HandlerRequest};
-use swaptide_ipc::{AreaId, NO_LIMIT, ProcState, Request, Segment, SlotIndex};
+use swaptide_ipc::{AreaId, ENV_SOCKET, NO_LIMIT, ProcState, Request, Segment, SlotIndex};
 use swaptide_sys::helper::PrivilegedHelper;
 use swaptide_sys::lock::Lock;
 use swaptide_sys::mem::{Advice, Mapping, SharedMap, advise};
@@ -23,6 +23,7 @@ use swaptide_sys::thread::{
 };
 use swaptide_sys::{AsFd, BorrowedFd, Errno, OwnedFd};
 
+use crate::environment::Variable;
 use crate::exit_watch;
 use crate::forking::{ForkPatience, Turn};
 use crate::log;
@@ -34,7 +35,17 @@ pub(crate) static FORK_LOCK: Lock<()> = Lock::new(());
 pub(crate) static ENGINE: AtomicPtr<Engine> = AtomicPtr::new(std::ptr::null_mut());
 static SEGMENT: AtomicPtr<Segment> = AtomicPtr::new(std::ptr::null_mut());
 /// The supervisor's socket name.
-pub(crate) static SOCKET: Lock<([u8; 108], usize)> = Lock::new(([0; 108], 0));
+static SOCKET: Variable = Variable::new();
+
+/// Remembers it. Called by the constructor.
+pub(crate) fn set_socket(name: &[u8]) {
+    SOCKET.set(ENV_SOCKET, name);
+}
+
+fn socket() -> &'static [u8] {
+    SOCKET.value(ENV_SOCKET)
+}
+
 /// The process whose memory [`ENGINE`] manages: a child of a raw clone has the pointer and not the
 /// engine.
 pub(crate) static ENGINE_PID: AtomicU32 = AtomicU32::new(0);
@@ -53,31 +64,63 @@ pub(crate) fn engine_without_calls() -> Option<&'static Engine> {
     unsafe { ENGINE.load(Acquire).as_ref() }.filter(|_| bears_mark())
 }
 
-/// A word that children do not have (`MADV_WIPEONFORK`), whatever makes them; null until there is
-/// an engine, and where there was no memory for it.
-static OWN_MARK: AtomicPtr<AtomicU32> = AtomicPtr::new(std::ptr::null_mut());
+/// What this memory is to its process. Children have zeros in it (`MADV_WIPEONFORK`), whatever makes
+/// them.
+struct Marks {
+    /// [`ENGINE`] manages it.
+    managed: AtomicU32,
+    /// Who holds [`FORK_LOCK`] is a thread of a process that runs on it.
+    own: AtomicU32,
+}
 
-/// The engine is this process's own from now on: before [`ENGINE`] is set, or in libc's child.
-pub(crate) fn set_own_mark() {
-    if OWN_MARK.load(Acquire).is_null()
+/// Null until there is an engine or a fork, and where there was no memory for it.
+static MARKS: AtomicPtr<Marks> = AtomicPtr::new(std::ptr::null_mut());
+
+fn marks() -> Option<&'static Marks> {
+    // SAFETY: null, or a page of this library's own that stays mapped.
+    unsafe { MARKS.load(Acquire).as_ref() }
+}
+
+/// The marks, made if there are none.
+fn make_marks() -> Option<&'static Marks> {
+    if marks().is_none()
         && let Ok(page) = Mapping::reserve(PAGE_SIZE)
         // SAFETY: nothing is there yet.
         && unsafe { advise(page.range(), Advice::WipeOnFork) }.is_ok()
     {
-        OWN_MARK.store(page.as_ptr().cast(), Release);
-        // Never unmapped.
-        std::mem::forget(page);
+        let made = page.as_ptr().cast::<Marks>();
+        // SAFETY: a page of zeros, which are marks, and nobody else has seen it.
+        unsafe { &*made }.own.store(1, Relaxed);
+        if MARKS.compare_exchange(std::ptr::null_mut(), made, AcqRel, Acquire).is_ok() {
+            // Never unmapped.
+            std::mem::forget(page);
+        }
     }
-    // SAFETY: null, or a page of this library's own that stays mapped.
-    if let Some(mark) = unsafe { OWN_MARK.load(Acquire).as_ref() } {
-        mark.store(1, Release);
+    marks()
+}
+
+/// The engine is this process's own from now on: before [`ENGINE`] is set, or in libc's child.
+pub(crate) fn set_own_mark() {
+    if let Some(marks) = make_marks() {
+        marks.managed.store(1, Release);
     }
 }
 
 /// False in a child past libc: it has the pointer and not the engine.
 fn bears_mark() -> bool {
-    // SAFETY: as above.
-    unsafe { OWN_MARK.load(Acquire).as_ref() }.is_none_or(|mark| mark.load(Acquire) != 0)
+    marks().is_none_or(|marks| marks.managed.load(Acquire) != 0)
+}
+
+/// True in a child in which [`own_memory`] was not called. A process id does not tell: one made with
+/// `CLONE_VM` has another and the same memory.
+pub(crate) fn is_copied_memory() -> bool {
+    marks().is_some_and(|marks| marks.own.load(Acquire) == 0)
+}
+
+/// From now on [`FORK_LOCK`] is held by threads that run on this memory. False if until now it may
+/// have been a copy of one that another process's thread held.
+pub(crate) fn own_memory() -> bool {
+    make_marks().is_none_or(|marks| marks.own.swap(1, AcqRel) != 0)
 }
 
 /// In a process under a filter: if it is a child past libc, it has no engine, and no thread of
@@ -152,8 +195,7 @@ pub(crate) fn ask_to_follow(tid: u32, entry: u64, frame: u64) -> Option<Conn> {
     request[1..5].copy_from_slice(&tid.to_le_bytes());
     request[5..13].copy_from_slice(&entry.to_le_bytes());
     request[13..].copy_from_slice(&frame.to_le_bytes());
-    let (name, len) = *SOCKET.lock();
-    let conn = Conn::connect_trusted(&name[..len]).ok()?;
+    let conn = Conn::connect_trusted_aside(socket()).ok()?;
     conn.send(&request, &[]).ok()?;
     let mut reply = [0u8; 8];
     let (length, _) = conn.recv(&mut reply, &mut []).ok()?;
@@ -172,8 +214,7 @@ pub(crate) fn inherited_engine() -> Option<&'static Engine> {
 /// What this process lacks for it, or why the supervisor cannot be asked; `NODEV` where that has
 /// none.
 pub(crate) fn open_area(id: AreaId) -> Result<OwnedFd, Errno> {
-    let (name, len) = *SOCKET.lock();
-    let conn = Conn::connect_abstract(&name[..len])?;
+    let conn = Conn::connect_trusted(socket())?;
     conn.send(&[Request::Area as u8, id.0], &[])?;
     let mut fds = [None];
     let (length, _) = conn.recv(&mut [0u8; 8], &mut fds)?;
@@ -188,8 +229,7 @@ pub(crate) fn exchange(
     fds: &[BorrowedFd<'_>],
     reply: &mut [u8],
 ) -> Option<(usize, Option<OwnedFd>)> {
-    let (name, len) = *SOCKET.lock();
-    let conn = Conn::connect_trusted(&name[..len]).ok()?;
+    let conn = Conn::connect_trusted(socket()).ok()?;
     conn.send(request, fds).ok()?;
     let mut fds = [None];
     let (length, _) = conn.recv(reply, &mut fds).ok()?;
@@ -247,8 +287,7 @@ const HOLD_TIMEOUT: Duration = Duration::from_secs(2);
 /// the process ends. Returns when it is held: a process may be killed at once after its pages went
 /// out, and a request of the dead is refused. Refused, the end is as without.
 pub(crate) fn request_hold(engine: &Engine) {
-    let (name, len) = *SOCKET.lock();
-    let sent = Conn::connect_trusted(&name[..len]).and_then(|conn| {
+    let sent = Conn::connect_trusted(socket()).and_then(|conn| {
         conn.send(&[Request::Hold as u8], &[engine.uffd().as_fd()])?;
         // Where a limit on files forbids to poll, the answer is waited for.
         if poll_readable(&[conn.as_fd()], Some(HOLD_TIMEOUT)) != Ok(0) {
@@ -262,8 +301,7 @@ pub(crate) fn request_hold(engine: &Engine) {
 /// Has the supervisor hold a forked child's userfaultfd, should this process end before the child
 /// has what it needs. Nobody waits for it: the child runs already.
 pub(crate) fn hold_child(uffd: BorrowedFd<'_>) -> Option<Conn> {
-    let (name, len) = *SOCKET.lock();
-    let conn = Conn::try_connect_abstract(&name[..len]).and_then(Conn::of_trusted).ok()?;
+    let conn = Conn::try_connect_abstract(socket()).and_then(Conn::of_trusted).ok()?;
     conn.send(&[Request::Hold as u8], &[uffd]).ok()?;
     Some(conn)
 }
@@ -325,8 +363,13 @@ pub(crate) fn begin_before(len: usize, reserved: bool) {
         return;
     }
     slot.engage_now.store(1, Release);
-    // The process that asks for the segment is examined then.
-    drop(ask(Request::Segment));
+    // The process that asks for the segment is examined then. It is not taken: for a moment it
+    // would be at a number of the program's.
+    if let Ok(conn) = Conn::connect_trusted_aside(socket())
+        && conn.send(&[Request::Segment as u8], &[]).is_ok()
+    {
+        let _ = conn.wait();
+    }
     while slot.state() == ProcState::Watching && pause() {}
 }
 

@@ -195,7 +195,7 @@ pub(crate) fn remove(addr: usize, len: usize) -> Option<isize> {
         return Some(-EAGAIN);
     }
     let range = VirtRange { start: VirtAddr(addr), end: VirtAddr(end).page_up() };
-    let Ok(maps) = MapsFile::open_self() else { return Some(-EAGAIN) };
+    let Ok(maps) = MapsFile::open_aside() else { return Some(-EAGAIN) };
     // The kernel continues behind what is not mapped, and stops where it refuses.
     let mut gap = false;
     let mut at = range.start;

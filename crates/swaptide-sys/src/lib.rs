@@ -19,6 +19,7 @@ extern crate alloc;
 
 pub mod advise_each;
 pub mod affinity;
+pub mod aside;
 pub mod errno;
 pub mod eventfd;
 pub mod helper;

@@ -7,6 +7,7 @@ use linux_raw_sys::general as k;
 use rustix::fd::{AsFd, AsRawFd, OwnedFd};
 use rustix::io::Errno;
 
+use crate::aside;
 use crate::page::{VirtAddr, VirtRange};
 use crate::procfs::{self, ProcPath, parse_hex, parse_u64};
 use crate::raw::syscall;
@@ -268,6 +269,12 @@ impl MapsFile {
     /// Opens this process's own.
     pub fn open_self() -> Result<MapsFile, Errno> {
         procfs::open_own(c"/proc/thread-self/maps", c"maps").map(MapsFile)
+    }
+
+    /// The same for a thread of the program's, out of the program's way ([`aside`]).
+    pub fn open_aside() -> Result<MapsFile, Errno> {
+        let open = || procfs::open_own(c"/proc/thread-self/maps", c"maps");
+        aside::open(open, procfs::is_of_proc).map(MapsFile)
     }
 
     /// The VMA that holds `addr`; `None` if there is none.

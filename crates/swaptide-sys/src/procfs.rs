@@ -2,7 +2,7 @@
 
 use core::ffi::CStr;
 
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
@@ -69,6 +69,11 @@ fn format_u64(mut n: u64, buf: &mut [u8]) -> &[u8] {
 /// Opens a file for reading.
 pub(crate) fn open_read(path: &CStr) -> Result<OwnedFd, Errno> {
     retry(|| rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()))
+}
+
+/// Whether a descriptor is that of a file of /proc.
+pub(crate) fn is_of_proc(fd: BorrowedFd<'_>) -> bool {
+    rustix::fs::fstatfs(fd).is_ok_and(|file| file.f_type == rustix::fs::PROC_SUPER_MAGIC)
 }
 
 /// Opens a file about this process, or, where that is not allowed or /proc is not to be seen, has

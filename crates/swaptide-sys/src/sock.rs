@@ -16,6 +16,7 @@ use rustix::net::{
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
+use crate::aside;
 use crate::procfs::retry;
 use crate::raw::{check, syscall, syscall6};
 
@@ -152,6 +153,12 @@ fn socket() -> Result<OwnedFd, Errno> {
     net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
 }
 
+/// Whether a descriptor is a socket as [`socket`] makes them.
+fn is_packet_socket(fd: BorrowedFd<'_>) -> bool {
+    net::sockopt::socket_domain(fd) == Ok(AddressFamily::UNIX)
+        && net::sockopt::socket_type(fd) == Ok(SocketType::SEQPACKET)
+}
+
 /// A socket that waits for connections.
 #[derive(Debug)]
 pub struct Listener(OwnedFd);
@@ -231,7 +238,10 @@ impl Conn {
     /// As [`Conn::connect_abstract`], to a listener that root has made or this thread's user
     /// ([`Conn::of_trusted`]), and waits no longer than `CONNECT_TIMEOUT` (`EAGAIN`).
     pub fn connect_trusted(name: &[u8]) -> Result<Conn, Errno> {
-        let fd = socket()?;
+        Conn::connect_trusted_by(socket()?, name)
+    }
+
+    fn connect_trusted_by(fd: OwnedFd, name: &[u8]) -> Result<Conn, Errno> {
         net::sockopt::set_socket_timeout(&fd, net::sockopt::Timeout::Send, Some(CONNECT_TIMEOUT))?;
         let addr = SocketAddrUnix::new_abstract_name(name)?;
         retry(|| net::connect(&fd, &addr))?;
@@ -271,6 +281,22 @@ impl Conn {
             None,
         )?;
         Ok((Conn(a), Conn(b)))
+    }
+
+    /// The same, out of a program's way ([`crate::aside`]); nothing has been sent on them.
+    pub fn pair_aside() -> Result<(Conn, Conn), Errno> {
+        let pair = || Conn::pair().map(|(a, b)| (a.0, b.0));
+        let (a, b) = aside::open_two(pair, is_packet_socket)?;
+        for end in [&a, &b] {
+            // What a program has written to their first numbers.
+            while net::recv(end, &mut [0u8; 1], RecvFlags::DONTWAIT).is_ok_and(|got| got.0 > 0) {}
+        }
+        Ok((Conn(a), Conn(b)))
+    }
+
+    /// As [`Conn::connect_trusted`], out of a program's way.
+    pub fn connect_trusted_aside(name: &[u8]) -> Result<Conn, Errno> {
+        Conn::connect_trusted_by(aside::open(socket, is_packet_socket)?, name)
     }
 
     /// Wraps a descriptor that was inherited or received.
@@ -372,6 +398,11 @@ impl Conn {
         } else {
             Ok((got.bytes, count))
         }
+    }
+
+    /// Waits for a packet, or the end of the connection. The packet stays, with what came with it.
+    pub fn wait(&self) -> Result<(), Errno> {
+        retry(|| net::recv(&self.0, &mut [0u8; 1], RecvFlags::PEEK)).map(drop)
     }
 
     /// Whether a packet waits to be received: 1 if so, 0 at the end of the connection, `EAGAIN`

@@ -1,19 +1,29 @@
 //! libc's fork handlers: what a fork does in the parent and in the child.
 //!
 //! Locks: [`FORK_LOCK`], from [`prepare`] to [`parent`] or [`child`].
+//!
+//! Handlers of the program's that were registered before these run between them, and may fork
+//! themselves. So the thread that holds the lock may come here again:
+//!
+//! - before its fork or after it, in the parent: the engine is done with the outer fork first, and
+//!   stands still for it again after the inner one ([`prepare_within`]);
+//! - in the child of the outer fork: that is a process of its own first ([`child`]).
 
 use std::ffi::c_int;
 use std::sync::atomic::{
-    AtomicBool, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed,
+    Ordering::Release, Ordering::SeqCst, fence,
 };
+use std::time::Duration;
 
+use swaptide_engine::Engine;
 use swaptide_engine::fork::Decline;
 use swaptide_engine::requests::HandlerRequest;
 use swaptide_engine::requests::fork_control::NO_FORK;
 use swaptide_engine::sched::deadline::{WAIT_SLICE, Waited};
 use swaptide_sys::lock::futex;
 use swaptide_sys::mem::after_fork_in_child;
-use swaptide_sys::thread::{block_all_signals, getpid, gettid, restore_signals, tell};
+use swaptide_sys::thread::{block_all_signals, getpid, gettid, restore_signals, sleep, tell};
 
 use crate::exit_watch;
 use crate::fork::child::{TAKEN_OVER, child_handler_main, stop};
@@ -21,27 +31,59 @@ use crate::fork::trampoline;
 use crate::forking::{self, FORKING};
 use crate::lifecycle::{PARENT, start_sleeper};
 use crate::log;
-use crate::own_pid::OWN_PID;
+use crate::own_pid::{OWN_PID, is_own_process};
 use crate::pages::kernel_words;
 use crate::process::{
     ENGINE, ENGINE_PID, FORK_LOCK, NO_SLOT, PLACE, detach, detach_without_calls, disown_copy,
-    engine, engine_without_calls, inherited_engine, set_own_mark, spawn,
+    engine, engine_without_calls, inherited_engine, is_copied_memory, may_follow_forks, own_memory,
+    set_own_mark, spawn,
 };
 use crate::seccomp;
 use crate::shmem;
 
-/// The process that forked last, or forks now: the child of a raw clone has a copy of a lock that
-/// no thread of it will release.
-static FORKER_PID: AtomicU32 = AtomicU32::new(0);
 /// The signal mask of the forking thread, from its prepare handler to the other end.
 static FORK_MASK: AtomicU64 = AtomicU64::new(0);
+/// The control block of the forking thread ([`control_block`]), which is its child's as well; 0: there is none.
+static FORKING_BLOCK: AtomicUsize = AtomicUsize::new(0);
+/// How many forks it is within. Its own, as long as it holds [`FORK_LOCK`].
+static DEPTH: AtomicU32 = AtomicU32::new(0);
 
-/// Does with a fork what libc's handlers do, where libc calls none. Not where the forking thread is
-/// within a fork already.
-pub(crate) fn with_handlers(fork: impl FnOnce() -> c_int) -> c_int {
-    if !seccomp::is() && FORKING.load(Relaxed) == gettid().0 {
-        return fork();
+/// The address of the calling thread's control block: a name for the thread that takes no system
+/// call, and that the thread of a forked child has as well.
+fn control_block() -> usize {
+    let address;
+    // SAFETY: the first word of the block is its own address, as the ABI of thread-locals says.
+    unsafe {
+        std::arch::asm!("mov {}, fs:0", out(reg) address,
+            options(nostack, readonly, preserves_flags));
     }
+    address
+}
+
+/// True in the thread that holds [`FORK_LOCK`] for a fork, and in its child until [`child`] is over.
+fn is_forking() -> bool {
+    FORKING_BLOCK.load(Relaxed) == control_block()
+}
+
+/// True if the calling thread is between its prepare handler and the other end of a fork.
+fn is_within_fork() -> bool {
+    is_forking()
+        && !is_copied_memory()
+        && (FORKS_CONFINED.load(Relaxed) || FORKING.load(Relaxed) == gettid().0)
+}
+
+/// Returns when no management is beginning: what this thread has stored before is seen by one that
+/// begins later. It does not wait for a fork, whose handlers may wait for this thread.
+pub(crate) fn wait_for_begin() {
+    fence(SeqCst);
+    while is_own_process() && FORK_LOCK.is_locked() && FORKING_BLOCK.load(Relaxed) == 0 {
+        sleep(Duration::from_micros(100));
+    }
+    fence(SeqCst);
+}
+
+/// Does with a fork what libc's handlers do, where libc calls none.
+pub(crate) fn with_handlers(fork: impl FnOnce() -> c_int) -> c_int {
     prepare();
     let pid = fork();
     if pid == 0 {
@@ -58,6 +100,9 @@ static FORKS_CONFINED: AtomicBool = AtomicBool::new(false);
 /// Before a fork, in the forking thread. Signals wait until it is over: a handler that forks would
 /// wait for this thread's own lock.
 pub(crate) extern "C" fn prepare() {
+    if is_within_fork() {
+        return prepare_within();
+    }
     if seccomp::is() {
         // Nothing may begin meanwhile, and nothing is managed: neither end has anything to do.
         let take = || loop {
@@ -76,19 +121,63 @@ pub(crate) extern "C" fn prepare() {
             take();
         }
         FORKS_CONFINED.store(true, Relaxed);
+        DEPTH.store(1, Relaxed);
+        FORKING_BLOCK.store(control_block(), Relaxed);
         return;
     }
+    if is_forking() && is_copied_memory() {
+        // A handler of the outer fork's child: this process takes over what it has of its parent
+        // before it has a child of its own.
+        child();
+    }
     let mask = block_all_signals().unwrap_or(0);
-    let this = getpid().0;
-    let before = FORKER_PID.swap(this, Relaxed);
-    if before != 0 && before != this && FORK_LOCK.is_locked() {
+    if !own_memory() && FORK_LOCK.is_locked() {
         // SAFETY: this is the child of a raw clone, and the holder a thread of its parent.
         unsafe { FORK_LOCK.force_unlock() };
     }
+    take_lock(mask, 1);
+    PARENT.store(getpid().0, Relaxed);
+    begin(mask);
+}
+
+/// Takes the lock for a fork. `mask`: the calling thread's own signal mask.
+fn take_lock(mask: u64, depth: u32) {
     std::mem::forget(FORK_LOCK.lock());
     FORK_MASK.store(mask, Relaxed);
+    DEPTH.store(depth, Relaxed);
     FORKING.store(gettid().0, Relaxed);
-    PARENT.store(this, Relaxed);
+    FORKING_BLOCK.store(control_block(), Relaxed);
+}
+
+/// Frees it; the mask that the thread had.
+fn free_lock() -> u64 {
+    let mask = FORK_MASK.load(Relaxed);
+    FORKING_BLOCK.store(0, Relaxed);
+    FORKING.store(0, Relaxed);
+    // SAFETY: this thread took the lock in `take_lock` and forgot its guard.
+    unsafe { FORK_LOCK.unlock() };
+    mask
+}
+
+/// Before a fork within a fork: the engine, which stands still for the outer one, is done with it.
+fn prepare_within() {
+    DEPTH.fetch_add(1, Relaxed);
+    if FORKS_CONFINED.load(Relaxed) {
+        return;
+    }
+    forking::is_back();
+    if let Some(engine) = engine() {
+        end(engine);
+        if engine.fork.followed {
+            // The inner child may go on to the outer fork, which nobody would follow.
+            detach_before_fork("a fork handler forks, and forks are followed: detaching");
+        }
+    }
+    begin(FORK_MASK.load(Relaxed));
+}
+
+/// Has the engine stand still for a fork. The calling thread has the lock; `mask` is its own.
+fn begin(mask: u64) {
     if engine().is_some_and(|engine| engine.fork.followed && !trampoline::follow(engine)) {
         // Nobody would see to it that the child is served: all comes back, and stays.
         detach_before_fork(
@@ -118,44 +207,61 @@ pub(crate) extern "C" fn prepare() {
 /// All comes back, and there is no engine at the fork. The calling thread has the lock, and has it
 /// again when this returns.
 fn detach_before_fork(why: &str) {
-    // SAFETY: this thread took the lock in `prepare` and forgot its guard.
-    unsafe { FORK_LOCK.unlock() };
+    let depth = DEPTH.load(Relaxed);
+    let mask = free_lock();
     log::line(why);
     // libc's fork cannot be refused here.
     while !detach() {}
-    std::mem::forget(FORK_LOCK.lock());
+    take_lock(mask, depth);
 }
 
-/// After a fork, in the parent.
+/// A fork is over, or did not take place; returns when its child has what it needs.
+fn end(engine: &Engine) {
+    trampoline::leave();
+    engine.fork.close_end(false);
+    engine.fork.close_end(true);
+    engine.bells.submit(HandlerRequest::ForkDone);
+    engine.fork.wait(NO_FORK, FORK_MASK.load(Relaxed));
+    if engine.fork.was_child_killed() {
+        tell(b"swaptide: a forked child did not take over its memory within 30 s and was killed\n");
+    }
+}
+
+/// After a fork, in the parent. Not where the child of an inner fork goes on to the outer one.
 pub(crate) extern "C" fn parent() {
-    if FORKS_CONFINED.swap(false, Relaxed) {
-        // SAFETY: this thread took the lock in `prepare`; a waiter looks again by itself.
-        unsafe { FORK_LOCK.force_unlock() };
+    if !is_forking() {
+        return;
+    }
+    let is_inner = DEPTH.fetch_sub(1, Relaxed) > 1;
+    if FORKS_CONFINED.load(Relaxed) {
+        if !is_inner {
+            FORKS_CONFINED.store(false, Relaxed);
+            FORKING_BLOCK.store(0, Relaxed);
+            // SAFETY: this thread took the lock in `prepare`; a waiter looks again by itself.
+            unsafe { FORK_LOCK.force_unlock() };
+        }
         return;
     }
     forking::is_back();
     if let Some(engine) = engine() {
-        trampoline::leave();
-        engine.fork.close_end(false);
-        engine.fork.close_end(true);
-        engine.bells.submit(HandlerRequest::ForkDone);
-        engine.fork.wait(NO_FORK, FORK_MASK.load(Relaxed));
-        if engine.fork.was_child_killed() {
-            tell(
-                b"swaptide: a forked child did not take over its memory within 30 s and was \
-                    killed\n",
-            );
-        }
+        end(engine);
     }
-    let mask = FORK_MASK.load(Relaxed);
-    FORKING.store(0, Relaxed);
-    // SAFETY: this thread took the lock in `prepare` and forgot its guard.
-    unsafe { FORK_LOCK.unlock() };
-    restore_signals(mask);
+    if is_inner {
+        // The outer fork follows, or is over already.
+        begin(FORK_MASK.load(Relaxed));
+    } else {
+        restore_signals(free_lock());
+    }
 }
 
-/// After a fork, in the child, whose only thread this is.
+/// After a fork, in the child, whose only thread this is. Not where [`prepare`] was not called
+/// before, as where the child of an inner fork has gone on to the outer one, and not again.
 pub(crate) extern "C" fn child() {
+    if !is_forking() {
+        return;
+    }
+    FORKING_BLOCK.store(0, Relaxed);
+    let is_inner = DEPTH.load(Relaxed) > 1;
     if FORKS_CONFINED.swap(false, Relaxed) {
         // SAFETY: no other thread exists here. This process is not managed.
         unsafe { FORK_LOCK.force_unlock() };
@@ -175,8 +281,10 @@ pub(crate) extern "C" fn child() {
     unsafe { FORK_LOCK.force_unlock() };
     // Its holder is from now on a thread of this process: the one that begins management,
     // say. The next fork must wait for it.
-    FORKER_PID.store(getpid().0, Relaxed);
+    own_memory();
     match inherited_engine().filter(|_| ENGINE_PID.load(Acquire) == PARENT.load(Relaxed)) {
+        // It may go on to the outer fork without `prepare`: nothing may be missing then.
+        None if is_inner && may_follow_forks() => PLACE.store(NO_SLOT, Release),
         None => start_sleeper(),
         Some(engine) => {
             engine.forked();

@@ -12,14 +12,13 @@
 //! Locks: none.
 
 use std::cell::UnsafeCell;
-use std::sync::atomic::{AtomicI32, Ordering::AcqRel, Ordering::Release};
 
 use swaptide_engine::Engine;
 use swaptide_engine::fork::child_uffd::STACK_BYTES;
+use swaptide_sys::aside::SocketNumber;
 use swaptide_sys::errno::ErrnoText;
 use swaptide_sys::sock::Conn;
 use swaptide_sys::thread::{abort_with, gettid};
-use swaptide_sys::{FromRawFd, IntoRawFd, OwnedFd};
 
 use crate::process;
 
@@ -45,9 +44,8 @@ static CHILD_TRAMPOLINE: ChildTrampoline = ChildTrampoline {
     words: UnsafeCell::new([0; WORDS]),
 };
 
-const NONE: i32 = -1;
 /// The connection to the supervisor, in the forking thread's table and in its child's.
-static TRACER_CONN: AtomicI32 = AtomicI32::new(NONE);
+static TRACER_CONN: SocketNumber = SocketNumber::none();
 
 /// In the forking thread, before its fork: asks the supervisor to follow it. False if it will not,
 /// or may not.
@@ -59,7 +57,7 @@ pub(crate) fn follow(engine: &Engine) -> bool {
     });
     match conn {
         Some(conn) => {
-            TRACER_CONN.store(conn.into_fd().into_raw_fd(), Release);
+            TRACER_CONN.set(conn.into_fd());
             true
         }
         None => {
@@ -71,10 +69,7 @@ pub(crate) fn follow(engine: &Engine) -> bool {
 }
 
 fn take() -> Option<Conn> {
-    let number = Some(TRACER_CONN.swap(NONE, AcqRel)).filter(|number| *number != NONE)?;
-    // SAFETY: opened by `follow` in this thread's table, or its parent's, and owned by nothing
-    // else.
-    Some(Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) }))
+    TRACER_CONN.take().map(Conn::from_fd)
 }
 
 /// In the forking thread, after its fork: the supervisor need not follow it any more.

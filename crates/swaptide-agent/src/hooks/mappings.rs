@@ -112,7 +112,7 @@ fn advise_files(addr: usize, len: usize, call: impl Fn(usize, usize) -> isize) -
     let Some(end) = addr.checked_add(len).map(|end| VirtAddr(end).page_up().0) else {
         return call(addr, len);
     };
-    let Ok(maps) = MapsFile::open_self() else { return call(addr, len) };
+    let Ok(maps) = MapsFile::open_aside() else { return call(addr, len) };
     if !addr.is_multiple_of(PAGE_SIZE) || end <= addr {
         return call(addr, len);
     }

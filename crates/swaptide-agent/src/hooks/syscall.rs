@@ -28,7 +28,7 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 
 use crate::exit_watch;
-use crate::fork::atfork::with_handlers;
+use crate::fork::atfork::{wait_for_begin, with_handlers};
 use crate::forking::FORKING;
 use crate::hooks::environment;
 use crate::hooks::mappings;
@@ -148,11 +148,16 @@ fn before_clone(flags: u64) -> bool {
         // Nobody tells of this fork, and nobody follows it: its child must find nothing missing.
         return process::detach();
     }
-    if flags & (CLONE_VM | CLONE_VFORK | CLONE_THREAD) != CLONE_VM || process::engine().is_none() {
+    if flags & (CLONE_VM | CLONE_VFORK | CLONE_THREAD) != CLONE_VM {
         return true;
     }
     excluded::exclude(VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
-    let Ok(maps) = MapsFile::open_self() else {
+    // Management that begins at this moment may have looked before.
+    wait_for_begin();
+    if process::engine().is_none() {
+        return true;
+    }
+    let Ok(maps) = MapsFile::open_aside() else {
         swaptide_sys::thread::abort_with(&[
             b"swaptide: a process that shares this one's memory needs all of it in RAM, and \
             /proc/self/maps cannot be read; stopped \

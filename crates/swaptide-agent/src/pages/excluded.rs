@@ -136,7 +136,7 @@ fn exclude_in(places: &[ExcludedRange], range: VirtRange) {
         }
         if !is_tidy
             && !crate::seccomp::is()
-            && let Ok(maps) = MapsFile::open_self()
+            && let Ok(maps) = MapsFile::open_aside()
         {
             places.iter().for_each(|place| place.free_if_unmapped(&maps));
         }

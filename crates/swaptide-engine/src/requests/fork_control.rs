@@ -10,16 +10,17 @@
 //! Locks: none; the forking thread waits on a futex word.
 
 use std::sync::atomic::{
-    AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::AcqRel, Ordering::Acquire,
+    AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::AcqRel, Ordering::Acquire,
     Ordering::Relaxed, Ordering::Release,
 };
 use std::time::Duration;
 
+use swaptide_sys::aside::SocketNumber;
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::process::{pidfd_getfd, pidfd_open, pidfd_open_thread};
 use swaptide_sys::sock::{Conn, Listener, poll_readable};
 use swaptide_sys::thread::{getpid, random_name, sleep};
-use swaptide_sys::{AsFd, BorrowedFd, Errno, FromRawFd, IntoRawFd, OwnedFd};
+use swaptide_sys::{AsFd, BorrowedFd, Errno, FromRawFd, OwnedFd};
 
 use crate::readahead::history::SharedMissHistory;
 use crate::sched::deadline::{Deadline, WAIT_SLICE, Waited};
@@ -34,9 +35,6 @@ const END_SOCKET: u32 = 2;
 const END_SENT: u32 = 3;
 /// The handler cannot hear of a fork.
 pub(crate) const REFUSED: u32 = 4;
-/// No descriptor.
-const NONE_FD: i32 = -1;
-
 /// See the module's description.
 pub struct ForkControl {
     /// The kernel does not report forks: they are followed ([`crate::mm::dontfork`]).
@@ -59,7 +57,7 @@ pub struct ForkControl {
     killed: AtomicBool,
     /// The pair of sockets in the forking thread's own table of descriptors: the handler's end and
     /// the child's. Without them (the table is full) there is no way to the child.
-    ends: [AtomicI32; 2],
+    ends: [SocketNumber; 2],
 }
 
 impl Default for ForkControl {
@@ -81,30 +79,26 @@ impl ForkControl {
             name: [const { AtomicU64::new(0) }; 2],
             shut: AtomicBool::new(false),
             killed: AtomicBool::new(false),
-            ends: [const { AtomicI32::new(NONE_FD) }; 2],
+            ends: [const { SocketNumber::none() }; 2],
         }
     }
 
     /// In the forking thread, before it rings: makes the sockets.
     pub fn open_ends(&self) {
-        let numbers = Conn::pair()
-            .map_or([NONE_FD; 2], |(a, b)| [a.into_fd().into_raw_fd(), b.into_fd().into_raw_fd()]);
-        self.ends.iter().zip(numbers).for_each(|(end, number)| end.store(number, Release));
+        if let Ok((a, b)) = Conn::pair_aside() {
+            self.ends[0].set(a.into_fd());
+            self.ends[1].set(b.into_fd());
+        }
     }
 
     /// In the forking thread or the child: closes the handler's end, or the child's.
     pub fn close_end(&self, child_end: bool) {
-        let number = self.ends[usize::from(child_end)].swap(NONE_FD, AcqRel);
-        if number != NONE_FD {
-            // SAFETY: opened by `open_ends` in this thread's table, or its parent's, and owned by
-            // nobody else.
-            drop(unsafe { OwnedFd::from_raw_fd(number) });
-        }
+        drop(self.ends[usize::from(child_end)].take());
     }
 
     /// The number of the child's end, to be kept open.
     pub fn child_end(&self) -> Option<i32> {
-        Some(self.ends[1].load(Acquire)).filter(|number| *number != NONE_FD)
+        self.ends[1].number()
     }
 
     /// In the child's handler, which has a copy of the child's end in a table of its own.
@@ -119,22 +113,20 @@ impl ForkControl {
 
     /// In the forking thread of the child: takes the child's end out of the program's table.
     pub fn take_child_end(&self) -> Option<Conn> {
-        let number =
-            Some(self.ends[1].swap(NONE_FD, AcqRel)).filter(|number| *number != NONE_FD)?;
-        // SAFETY: opened by `open_ends`, and owned by nobody else.
-        Some(Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) }))
+        self.ends[1].take().map(Conn::from_fd)
     }
 
     /// In the handler, which has a table of its own: the handler's end, if the kernel lets it take
     /// that out of the forking thread's table.
     pub(crate) fn take_end(&self) -> Option<Conn> {
-        let number = Some(self.ends[0].load(Acquire)).filter(|number| *number != NONE_FD)?;
+        let number = self.ends[0].last_number()?;
         // The thread's own table where the kernel can name a thread; else the first thread's, which
         // is the same one but in odd programs.
         let task = pidfd_open_thread(self.forker.load(Acquire))
             .or_else(|_| pidfd_open(getpid().0))
             .ok()?;
-        pidfd_getfd(task.as_fd(), number).ok().map(Conn::from_fd)
+        let end = pidfd_getfd(task.as_fd(), number).ok()?;
+        self.ends[0].is(end.as_fd()).then(|| Conn::from_fd(end))
     }
 
     /// In the handler: the handler's end, which the forking thread brings. `None` if it cannot.
@@ -149,9 +141,7 @@ impl ForkControl {
     }
 
     fn fetch_end_by(&self, denies: impl FnOnce(&Listener) -> bool) -> Option<Conn> {
-        if self.ends[0].load(Acquire) == NONE_FD {
-            return None;
-        }
+        self.ends[0].last_number()?;
         if STRANGERS.load(Relaxed) >= MAX_STRANGERS {
             return None;
         }
@@ -185,7 +175,7 @@ impl ForkControl {
             u128::from(self.name[1].load(Relaxed)) << 64 | u128::from(self.name[0].load(Relaxed));
         let (name, len) = end_socket_name(random);
         let brought = || {
-            let number = Some(self.ends[0].load(Acquire)).filter(|number| *number != NONE_FD)?;
+            let number = self.ends[0].number()?;
             // SAFETY: opened by `open_ends` in this thread's table, and not closed before the fork
             // is over.
             let end = unsafe { BorrowedFd::borrow_raw(number) };

@@ -1,0 +1,220 @@
+//! Descriptors in a program's table, out of its way.
+//!
+//! A program that has closed its standard streams may write to them in vain, and one that uses a
+//! number as its own puts there what it likes. The kernel gives a new descriptor the lowest free
+//! number. So what this library opens in a program's table does not stay there: it moves to a high
+//! number, and is never at one of the first three.
+//!
+//! For a moment it is at the lowest free number from 3 on. A program that names that one meanwhile
+//! is the limit of this.
+
+use core::sync::atomic::{
+    AtomicI32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Release,
+};
+
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+use rustix::fs::{FileType, Mode, OFlags, fstat};
+use rustix::io::{Errno, fcntl_dupfd_cloexec, fcntl_getfd};
+use rustix::process::{Resource, getrlimit};
+
+/// The kernel's table is as large as its highest number, and every fork copies it: no higher numbers
+/// are looked for, as long as there are free ones below.
+const CEILING: u64 = 4096;
+/// Numbers that are tried below the limit.
+const ROOM: u64 = 64;
+/// The standard streams.
+const STANDARD: RawFd = 3;
+/// How often something is opened again that another thread of the program has replaced at once.
+const TRIES: u32 = 3;
+
+/// Opens something at a high number, or, where there is none, at any from 3 on. `is_right` tells
+/// whether a descriptor is of the kind that is opened: another thread of the program may have put
+/// something else at its number. `EMFILE` where no number is free.
+pub fn open(
+    mut open: impl FnMut() -> Result<OwnedFd, Errno>,
+    is_right: fn(BorrowedFd<'_>) -> bool,
+) -> Result<OwnedFd, Errno> {
+    let _fillers = Fillers::new();
+    for _ in 0..TRIES {
+        if let Some(fd) = move_up(open()?, is_right)? {
+            return Ok(fd);
+        }
+    }
+    Err(Errno::BADF)
+}
+
+/// As [`open`], for two at a time.
+pub(crate) fn open_two(
+    mut open: impl FnMut() -> Result<(OwnedFd, OwnedFd), Errno>,
+    is_right: fn(BorrowedFd<'_>) -> bool,
+) -> Result<(OwnedFd, OwnedFd), Errno> {
+    let _fillers = Fillers::new();
+    for _ in 0..TRIES {
+        let (a, b) = open()?;
+        let (a, b) = (move_up(a, is_right), move_up(b, is_right));
+        if let (Some(a), Some(b)) = (a?, b?) {
+            return Ok((a, b));
+        }
+    }
+    Err(Errno::BADF)
+}
+
+/// `None` where something else is at the number.
+fn move_up(fd: OwnedFd, is_right: fn(BorrowedFd<'_>) -> bool) -> Result<Option<OwnedFd>, Errno> {
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let top = limit.min(CEILING);
+    let moved = [top.saturating_sub(ROOM), top / 2, STANDARD as u64]
+        .into_iter()
+        .map(|from| from.max(STANDARD as u64) as RawFd)
+        .filter(|from| *from > fd.as_raw_fd())
+        .find_map(|from| fcntl_dupfd_cloexec(&fd, from).ok());
+    let Some(moved) = moved else {
+        if !is_right(fd.as_fd()) {
+            core::mem::forget(fd);
+            return Ok(None);
+        }
+        let is_standard = fd.as_raw_fd() < STANDARD;
+        return if is_standard { Err(Errno::MFILE) } else { Ok(Some(fd)) };
+    };
+    if !is_right(moved.as_fd()) {
+        // The number is the program's.
+        core::mem::forget(fd);
+        return Ok(None);
+    }
+    let same = match (fstat(&fd), fstat(&moved)) {
+        (Ok(a), Ok(b)) => (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino),
+        _ => false,
+    };
+    if !same {
+        core::mem::forget(fd);
+    }
+    Ok(Some(moved))
+}
+
+/// While it lives, no number below 3 is free. What a program does with these numbers fails as if
+/// nothing were there: they can be closed, and not be read or written (`O_PATH`).
+struct Fillers([bool; STANDARD as usize]);
+
+impl Fillers {
+    fn new() -> Fillers {
+        let mut fillers = Fillers([false; STANDARD as usize]);
+        while (0..STANDARD).any(|number| fcntl_getfd(borrow(number)) == Err(Errno::BADF)) {
+            let flags = OFlags::PATH | OFlags::CLOEXEC;
+            let Ok(fd) = rustix::fs::open(c"/", flags, Mode::empty()) else { break };
+            match fillers.0.get_mut(fd.as_raw_fd() as usize) {
+                Some(is_filled) if !*is_filled => *is_filled = true,
+                // Others close them, or have opened something meanwhile.
+                _ => break,
+            }
+            core::mem::forget(fd);
+        }
+        fillers
+    }
+}
+
+impl Drop for Fillers {
+    fn drop(&mut self) {
+        for number in (0..STANDARD).filter(|number| self.0[*number as usize]) {
+            let flags = rustix::fs::fcntl_getfl(borrow(number));
+            if flags.is_ok_and(|flags| flags.contains(OFlags::PATH)) {
+                // SAFETY: `new` opened it, and it still is one of that kind.
+                drop(unsafe { OwnedFd::from_raw_fd(number) });
+            }
+        }
+    }
+}
+
+/// A number of the calling thread's table, whatever is there.
+fn borrow(number: RawFd) -> BorrowedFd<'static> {
+    // SAFETY: only asked about; where nothing is there, the kernel says so.
+    unsafe { BorrowedFd::borrow_raw(number) }
+}
+
+/// No descriptor.
+const NONE: RawFd = -1;
+
+/// The inode of a socket; `None` for any other descriptor, and for none. Those of sockets are
+/// numbered apart from files.
+fn socket_inode(number: RawFd) -> Option<u64> {
+    let stat = fstat(borrow(number)).ok()?;
+    (FileType::from_raw_mode(stat.st_mode) == FileType::Socket).then_some(stat.st_ino)
+}
+
+/// A socket in a program's table, kept by number. The program may close it, and have something else
+/// at that number: then there is nothing here.
+#[derive(Debug)]
+pub struct SocketNumber {
+    number: AtomicI32,
+    inode: AtomicU64,
+}
+
+impl SocketNumber {
+    /// Nothing.
+    pub const fn none() -> SocketNumber {
+        SocketNumber { number: AtomicI32::new(NONE), inode: AtomicU64::new(0) }
+    }
+
+    /// Keeps a socket.
+    pub fn set(&self, socket: OwnedFd) {
+        let number = socket.into_raw_fd();
+        self.inode.store(socket_inode(number).unwrap_or(0), Release);
+        self.number.store(number, Release);
+    }
+
+    /// Whether a descriptor is that socket, in whichever table.
+    pub fn is(&self, fd: BorrowedFd<'_>) -> bool {
+        socket_inode(fd.as_raw_fd()) == Some(self.inode.load(Acquire))
+    }
+
+    /// The number that was kept, whatever is there.
+    pub fn last_number(&self) -> Option<RawFd> {
+        Some(self.number.load(Acquire)).filter(|number| *number != NONE)
+    }
+
+    /// The number, if it is that socket in the calling thread's table: the one it was kept from, or
+    /// a copy.
+    pub fn number(&self) -> Option<RawFd> {
+        self.last_number().filter(|number| self.is(borrow(*number)))
+    }
+
+    /// The socket, out of that table. It is not kept any more.
+    pub fn take(&self) -> Option<OwnedFd> {
+        let number = self.number();
+        self.number.swap(NONE, AcqRel);
+        // SAFETY: `set` took it over from its owner, and it still is that socket.
+        number.map(|number| unsafe { OwnedFd::from_raw_fd(number) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_opened_is_at_a_high_number() {
+        let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        let fd = open(
+            || rustix::fs::open(c"/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()),
+            |_| true,
+        )
+        .expect("a descriptor");
+        assert!(fd.as_raw_fd() as u64 >= limit.min(CEILING) - ROOM, "{fd:?}");
+    }
+
+    #[test]
+    fn a_number_that_is_another_files_is_left_alone() {
+        let kept = SocketNumber::none();
+        assert!(kept.number().is_none() && kept.take().is_none());
+        let (a, _b) = crate::sock::Conn::pair_aside().expect("a pair");
+        let a = a.into_fd();
+        let number = a.as_raw_fd();
+        kept.set(a);
+        assert_eq!(kept.number(), Some(number));
+        let null = rustix::fs::open(c"/dev/null", OFlags::RDWR, Mode::empty()).expect("a file");
+        // SAFETY: the number is that of the socket, which is kept by its number alone.
+        let mut place = unsafe { OwnedFd::from_raw_fd(number) };
+        rustix::io::dup2(&null, &mut place).expect("dup2");
+        assert!(kept.number().is_none() && kept.take().is_none());
+        assert!(fcntl_getfd(&place).is_ok(), "it is still open");
+    }
+}
