@@ -20,7 +20,7 @@ use std::time::Duration;
 use rustix::fs::{Mode, OFlags, RawDir};
 use swaptide_ipc::ProcSlot;
 use swaptide_sys::lock::futex;
-use swaptide_sys::process::leader_end;
+use swaptide_sys::process::{is_kernel_worker, leader_end};
 use swaptide_sys::procfs::{ProcPath, parse_u64, read_file};
 use swaptide_sys::thread::{Tid, end_by_signal, exit_group, getpid, set_name, sleep};
 
@@ -62,11 +62,11 @@ pub(crate) fn ending(status: usize) {
     LAST_STATUS.store(STATUS_KNOWN | (status as u64 & 0xff), Release);
 }
 
-/// True for a worker of io_uring, which the kernel lists among the threads of its user.
+/// True for a worker of io_uring, say, which the kernel lists among the threads of its user. Not by
+/// its name, which a thread of the program may have as well.
 fn is_kernels(tid: u32) -> bool {
-    let mut name = [0u8; 16];
-    read_file(ProcPath::task(tid, "comm").as_c_str(), &mut name)
-        .is_ok_and(|name| name.starts_with(b"iou-"))
+    let mut stat = [0u8; 1024];
+    read_file(ProcPath::task(tid, "stat").as_c_str(), &mut stat).is_ok_and(is_kernel_worker)
 }
 
 /// True when only the engine's threads are left, besides the first one, which has ended.

@@ -129,6 +129,16 @@ pub fn parse_stat(pid: u32, stat: &[u8]) -> Option<ProcInfo> {
     Some(ProcInfo { pid, ppid, start_time, zombie, stopped })
 }
 
+/// True where a thread's `stat` file says that the kernel made it to work for the process: it runs
+/// none of the program's code. False where the text does not tell.
+pub fn is_kernel_worker(stat: &[u8]) -> bool {
+    /// `PF_IO_WORKER` (Linux 5.12) and `PF_USER_WORKER` (6.4) of the kernel.
+    const WORKERS: u64 = 0x10 | 0x4000;
+    // Fields counted from 1: 3 is the first one after the name, 9 the flags.
+    let flags = after_name(stat).and_then(|rest| procfs::words(rest).nth(9 - 3));
+    flags.and_then(parse_u64).is_some_and(|flags| flags & WORKERS != 0)
+}
+
 /// An open `stat`, for repeated reads; of the process it was opened for.
 #[derive(Debug)]
 pub struct StatFd(OwnedFd);
@@ -320,6 +330,16 @@ mod tests {
         assert!(pss_anon(me).unwrap() > 48 << 20);
         assert_eq!(anon_rss(u32::MAX), None);
         assert!(mem_available().unwrap() <= mem_total().unwrap());
+    }
+
+    #[test]
+    fn the_kernels_workers_are_told_by_their_flags() {
+        // As Linux 6.18 gives them: a worker of io_uring, and a thread of the name of one.
+        let of_ring = b"9 (iou-wrk-8) S 1 8 8 0 -1 4210704 0 0 0 0 0 0 0 0 20 0 4 0 98765";
+        let of_program = b"9 (iou-wrk-8) S 1 8 8 0 -1 4194368 0 0 0 0 0 0 0 0 20 0 4 0 98765";
+        assert!(is_kernel_worker(of_ring));
+        assert!(!is_kernel_worker(of_program));
+        assert!(!is_kernel_worker(b"9 (iou"));
     }
 
     #[test]
