@@ -37,6 +37,7 @@ def test_futex(case, mode):
         # The process is let go before it forks.
         param("fork", allowance=128, forks=True),
         param("bare", allowance=128, forks=True),
+        param("race", allowance=32, forks=True),
     ],
 )
 def test_filtered(case, mode):

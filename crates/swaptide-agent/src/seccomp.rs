@@ -12,15 +12,14 @@
 //! | a fork, a raw clone that shares memory or forks | the process is detached first, also by a fault request; its child is not managed |
 //! | `mremap` over several mappings that would be one without swaptide | fails with `EFAULT` |
 //!
-//! Owns: the flag. It is the process's: a thread that makes another one passes its filter on, and
+//! Owns: the word that tells of it. It is the process's: a thread that makes another one passes its filter on, and
 //! which threads have one is not known. A filter that is set by a bare instruction is looked for
 //! when management begins, and not seen later.
 //!
 //! Locks: none.
 
-use std::ffi::c_int;
 use std::mem::MaybeUninit;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use rustix::fs::{Mode, OFlags, RawDir};
 use swaptide_sys::procfs::{ProcPath, parse_u64, read_file};
@@ -29,32 +28,48 @@ use swaptide_sys::thread::{Tid, gettid};
 use crate::own_pid;
 use crate::real;
 
-static IS_CONFINED: AtomicBool = AtomicBool::new(false);
+/// How many threads are about to set a filter, and [`CONFINED`]. While one of them tries, another
+/// thread may be under a filter already; so only who tried takes an attempt back, and nobody the
+/// flag.
+static FILTERS: AtomicU32 = AtomicU32::new(0);
+/// A filter was set. It stays.
+const CONFINED: u32 = 1 << 31;
 /// Offset of the thread id in a control block of this libc; 0: not known.
 static TID_AT: AtomicU32 = AtomicU32::new(0);
 
-/// Whether a filter was set in this process.
+/// Whether a filter was set in this process, or a thread is about to set one.
 #[inline]
 pub(crate) fn is() -> bool {
-    IS_CONFINED.load(Relaxed)
+    FILTERS.load(Relaxed) != 0
 }
 
-/// Makes a system call that sets a filter. If it fails, all is as before.
+/// Makes a system call that sets a filter. If it fails, nothing has changed by it. A child that is
+/// forked meanwhile takes itself to be under one.
 pub(crate) fn set(call: impl FnOnce() -> isize) -> isize {
-    if is() {
-        return call();
-    }
     // The child of a vfork has its parent's memory: what it does to itself does not concern the
     // parent.
-    let ours = own_pid::is_own_process();
-    if ours {
-        IS_CONFINED.store(true, Relaxed);
+    if FILTERS.load(Relaxed) & CONFINED != 0 || !own_pid::is_own_process() {
+        return call();
     }
+    FILTERS.fetch_add(1, Relaxed);
     let word = call();
-    if ours && (-4095..0).contains(&word) {
-        IS_CONFINED.store(false, Relaxed);
+    if !(-4095..0).contains(&word) {
+        FILTERS.fetch_or(CONFINED, Relaxed);
     }
+    FILTERS.fetch_sub(1, Relaxed);
     word
+}
+
+/// True for the arguments (operation and filter) of a `seccomp` that may set one. Without a filter
+/// the call only asks whether the kernel knows it.
+pub(crate) fn sets(operation: usize, filter: usize) -> bool {
+    operation == SET_STRICT || operation == SET_FILTER && filter != 0
+}
+
+/// The same for the arguments of `prctl`: option, mode and filter.
+pub(crate) fn sets_by_prctl(option: usize, mode: usize, filter: usize) -> bool {
+    // The modes are numbered otherwise than the operations.
+    option == PR_SET_SECCOMP && (mode != MODE_FILTER || filter != 0)
 }
 
 /// Where libc keeps a thread's id. Called by the constructor.
@@ -100,15 +115,18 @@ pub(crate) fn look() {
     while let Some(Ok(entry)) = entries.next() {
         let Some(tid) = parse_u64(entry.file_name().to_bytes()) else { continue };
         if filters(tid as u32).is_some_and(|theirs| Some(theirs) != own) {
-            IS_CONFINED.store(true, Relaxed);
+            FILTERS.fetch_or(CONFINED, Relaxed);
         }
     }
 }
 
 /// Option of `prctl` that sets a filter.
-pub(crate) const PR_SET_SECCOMP: c_int = linux_raw_sys::prctl::PR_SET_SECCOMP as c_int;
+const PR_SET_SECCOMP: usize = linux_raw_sys::prctl::PR_SET_SECCOMP as usize;
+/// Its mode `SECCOMP_MODE_FILTER`.
+const MODE_FILTER: usize = 2;
 /// Operations of `seccomp` that set one.
-pub(crate) const SETS: std::ops::RangeInclusive<usize> = 0..=1;
+const SET_STRICT: usize = 0;
+pub(crate) const SET_FILTER: usize = 1;
 
 #[cfg(test)]
 mod tests {

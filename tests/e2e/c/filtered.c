@@ -4,7 +4,8 @@
  *
  *     filtered MB SECONDS SEED MODE      MODE: kill, trap, errno (what the filter does with other
  *                                       calls), fork (as kill), strict, bare (as kill, with
- *                                       children past libc) */
+ *                                       children past libc), race (other threads' attempts to set
+ *                                       one fail meanwhile) */
 #include "common.h"
 
 #include <linux/filter.h>
@@ -135,6 +136,52 @@ static void bare_child(void) {
     _exit(3);
 }
 
+static atomic_int is_over;
+
+/* Fails to set a filter, again and again. */
+static void *attempts(void *unused) {
+    struct sock_fprog empty = {.len = 0};
+    while (!atomic_load(&is_over))
+        MUST(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &empty) == -1);
+    return unused;
+}
+
+static void wait_until(double when) {
+    while (now() < when) continue;
+}
+
+static void *maps_confined(void *unused) {
+    confine(SECCOMP_RET_KILL_PROCESS);
+    wait_until(now() + 0.001);
+    atomic_store(&is_over, 1);
+    wait_until(now() + 0.001);
+    for (int turn = 0; turn < 20; turn++) {
+        unsigned char *area = map(512 * PAGE);
+        MUST(madvise(area, 512 * PAGE, MADV_WILLNEED) == 0);
+        fill_page(area, key_of(given.seed, (uint64_t)turn, 5));
+        MUST(munmap(area, 512 * PAGE) == 0);
+    }
+    return unused;
+}
+
+static void race(void) {
+    for (int round = 0; round < 20; round++) {
+        pid_t child = fork();
+        MUST(child >= 0);
+        if (child == 0) {
+            pthread_t one, other;
+            MUST(pthread_create(&one, NULL, attempts, NULL) == 0);
+            wait_until(now() + 0.0005);
+            MUST(pthread_create(&other, NULL, maps_confined, NULL) == 0);
+            MUST(pthread_join(other, NULL) == 0 && pthread_join(one, NULL) == 0);
+            _exit(0);
+        }
+        int status;
+        MUST(waitpid(child, &status, 0) == child);
+        if (status != 0) die("round %d: a child ended with status %x", round, status);
+    }
+}
+
 int main(int count, char **words) {
     given = parse(count, words, "kill");
     ballast = map(given.pages * PAGE);
@@ -150,6 +197,12 @@ int main(int count, char **words) {
         static const char said[] = "OK filtered strict\n";
         if (write(STDOUT_FILENO, said, sizeof said - 1) < 0) syscall(SYS_exit, 4);
         syscall(SYS_exit, 0);
+    }
+    if (strcmp(given.mode, "race") == 0) {
+        race();
+        for (size_t page = 0; page < given.pages; page++)
+            check_page(ballast + page * PAGE, key_of(given.seed, page, 1), "page at the end");
+        return ok("filtered", given.mode);
     }
     confine(strcmp(given.mode, "trap") == 0    ? SECCOMP_RET_TRAP
             : strcmp(given.mode, "errno") == 0 ? SECCOMP_RET_ERRNO | EPERM

@@ -272,7 +272,8 @@ unsafe extern "C" fn hooked(
             const ESRCH_WANTED: usize = 1 << 4;
             const ESRCH: isize = linux_raw_sys::errno::ESRCH as isize;
             // Without a filter the call only asks whether the kernel knows it.
-            let is_for_all = number == SYS_SECCOMP && a == 1 && b & ALL_THREADS != 0 && c != 0;
+            let is_for_all =
+                number == SYS_SECCOMP && a == seccomp::SET_FILTER && b & ALL_THREADS != 0 && c != 0;
             while is_for_all && !process::detach() {
                 // As where a thread cannot be put under the filter.
                 match FORKING.load(Relaxed) as isize {
@@ -282,9 +283,9 @@ unsafe extern "C" fn hooked(
                 }
             }
             let sets = if number == SYS_PRCTL {
-                a == seccomp::PR_SET_SECCOMP as usize
+                seccomp::sets_by_prctl(a, b, c)
             } else {
-                seccomp::SETS.contains(&a)
+                seccomp::sets(a, c)
             };
             if sets { seccomp::set(call) } else { call() }
         }
@@ -373,8 +374,8 @@ pub unsafe extern "C" fn syscall() {
 pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: usize) -> c_int {
     // SAFETY: the program's own arguments.
     let call = || unsafe { syscall6(SYS_PRCTL as u32, [option as usize, a, b, c, d, 0]) } as isize;
-    real::libc_result(if option == seccomp::PR_SET_SECCOMP { seccomp::set(call) } else { call() })
-        as c_int
+    let sets = seccomp::sets_by_prctl(option as usize, a, b);
+    real::libc_result(if sets { seccomp::set(call) } else { call() }) as c_int
 }
 
 /// Stands in front of libc's `_Fork`, which calls no handlers, and behind which a child would not
