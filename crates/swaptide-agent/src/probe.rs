@@ -14,8 +14,8 @@ use swaptide_sys::thread::gettid;
 use crate::seccomp;
 
 const SYS_PROCESS_VM_READV: u32 = linux_raw_sys::general::__NR_process_vm_readv;
-/// Ranges of one call.
-const MAX_RANGES: usize = 64;
+/// Ranges of one call: they stand on the program's stack, which may be a short one.
+const MAX_RANGES: usize = 16;
 
 /// Copies memory of this process from `addr` on. False if some of it is not there, or may not be
 /// read in this way.
@@ -127,7 +127,7 @@ mod tests {
         assert!(are_strings([end].as_ptr()));
         assert!(are_strings(std::ptr::null()));
         assert!(!are_strings(std::ptr::without_provenance(8)));
-        for length in [1, 63, 64, 65, 1000] {
+        for length in [1, 15, 16, 17, 63, 64, 65, 1000] {
             let mut array = vec![good; length];
             array.push(end);
             assert!(are_strings(array.as_ptr()), "{length}");

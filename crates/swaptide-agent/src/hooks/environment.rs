@@ -7,7 +7,8 @@
 //!
 //! Owns: the texts of the variables, written once by the constructor. Locks: none; nothing is
 //! allocated, for all of this also runs in the child of a vfork, on its parent's memory: the new
-//! array stands on the stack, or, if it is very long, in a mapping that is gone with the call.
+//! array stands on the stack, or, if it is long, in a mapping that is gone with the call. A thread's
+//! stack may have 16 KiB, and that of a signal handler less.
 
 use std::ffi::{CStr, c_char, c_int};
 
@@ -153,13 +154,13 @@ pub(crate) unsafe fn with_environment(envp: Strings, mut f: impl FnMut(Strings) 
     // SAFETY: the caller's promise.
     let Some(missing) = (unsafe { missing(envp) }) else { return f(envp) };
     let words = words(&missing);
-    if words <= 512 {
+    if words <= 128 {
         // SAFETY: the room is large enough.
-        return unsafe { on_stack::<512>(envp, &missing, &mut f) };
+        return unsafe { on_stack::<128>(envp, &missing, &mut f) };
     }
-    if words <= 4096 {
+    if words <= 512 {
         // SAFETY: as above.
-        return unsafe { on_stack::<4096>(envp, &missing, &mut f) };
+        return unsafe { on_stack::<512>(envp, &missing, &mut f) };
     }
     let bytes = VirtAddr(words * size_of::<usize>()).page_up().0;
     let Ok(room) = map_scratch(bytes) else { return f(envp) };
@@ -217,7 +218,7 @@ mod tests {
         assert_eq!(given(&whole), whole);
         let inner = ["SWAPTIDE_SOCKET=another"];
         assert_eq!(given(&inner), inner, "a run inside a run");
-        for length in [1000usize, 30_000] {
+        for length in [100usize, 400, 1000, 30_000] {
             let many: Vec<String> = (0..length).map(|i| format!("V{i}={i}")).collect();
             let seen = given(&many.iter().map(String::as_str).collect::<Vec<_>>());
             assert_eq!(seen[..length], many);

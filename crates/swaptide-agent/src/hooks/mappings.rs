@@ -233,20 +233,47 @@ pub(crate) fn advise_process(
     if !(matters(advice) || is_mark(advice)) || iov == 0 || count > MAX_VECTORS || call(0) != 0 {
         return call(count);
     }
-    // All of it before anything is done, as the kernel reads it.
-    let mut ranges = [IoVec { start: 0, len: 0 }; MAX_VECTORS];
-    if !probe::read(iov, probe::bytes_of(&mut ranges[..count])) {
-        return call(count);
-    }
+    // All of it is read before anything is done, as the kernel does it.
     let mut done = 0;
-    for IoVec { start, len } in ranges.into_iter().take(count) {
-        let result = advise(start, len, advice);
-        if result != 0 {
-            return if done > 0 { done as isize } else { result };
-        }
-        done += len;
+    let mut failed = 0;
+    let nothing = |_: IoVec| true;
+    let advise_each = |IoVec { start, len }: IoVec| {
+        failed = advise(start, len, advice);
+        done += if failed == 0 { len } else { 0 };
+        failed == 0
+    };
+    if !for_each_vector(iov, count, nothing) || !for_each_vector(iov, count, advise_each) {
+        return if failed == 0 {
+            call(count)
+        } else if done > 0 {
+            done as isize
+        } else {
+            failed
+        };
     }
     done as isize
+}
+
+/// Calls `f` for each vector of an array until it answers with false, as this function does then;
+/// so it does where the array cannot be read. Some at a time, for they stand on the program's stack,
+/// and in a function of its own, for other advice needs no room at all.
+#[inline(never)]
+fn for_each_vector(iov: usize, count: usize, mut f: impl FnMut(IoVec) -> bool) -> bool {
+    let mut some = [IoVec { start: 0, len: 0 }; 32];
+    let mut left = count;
+    let mut at = iov;
+    while left > 0 {
+        let some = &mut some[..left.min(32)];
+        if !probe::read(at, probe::bytes_of(some)) {
+            return false;
+        }
+        if !some.iter().all(|vector| f(*vector)) {
+            return false;
+        }
+        left -= some.len();
+        at += size_of_val(some);
+    }
+    true
 }
 
 /// Stands in front of libc's `process_madvise`.
