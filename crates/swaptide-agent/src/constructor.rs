@@ -12,7 +12,7 @@ use crate::lifecycle::start_sleeper;
 use crate::own_pid::OWN_PID;
 use crate::pages::kernel_words;
 use crate::process::{HELPER, set_socket};
-use crate::{environment, log, real, seccomp};
+use crate::{environment, libc_names, log, real, seccomp};
 
 #[cfg(not(test))]
 #[used]
@@ -36,6 +36,7 @@ extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *cons
         log::set_path(path);
     }
     OWN_PID.store(getpid().0, Relaxed);
+    libc_names::find();
     real::find();
     // The first thread's: libc's loader made it, anywhere among the mappings.
     seccomp::find();

@@ -11,6 +11,7 @@
 //! | [`pages`] | pages that must stay, and ranges that are not managed |
 //! | [`shmem`] | hooks of shared memory |
 //! | [`real`] | the functions of libc itself |
+//! | [`libc_names`] | functions under names of libc's that only this library sees |
 //! | [`allocator`] | the allocator of everything swaptide does inside a program |
 //!
 //! Invariants
@@ -34,6 +35,7 @@ mod exit_watch;
 mod fork;
 mod forking;
 mod hooks;
+mod libc_names;
 mod lifecycle;
 mod log;
 mod own_pid;

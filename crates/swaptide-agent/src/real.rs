@@ -165,6 +165,17 @@ pub(crate) fn object_of(address: *const c_void) -> Option<Object> {
     (unsafe { dladdr(address, &raw mut object) } != 0).then_some(object)
 }
 
+/// The function that libc itself has under a name; `None` where another library's would come first.
+pub(crate) fn libcs_own(name: &CStr) -> Option<*mut c_void> {
+    let base = |address: *const c_void| object_of(address).map(|object| object.base);
+    // No library but libc has this one.
+    // SAFETY: the name is NUL-terminated.
+    let libc = base(unsafe { dlsym(NEXT, c"gnu_get_libc_version".as_ptr()) })?;
+    // SAFETY: the name is NUL-terminated.
+    let found = unsafe { dlsym(NEXT, name.as_ptr()) };
+    (base(found) == Some(libc)).then_some(found)
+}
+
 /// Bytes of a block, by the allocator that `realloc` is of; `None` where it does not tell.
 ///
 /// # Safety

@@ -1,0 +1,271 @@
+//! Functions that the library has under names of libc's, for itself alone.
+//!
+//! The compiler and the standard library call `memcpy`, `close` and some others by name. In a
+//! preloaded library such a name stands for what the program defines, if it defines it: a wrapper
+//! of sockets has a `close`, a sanitizer that is linked into the program has a `memcpy`. An engine
+//! thread would run code of the program then, which touches memory that only this thread can bring
+//! back. So these names are defined here and hidden: the linker binds the library's own calls to
+//! them, and no other object sees them.
+//!
+//! | names | what they do |
+//! |---|---|
+//! | `memcpy`, `memmove`, `memset`, `memcmp`, `bcmp`, `strlen` | jump to libc's own, which is made for the processor; to a plain one before [`find`], or where it cannot be told which is libc's |
+//! | `close`, `read`, `write`, `writev`, `munmap` | the bare system call. libc's `close` and others are points of cancellation: a hook that closed a file would end a thread of the program inside a function that is none |
+//!
+//! Owns: the addresses of libc's. Locks: none.
+
+use std::ffi::{CStr, c_int, c_void};
+use std::sync::atomic::{AtomicPtr, Ordering::Relaxed};
+
+use linux_raw_sys::general::{__NR_close, __NR_munmap, __NR_read, __NR_write, __NR_writev};
+use swaptide_sys::raw::syscall6;
+
+use crate::real;
+
+/// Where a name jumps to.
+type Target = AtomicPtr<c_void>;
+
+static MEMCPY: Target = AtomicPtr::new(move_plainly as *mut c_void);
+static MEMMOVE: Target = AtomicPtr::new(move_plainly as *mut c_void);
+static MEMSET: Target = AtomicPtr::new(set_plainly as *mut c_void);
+static MEMCMP: Target = AtomicPtr::new(compare_plainly as *mut c_void);
+static BCMP: Target = AtomicPtr::new(compare_plainly as *mut c_void);
+static STRLEN: Target = AtomicPtr::new(measure_plainly as *mut c_void);
+
+/// Looks up libc's own. Called by the constructor.
+pub(crate) fn find() {
+    let targets: [(&CStr, &Target); 6] = [
+        (c"memcpy", &MEMCPY),
+        (c"memmove", &MEMMOVE),
+        (c"memset", &MEMSET),
+        (c"memcmp", &MEMCMP),
+        (c"bcmp", &BCMP),
+        (c"strlen", &STRLEN),
+    ];
+    for (name, target) in targets {
+        if let Some(function) = real::libcs_own(name) {
+            target.store(function, Relaxed);
+        }
+    }
+}
+
+/// memmove(3).
+#[unsafe(naked)]
+unsafe extern "C" fn move_plainly() {
+    core::arch::naked_asm!(
+        "mov rax, rdi",
+        "mov rcx, rdx",
+        // Below zero, that is very large, where the target is in front of the source.
+        "mov r8, rdi",
+        "sub r8, rsi",
+        "cmp r8, rdx",
+        "jb 2f",
+        "rep movsb",
+        "ret",
+        "2:",
+        "lea rdi, [rdi + rdx - 1]",
+        "lea rsi, [rsi + rdx - 1]",
+        "std",
+        "rep movsb",
+        "cld",
+        "ret",
+    )
+}
+
+/// memset(3).
+#[unsafe(naked)]
+unsafe extern "C" fn set_plainly() {
+    core::arch::naked_asm!(
+        "mov r8, rdi",
+        "mov eax, esi",
+        "mov rcx, rdx",
+        "rep stosb",
+        "mov rax, r8",
+        "ret",
+    )
+}
+
+/// memcmp(3).
+#[unsafe(naked)]
+unsafe extern "C" fn compare_plainly() {
+    core::arch::naked_asm!(
+        "xor eax, eax",
+        "xor ecx, ecx",
+        "2:",
+        "cmp rcx, rdx",
+        "je 3f",
+        "movzx eax, byte ptr [rdi + rcx]",
+        "movzx r8d, byte ptr [rsi + rcx]",
+        "inc rcx",
+        "sub eax, r8d",
+        "je 2b",
+        "3:",
+        "ret",
+    )
+}
+
+/// strlen(3).
+#[unsafe(naked)]
+unsafe extern "C" fn measure_plainly() {
+    core::arch::naked_asm!(
+        "xor eax, eax",
+        "2:",
+        "cmp byte ptr [rdi + rax], 0",
+        "je 3f",
+        "inc rax",
+        "jmp 2b",
+        "3:",
+        "ret",
+    )
+}
+
+/// Makes a system call with what the standard library passes.
+///
+/// # Safety
+/// As for the call.
+unsafe fn call<const N: usize>(number: u32, arguments: [usize; N]) -> isize {
+    let mut words = [0; 6];
+    words[..N].copy_from_slice(&arguments);
+    // SAFETY: the caller's promise.
+    real::libc_result(unsafe { syscall6(number, words) }) as isize
+}
+
+/// # Safety
+/// As for close(2).
+unsafe extern "C" fn close_file(fd: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { call(__NR_close, [fd as usize]) as c_int }
+}
+
+/// # Safety
+/// As for read(2).
+unsafe extern "C" fn read_file(fd: c_int, buf: *mut c_void, len: usize) -> isize {
+    // SAFETY: the caller's promise.
+    unsafe { call(__NR_read, [fd as usize, buf as usize, len]) }
+}
+
+/// # Safety
+/// As for write(2).
+unsafe extern "C" fn write_file(fd: c_int, buf: *const c_void, len: usize) -> isize {
+    // SAFETY: the caller's promise.
+    unsafe { call(__NR_write, [fd as usize, buf as usize, len]) }
+}
+
+/// # Safety
+/// As for writev(2).
+unsafe extern "C" fn write_vectors(fd: c_int, iov: *const c_void, count: c_int) -> isize {
+    // SAFETY: the caller's promise.
+    unsafe { call(__NR_writev, [fd as usize, iov as usize, count as usize]) }
+}
+
+/// # Safety
+/// As for munmap(2).
+unsafe extern "C" fn unmap(addr: *mut c_void, len: usize) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { call(__NR_munmap, [addr as usize, len]) as c_int }
+}
+
+/// Gives the library names of its own: a jump, to where a [`Target`] points or to a function.
+#[cfg(not(test))]
+macro_rules! hidden {
+    (names $name:literal, jumps $to:literal) => {
+        concat!(
+            ".globl ",
+            $name,
+            "\n.hidden ",
+            $name,
+            "\n.type ",
+            $name,
+            ", @function\n",
+            $name,
+            ": jmp ",
+            $to,
+            "\n.size ",
+            $name,
+            ", . - ",
+            $name,
+        )
+    };
+}
+
+#[cfg(not(test))]
+core::arch::global_asm!(
+    ".text",
+    hidden!(names "memcpy", jumps "qword ptr [rip + {memcpy}]"),
+    hidden!(names "memmove", jumps "qword ptr [rip + {memmove}]"),
+    hidden!(names "memset", jumps "qword ptr [rip + {memset}]"),
+    hidden!(names "memcmp", jumps "qword ptr [rip + {memcmp}]"),
+    hidden!(names "bcmp", jumps "qword ptr [rip + {bcmp}]"),
+    hidden!(names "strlen", jumps "qword ptr [rip + {strlen}]"),
+    hidden!(names "close", jumps "{close}"),
+    hidden!(names "read", jumps "{read}"),
+    hidden!(names "write", jumps "{write}"),
+    hidden!(names "writev", jumps "{writev}"),
+    hidden!(names "munmap", jumps "{munmap}"),
+    memcpy = sym MEMCPY,
+    memmove = sym MEMMOVE,
+    memset = sym MEMSET,
+    memcmp = sym MEMCMP,
+    bcmp = sym BCMP,
+    strlen = sym STRLEN,
+    close = sym close_file,
+    read = sym read_file,
+    write = sym write_file,
+    writev = sym write_vectors,
+    munmap = sym unmap,
+);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Move = unsafe extern "C" fn(*mut u8, *const u8, usize) -> *mut u8;
+    type Set = unsafe extern "C" fn(*mut u8, c_int, usize) -> *mut u8;
+    type Compare = unsafe extern "C" fn(*const u8, *const u8, usize) -> c_int;
+    type Measure = unsafe extern "C" fn(*const u8) -> usize;
+
+    #[test]
+    fn the_plain_ones_do_what_libcs_do() {
+        // SAFETY: these are the functions' types.
+        let (mov, set, compare, measure) = unsafe {
+            (
+                std::mem::transmute::<*const (), Move>(move_plainly as *const ()),
+                std::mem::transmute::<*const (), Set>(set_plainly as *const ()),
+                std::mem::transmute::<*const (), Compare>(compare_plainly as *const ()),
+                std::mem::transmute::<*const (), Measure>(measure_plainly as *const ()),
+            )
+        };
+        let start: Vec<u8> = (0..64).collect();
+        for len in 0..24 {
+            for (from, to) in [(0, 30), (30, 0), (4, 5), (5, 4), (4, 12), (12, 4), (7, 7)] {
+                let mut bytes = start.clone();
+                let at = bytes.as_mut_ptr();
+                // SAFETY: both ranges are within the vector.
+                assert_eq!(unsafe { mov(at.add(to), at.add(from), len) }, unsafe { at.add(to) });
+                let mut expected = start.clone();
+                expected.copy_within(from..from + len, to);
+                assert_eq!(bytes, expected, "{len} bytes from {from} to {to}");
+            }
+            let mut bytes = start.clone();
+            // SAFETY: within the vector.
+            unsafe { set(bytes.as_mut_ptr().add(3), 0x1ff, len) };
+            assert_eq!(bytes[3..3 + len], vec![0xff; len]);
+            assert_eq!((&bytes[..3], bytes[3 + len]), (&start[..3], 3 + len as u8));
+        }
+        // SAFETY: as many bytes as said; the last one is a NUL.
+        unsafe {
+            assert_eq!(compare(b"abc".as_ptr(), b"abd".as_ptr(), 2), 0);
+            assert!(compare(b"abc".as_ptr(), b"abd".as_ptr(), 3) < 0);
+            assert!(compare(b"ab\xff".as_ptr(), b"abd".as_ptr(), 3) > 0);
+            assert_eq!(compare(b"a".as_ptr(), b"b".as_ptr(), 0), 0);
+            assert_eq!((measure(b"\0".as_ptr()), measure(b"four\0".as_ptr())), (0, 4));
+        }
+    }
+
+    #[test]
+    fn libcs_own_are_found() {
+        find();
+        let plain = [move_plainly as *mut c_void, set_plainly as *mut c_void];
+        assert!([&MEMCPY, &MEMMOVE, &MEMSET].iter().all(|at| !plain.contains(&at.load(Relaxed))));
+    }
+}
