@@ -23,18 +23,18 @@ use swaptide_sys::raw::syscall6;
 use crate::real;
 
 /// Where a name jumps to.
-type Target = AtomicPtr<c_void>;
+type LibcName = AtomicPtr<c_void>;
 
-static MEMCPY: Target = AtomicPtr::new(move_plainly as *mut c_void);
-static MEMMOVE: Target = AtomicPtr::new(move_plainly as *mut c_void);
-static MEMSET: Target = AtomicPtr::new(set_plainly as *mut c_void);
-static MEMCMP: Target = AtomicPtr::new(compare_plainly as *mut c_void);
-static BCMP: Target = AtomicPtr::new(compare_plainly as *mut c_void);
-static STRLEN: Target = AtomicPtr::new(measure_plainly as *mut c_void);
+static MEMCPY: LibcName = AtomicPtr::new(move_plainly as *mut c_void);
+static MEMMOVE: LibcName = AtomicPtr::new(move_plainly as *mut c_void);
+static MEMSET: LibcName = AtomicPtr::new(set_plainly as *mut c_void);
+static MEMCMP: LibcName = AtomicPtr::new(compare_plainly as *mut c_void);
+static BCMP: LibcName = AtomicPtr::new(compare_plainly as *mut c_void);
+static STRLEN: LibcName = AtomicPtr::new(measure_plainly as *mut c_void);
 
 /// Looks up libc's own. Called by the constructor.
 pub(crate) fn find() {
-    let targets: [(&CStr, &Target); 6] = [
+    let targets: [(&CStr, &LibcName); 6] = [
         (c"memcpy", &MEMCPY),
         (c"memmove", &MEMMOVE),
         (c"memset", &MEMSET),
@@ -165,7 +165,7 @@ unsafe extern "C" fn unmap(addr: *mut c_void, len: usize) -> c_int {
     unsafe { call(__NR_munmap, [addr as usize, len]) as c_int }
 }
 
-/// Gives the library names of its own: a jump, to where a [`Target`] points or to a function.
+/// Gives the library names of its own: a jump, to where a [`LibcName`] points or to a function.
 #[cfg(not(test))]
 macro_rules! hidden {
     (names $name:literal, jumps $to:literal) => {

@@ -1,5 +1,5 @@
-/* A thread with a cancellation pending calls functions that are no points of cancellation: they come
- * to their end, whatever swaptide does on the way.
+/* A thread with a cancellation pending calls functions that are no points of cancellation: they
+ * come to their end, whatever swaptide does on the way.
  *
  *     cancelled MB SECONDS SEED MODE        MODE: fork, mmap, mremap, execve */
 #include "common.h"

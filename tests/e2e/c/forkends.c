@@ -1,7 +1,7 @@
-/* Forks beside threads that use numbers of descriptors as if they were their own, forks within
- * fork handlers, a process that shares the memory from before there was much of it, and a raw fork
- * after the first thread has ended. The handlers are registered before any library's constructor runs, so theirs is
- * the inner side, as it is of those of a library. */
+/* Forks while threads use numbers of descriptors as if they were their own, forks within fork
+ * handlers, a process that shares the memory from before there was much of it, and a raw fork after
+ * the first thread has ended. The handlers are registered before any library's constructor runs, so
+ * theirs is the inner side, as it is of those of a library. */
 #include "common.h"
 #include <fcntl.h>
 #include <sched.h>
@@ -71,7 +71,7 @@ static void beside(void *(*other)(void *)) {
     MUST(pthread_create(&thread, NULL, other, NULL) == 0);
     double end = now() + given.seconds;
     for (int count = 0; count < 10 || (now() < end && count < 400); count++)
-        one_fork("beside a thread with descriptors of its own");
+        one_fork("while a thread has descriptors of its own");
     over = 1;
     pthread_join(thread, NULL);
     MUST(turns > 0);

@@ -1,9 +1,11 @@
 /* Hooks on stacks that are as short as stacks may be.
  *
- *     narrow MB SECONDS SEED MODE        MODE: exec (a thread of PTHREAD_STACK_MIN executes with 600
- *                                        variables), advise (the same gives advice by a
- *                                        descriptor), handler (a handler on an alternate stack of
- *                                        5 KiB executes in the child of a vfork) */
+ *     narrow MB SECONDS SEED MODE
+ *
+ * exec      a thread of PTHREAD_STACK_MIN executes with 600 variables
+ * advise    the same gives advice by a descriptor
+ * handler   a handler on an alternate stack of 5 KiB executes in the child of a vfork
+ */
 #include "common.h"
 
 #include <limits.h>
