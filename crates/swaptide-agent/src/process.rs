@@ -64,8 +64,8 @@ pub(crate) fn engine_without_calls() -> Option<&'static Engine> {
     unsafe { ENGINE.load(Acquire).as_ref() }.filter(|_| bears_mark())
 }
 
-/// What this memory is to its process. Children have zeros in it (`MADV_WIPEONFORK`), whatever makes
-/// them.
+/// What this memory is to its process. Children have zeros in it (`MADV_WIPEONFORK`), whatever
+/// makes them.
 struct Marks {
     /// [`ENGINE`] manages it.
     managed: AtomicU32,
@@ -111,8 +111,8 @@ fn bears_mark() -> bool {
     marks().is_none_or(|marks| marks.managed.load(Acquire) != 0)
 }
 
-/// True in a child in which [`own_memory`] was not called. A process id does not tell: one made with
-/// `CLONE_VM` has another and the same memory.
+/// True in a child in which [`own_memory`] was not called. A process id does not tell: one made
+/// with `CLONE_VM` has another and the same memory.
 pub(crate) fn is_copied_memory() -> bool {
     marks().is_some_and(|marks| marks.own.load(Acquire) == 0)
 }

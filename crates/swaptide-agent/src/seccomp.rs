@@ -12,9 +12,9 @@
 //! | a fork, a raw clone that shares memory or forks | the process is detached first, also by a fault request; its child is not managed |
 //! | `mremap` over several mappings that would be one without swaptide | fails with `EFAULT` |
 //!
-//! Owns: the word that tells of it. It is the process's: a thread that makes another one passes its filter on, and
-//! which threads have one is not known. A filter that is set by a bare instruction is looked for
-//! when management begins, and not seen later.
+//! Owns: the word that tells of it. It is the process's: a thread that makes another one passes its
+//! filter on, and which threads have one is not known. A filter that is set by a bare instruction
+//! is looked for when management begins, and not seen later.
 //!
 //! Locks: none.
 

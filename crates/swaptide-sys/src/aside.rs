@@ -17,8 +17,8 @@ use rustix::fs::{FileType, Mode, OFlags, fstat};
 use rustix::io::{Errno, fcntl_dupfd_cloexec, fcntl_getfd};
 use rustix::process::{Resource, getrlimit};
 
-/// The kernel's table is as large as its highest number, and every fork copies it: no higher numbers
-/// are looked for, as long as there are free ones below.
+/// The kernel's table is as large as its highest number, and every fork copies it: no higher
+/// numbers are looked for, as long as there are free ones below.
 const CEILING: u64 = 4096;
 /// Numbers that are tried below the limit.
 const ROOM: u64 = 64;

@@ -43,7 +43,8 @@ use crate::shmem;
 
 /// The signal mask of the forking thread, from its prepare handler to the other end.
 static FORK_MASK: AtomicU64 = AtomicU64::new(0);
-/// The control block of the forking thread ([`control_block`]), which is its child's as well; 0: there is none.
+/// The control block of the forking thread ([`control_block`]), which is its child's as well; 0:
+/// there is none.
 static FORKING_BLOCK: AtomicUsize = AtomicUsize::new(0);
 /// How many forks it is within. Its own, as long as it holds [`FORK_LOCK`].
 static DEPTH: AtomicU32 = AtomicU32::new(0);
@@ -60,7 +61,8 @@ fn control_block() -> usize {
     address
 }
 
-/// True in the thread that holds [`FORK_LOCK`] for a fork, and in its child until [`child`] is over.
+/// True in the thread that holds [`FORK_LOCK`] for a fork, and in its child until [`child`] is
+/// over.
 fn is_forking() -> bool {
     FORKING_BLOCK.load(Relaxed) == control_block()
 }

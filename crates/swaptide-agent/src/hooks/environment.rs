@@ -7,8 +7,8 @@
 //!
 //! Owns: the texts of the variables, written once by the constructor. Locks: none; nothing is
 //! allocated, for all of this also runs in the child of a vfork, on its parent's memory: the new
-//! array stands on the stack, or, if it is long, in a mapping that is gone with the call. A thread's
-//! stack may have 16 KiB, and that of a signal handler less.
+//! array stands on the stack, or, if it is long, in a mapping that is gone with the call. A
+//! thread's stack may have 16 KiB, and that of a signal handler less.
 
 use std::ffi::{CStr, c_char, c_int};
 

@@ -255,8 +255,8 @@ pub(crate) fn advise_process(
 }
 
 /// Calls `f` for each vector of an array until it answers with false, as this function does then;
-/// so it does where the array cannot be read. Some at a time, for they stand on the program's stack,
-/// and in a function of its own, for other advice needs no room at all.
+/// so it does where the array cannot be read. Some at a time, for they stand on the program's
+/// stack, and in a function of its own, for other advice needs no room at all.
 #[inline(never)]
 fn for_each_vector(iov: usize, count: usize, mut f: impl FnMut(IoVec) -> bool) -> bool {
     let mut some = [IoVec { start: 0, len: 0 }; 32];
