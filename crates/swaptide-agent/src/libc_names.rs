@@ -254,11 +254,11 @@ mod tests {
         }
         // SAFETY: as many bytes as said; the last one is a NUL.
         unsafe {
-            assert_eq!(compare(b"abc".as_ptr(), b"abd".as_ptr(), 2), 0);
-            assert!(compare(b"abc".as_ptr(), b"abd".as_ptr(), 3) < 0);
-            assert!(compare(b"ab\xff".as_ptr(), b"abd".as_ptr(), 3) > 0);
+            assert_eq!(compare(b"abc".as_ptr(), b"abx".as_ptr(), 2), 0);
+            assert!(compare(b"abc".as_ptr(), b"abx".as_ptr(), 3) < 0);
+            assert!(compare(b"ab\xff".as_ptr(), b"abx".as_ptr(), 3) > 0);
             assert_eq!(compare(b"a".as_ptr(), b"b".as_ptr(), 0), 0);
-            assert_eq!((measure(b"\0".as_ptr()), measure(b"four\0".as_ptr())), (0, 4));
+            assert_eq!((measure(c"".as_ptr().cast()), measure(c"four".as_ptr().cast())), (0, 4));
         }
     }
 
