@@ -89,7 +89,7 @@ fn make_marks() -> Option<&'static Marks> {
         && unsafe { advise(page.range(), Advice::WipeOnFork) }.is_ok()
     {
         let made = page.as_ptr().cast::<Marks>();
-        // SAFETY: a page of zeros, which are marks, and nobody else has seen it.
+        // SAFETY: a page of zeros, which are marks; no other thread has its address yet.
         unsafe { &*made }.own.store(1, Relaxed);
         if MARKS.compare_exchange(std::ptr::null_mut(), made, AcqRel, Acquire).is_ok() {
             // Never unmapped.

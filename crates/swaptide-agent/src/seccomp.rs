@@ -29,8 +29,8 @@ use crate::own_pid;
 use crate::real;
 
 /// How many threads are about to set a filter, and [`CONFINED`]. While one of them tries, another
-/// thread may be under a filter already; so only who tried takes an attempt back, and nobody the
-/// flag.
+/// thread may be under a filter already; so only the thread that tried takes its attempt back, and
+/// none the flag.
 static FILTERS: AtomicU32 = AtomicU32::new(0);
 /// A filter was set. It stays.
 const CONFINED: u32 = 1 << 31;

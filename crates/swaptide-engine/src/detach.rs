@@ -2,7 +2,7 @@
 //! been no engine.
 //!
 //! The supervisor asks for it by a word in the process's slot, and has lifted its limit by then, so
-//! that nothing goes out any more. While nobody faults, and after every few answers to those
+//! that nothing goes out any more. While no thread faults, and after every few answers to those
 //! that never cease to, the handler brings in what is swapped, in the order of addresses; then it
 //! parks the workers, stores what is on its way, and looks again. When nothing is out any more, the
 //! thread that runs the handler keeps forks away and calls [`crate::event_loop::Handler::detach`].

@@ -1,5 +1,7 @@
 //! The engine of one process: what its threads share.
 
+mod memory;
+
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{
@@ -8,16 +10,17 @@ use std::sync::atomic::{
 };
 use std::time::Duration;
 
-use swaptide_core::{Expect, FolioId, Shadow, SlotContent as TableSlot, SwapEntry};
+use swaptide_core::{Expect, FolioId, SlotContent as TableSlot, SwapEntry};
 use swaptide_ipc::{Counter, OfOrder, ProcSlot, Segment, SlotIndex};
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::sock::Conn;
 use swaptide_sys::thread::now;
-use swaptide_sys::uffd::{Event, Features, Uffd};
+use swaptide_sys::uffd::{Features, Uffd};
 
+pub use self::memory::{FrameOwners, Mm, MmClocks, VmaChanges};
 use crate::EngineError;
-use crate::backing::devices::{Devices, FILE, OpenArea, POOL};
+use crate::backing::devices::{Devices, OpenArea};
 use crate::backing::remote_queue::RemoteReads;
 use crate::memcg::acceptance::{Acceptance, Verdict};
 use crate::memcg::charge::Charge;
@@ -26,11 +29,10 @@ use crate::memcg::small::Small;
 use crate::mm::batch::Jobs;
 use crate::mm::grace::Grace;
 use crate::mm::lru::Queues;
-use crate::mm::page_table::{PageState, PageTable};
+use crate::mm::page_table::PageTable;
 use crate::mm::references::References;
 use crate::mm::staging::{FrameNo, Staging};
-use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo};
-use crate::mm::vma_change::VmaChange;
+use crate::mm::types::ChunkNo;
 use crate::mm::vma_set::VmaSet;
 use crate::readahead::history::SharedMissHistory;
 use crate::requests::HandlerRequests;
@@ -78,75 +80,6 @@ pub struct Start {
     pub hold_child: fn(BorrowedFd<'_>) -> Option<Conn>,
     /// Whether pages may have readers outside; the hooks say so.
     pub references: &'static References,
-}
-
-/// What is known of the staging frames. As long as frames were ever used ([`Mm::reach`]): what is
-/// not touched of this memory costs nothing.
-pub struct FrameOwners {
-    /// For each frame in use: its page.
-    pub owner: Vec<PageNo>,
-    /// For the first frame of each folio in the swap cache: its first swap entry.
-    pub base: Vec<SwapEntry>,
-    /// For each frame in use: the entry whose slot may hold the same data from before, if any.
-    pub kept: Vec<Option<SwapEntry>>,
-}
-
-/// Changes of mappings between the kernel and the page table.
-pub struct VmaChanges {
-    /// Some were read and are noted by the handler, not applied: the kernel does not refuse moves
-    /// for them any more, and where a word says that a page is, another may be. Nothing is taken
-    /// out.
-    pub behind: bool,
-    /// Those that were read before one that happened earlier (see [`crate::events::apply`]).
-    pub late: Vec<Event>,
-    /// Old places of moves that were read, until it was read as well that they were left (see
-    /// [`crate::events::apply`]).
-    pub owed: Vec<VirtRange>,
-    /// Those that were applied since a moment in which none was under way: a child whose fork is
-    /// read later may not have them (see [`crate::fork::layout`]).
-    pub recent: Vec<VmaChange>,
-}
-
-/// Counts of pages and forks that serve as clocks.
-#[derive(Default)]
-pub struct MmClocks {
-    /// Pages taken out so far: what shadows hold, in steps of [`SHADOW_STEP_PAGES`].
-    pub evicted: u64,
-    /// Pages that became the program's so far.
-    pub arrived: u64,
-    /// Of those, how many have had pages copied for them that a fork had left shared.
-    pub copied_for: u64,
-    /// Raised at each fork: what was made own before it is no longer.
-    pub forks: u32,
-}
-
-/// What the memory lock guards.
-pub struct Mm {
-    /// What every page is.
-    pub table: PageTable,
-    /// What is managed.
-    pub regions: VmaSet,
-    /// What is registered, or about to be, and not listed in `regions` (see [`crate::vma::adopt`]):
-    /// nothing is taken out there.
-    pub armed: VmaSet,
-    /// Staging frames.
-    pub staging: Staging,
-    /// What they hold.
-    pub frames: FrameOwners,
-    /// Orders of reclaim.
-    pub queues: Queues,
-    /// A range that is being detached: nothing of it is taken out.
-    pub held: VirtRange,
-    /// Changes of mappings.
-    pub changes: VmaChanges,
-    /// Batches on their way.
-    pub jobs: Jobs,
-    /// What refaults say of the division between resident and compressed memory.
-    pub split: PoolSizer,
-    /// Clocks.
-    pub clocks: MmClocks,
-    /// Pages that threads must get to use.
-    pub grace: Grace,
 }
 
 /// What the process knows of memory that its children are not to have. Neither is taken back: each
@@ -645,173 +578,9 @@ impl Engine {
     }
 }
 
-impl Mm {
-    /// All that may bear the shield against forks that are not followed ([`crate::mm::dontfork`]).
-    pub(crate) fn shielded(&self) -> impl Iterator<Item = VirtRange> + '_ {
-        self.regions.iter().chain(self.armed.iter()).chain(self.changes.owed.iter().copied())
-    }
-
-    /// Makes room for what is known of the frames before `end`. The memory is reserved: nothing is
-    /// allocated.
-    pub fn reach(&mut self, end: FrameNo) {
-        let end = end.0 as usize;
-        if self.frames.owner.len() < end {
-            let frames = end.next_multiple_of(PAGES_PER_LEAF);
-            self.frames.owner.resize(frames, PageNo(0));
-            self.frames.base.resize(frames, crate::backing::devices::NO_ENTRY);
-            self.frames.kept.resize(frames, None);
-        }
-    }
-
-    /// Looks again which pages of a chunk are shared with other processes. Gives those that were
-    /// known as such and no longer are: a write fault on one of them copies nothing, and after it
-    /// the kernel moves the page.
-    pub(crate) fn review(&mut self, chunk: ChunkNo) -> u16 {
-        let were = self.table.unshare(chunk);
-        if were == 0 {
-            return 0;
-        }
-        let own = were & self.staging.owned(chunk);
-        for page in (0..PAGES_PER_CHUNK)
-            .filter(|at| (were & !own) >> at & 1 == 1)
-            .map(|at| chunk.first().plus(at))
-        {
-            self.table.share(page);
-        }
-        if were != own {
-            self.queues.shared(&mut self.table, chunk);
-        }
-        own
-    }
-
-    /// The staging frame that holds the page of a swap entry whose slot holds a folio.
-    pub(crate) fn frame_of(&self, entry: SwapEntry, folio: FolioId) -> FrameNo {
-        let base = self.frames.base[folio.0 as usize];
-        let step = entry.offset().0.wrapping_sub(base.offset().0);
-        if base.ty() != entry.ty() || step >= 512 {
-            crate::fatal(&format!(
-                "entry {entry:?} names folio {folio:?}, whose entries start at {base:?}"
-            ));
-        }
-        FrameNo(folio.0 + step)
-    }
-
-    /// A page is the program's again (or for the first time).
-    pub(crate) fn mark_present(&mut self, page: PageNo) {
-        self.clocks.arrived += 1;
-        self.table.set(page, PageState::Present);
-        self.queues.arrived(&mut self.table, page.chunk());
-    }
-
-    /// A page is the program's again and its slot stays as it is.
-    pub(crate) fn mark_clean(&mut self, page: PageNo, entry: SwapEntry) {
-        self.clocks.arrived += 1;
-        self.table.set(page, PageState::PresentClean(entry));
-        self.queues.arrived(&mut self.table, page.chunk());
-        if entry.ty() == POOL {
-            self.queues.log_clean(&mut self.table, page.chunk());
-        }
-    }
-
-    /// How many pages were taken out since the page of an entry went; `None` if its slot holds a
-    /// folio.
-    pub(crate) fn refault_distance(&self, devices: &Devices, entry: SwapEntry) -> Option<u64> {
-        match devices.slots(entry.ty()).lookup(entry.offset()) {
-            TableSlot::Shadow { shadow, .. } => Some(self.age(shadow)),
-            _ => None,
-        }
-    }
-
-    /// How many pages were taken out since a page went that has this shadow.
-    pub fn age(&self, shadow: Shadow) -> u64 {
-        u64::from(self.shadow().0.wrapping_sub(shadow.0) & SHADOW_MASK) * SHADOW_STEP_PAGES
-    }
-
-    /// The distance of the page that went to compressed memory longest ago; 0 when that is not
-    /// known.
-    fn oldest_pooled(&self, devices: &Devices) -> u64 {
-        let pages = self
-            .queues
-            .oldest_pooled()
-            .flat_map(|chunk| (0..PAGES_PER_CHUNK).map(move |k| chunk.first().plus(k)));
-        pages
-            .filter_map(|page| match self.table.get(page) {
-                PageState::Swapped(entry) if entry.ty() == POOL => {
-                    self.refault_distance(devices, entry)
-                }
-                _ => None,
-            })
-            .next()
-            .unwrap_or(0)
-    }
-
-    /// The distance of the page that went to compressed memory longest ago of those that were not
-    /// looked at since; `None` when that is not known.
-    pub(crate) fn oldest_unsettled(&self, devices: &Devices) -> Option<u64> {
-        self.queues.oldest_unsettled().filter_map(|chunk| self.pooled_for(devices, chunk)).max()
-    }
-
-    /// The distance of the page of a chunk that went to compressed memory longest ago, 0 when it is
-    /// on its way; `None` when none is there.
-    fn pooled_for(&self, devices: &Devices, chunk: ChunkNo) -> Option<u64> {
-        let pages = (0..PAGES_PER_CHUNK).map(|k| chunk.first().plus(k));
-        pages
-            .filter_map(|page| match self.table.get(page) {
-                PageState::Swapped(entry) if entry.ty() == POOL => {
-                    Some(self.refault_distance(devices, entry).unwrap_or(0))
-                }
-                _ => None,
-            })
-            .max()
-    }
-
-    /// Puts chunks that stand at the old end of the unsettled ones for pages that have been back
-    /// meanwhile behind the others, and drops those that have nothing in compressed memory any
-    /// more. Such a chunk is younger than some further back; were it left, nothing behind it would
-    /// be old enough to be looked at.
-    pub(crate) fn put_back_young(&mut self, devices: &Devices) {
-        let mut oldest = None;
-        for _ in 0..MAX_CHUNKS_PUT_BACK {
-            let Some(first) = self.queues.oldest_unsettled().next() else { return };
-            let Some(age) = self.pooled_for(devices, first) else {
-                self.queues.next_pooled(&mut self.table);
-                continue;
-            };
-            let oldest = *oldest.get_or_insert_with(|| {
-                self.queues
-                    .unsettled_further_back()
-                    .filter_map(|chunk| self.pooled_for(devices, chunk))
-                    .max()
-            });
-            if Some(age) >= oldest {
-                return;
-            }
-            self.queues.put_back_first();
-        }
-    }
-
-    /// The shadow of what goes out now.
-    pub fn shadow(&self) -> Shadow {
-        Shadow((self.clocks.evicted / SHADOW_STEP_PAGES) as u32 & SHADOW_MASK)
-    }
-
-    /// Writes the entry of a page whose data moved from compressed memory to the file. The old slot
-    /// is the caller's to free.
-    pub(crate) fn moved_to_file(&mut self, page: PageNo, entry: SwapEntry) {
-        debug_assert_eq!(entry.ty(), FILE);
-        self.table.set(page, PageState::Swapped(entry));
-    }
-}
-
 /// An empty range.
 pub(crate) const NO_RANGE: VirtRange = VirtRange { start: VirtAddr(0), end: VirtAddr(0) };
 
-/// Chunks put back at a time.
-const MAX_CHUNKS_PUT_BACK: usize = 8;
 /// Workers that the handler places; there is one for each CPU, and with many CPUs one more
 /// wake-up hurts less.
 const PLACED_WORKERS: usize = 16;
-/// Bits of a shadow's clock.
-const SHADOW_MASK: u32 = (1 << 28) - 1;
-/// Pages of one step of a shadow's clock.
-const SHADOW_STEP_PAGES: u64 = 8;

@@ -3,7 +3,7 @@
 //! The last reference to a socket with `SO_LINGER` is dropped by whichever thread drops it, and
 //! that thread waits until what the socket has to send is sent: for hours, if its owner says so. A
 //! client can queue such sockets in a message. That needs no rights, not even that the client is
-//! served: closing its connection drops what nobody has received. So nothing of a client's is
+//! served: closing its connection drops what was not received. So nothing of a client's is
 //! dropped without a bound ([`bounded`]).
 //!
 //! A descriptor that was received is another matter. To close a file of a FUSE file system waits

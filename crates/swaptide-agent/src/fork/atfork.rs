@@ -171,7 +171,7 @@ fn prepare_within() {
     if let Some(engine) = engine() {
         end(engine);
         if engine.fork.followed {
-            // The inner child may go on to the outer fork, which nobody would follow.
+            // The inner child may continue with the outer fork, which would not be followed.
             detach_before_fork("a fork handler forks, and forks are followed: detaching");
         }
     }
@@ -285,7 +285,7 @@ pub(crate) extern "C" fn child() {
     // say. The next fork must wait for it.
     own_memory();
     match inherited_engine().filter(|_| ENGINE_PID.load(Acquire) == PARENT.load(Relaxed)) {
-        // It may go on to the outer fork without `prepare`: nothing may be missing then.
+        // It may continue with the outer fork without `prepare`: nothing may be missing then.
         None if is_inner && may_follow_forks() => PLACE.store(NO_SLOT, Release),
         None => start_sleeper(),
         Some(engine) => {

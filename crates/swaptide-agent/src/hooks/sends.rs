@@ -101,7 +101,7 @@ fn keep_all() -> bool {
     process::detach()
 }
 
-/// A descriptor has these flags now, and nobody has read by it yet. False if nobody may.
+/// A descriptor has these flags now, and no thread has read by it yet. False if none may.
 #[inline]
 fn may_read(fd: c_int, flags: c_int) -> bool {
     // Under a filter nobody may ask.
@@ -114,7 +114,7 @@ fn opened(fd: c_int, flags: c_int) -> c_int {
     if fd < 0 || may_read(fd, flags) {
         return fd;
     }
-    // SAFETY: opened a moment ago, and told to nobody.
+    // SAFETY: opened a moment ago; no other code knows the number.
     unsafe { syscall6(SYS_CLOSE, [fd as usize, 0, 0, 0, 0, 0]) };
     -EAGAIN
 }

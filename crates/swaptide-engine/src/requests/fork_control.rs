@@ -163,7 +163,7 @@ impl ForkControl {
             let _ = poll_readable(&[listener.as_fd()], Some(Duration::from_millis(10)));
             end = accept_own(&listener, denies).and_then(|conn| receive_end(&conn));
         }
-        // Nobody connects from here on, so that nobody's connection is dropped with the listener.
+        // No connection comes from here on, so that none is dropped with the listener.
         let _ = listener.shut();
         while accept_own(&listener, denies).is_some() {}
         end
