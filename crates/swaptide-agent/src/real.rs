@@ -140,6 +140,8 @@ symbols! {
     OPENAT64: OpenAtFn = c"openat64";
     FCNTL: Fcntl = c"fcntl";
     FCNTL64: Fcntl = c"fcntl64";
+    DUP2: unsafe extern "C" fn(c_int, c_int) -> c_int = c"dup2";
+    DUP3: unsafe extern "C" fn(c_int, c_int, c_int) -> c_int = c"dup3";
     OPEN_2: Open2 = c"__open_2";
     OPEN64_2: Open2 = c"__open64_2";
     OPENAT_2: OpenAt2 = c"__openat_2";

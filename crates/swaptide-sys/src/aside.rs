@@ -5,17 +5,26 @@
 //! number. So what this library opens in a program's table does not stay there: it moves to a high
 //! number, and is never at one of the first three.
 //!
-//! For a moment it is at the lowest free number from 3 on. A program that names that one meanwhile
-//! is the limit of this.
+//! For a moment it is at the lowest free number from 3 on. Calls by which a program puts something
+//! at a number of its choice wait until that moment is over ([`while_naming`]). A program that
+//! makes such a call past libc is the limit of this.
+//!
+//! Owns: the two counts of threads by which these calls and openings exclude each other. Locks:
+//! none; both wait with a bound.
 
 use core::sync::atomic::{
-    AtomicI32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Release,
+    AtomicI32, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Release,
+    Ordering::SeqCst,
 };
+
+use core::time::Duration;
 
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use rustix::fs::{FileType, Mode, OFlags, fstat};
 use rustix::io::{Errno, fcntl_dupfd_cloexec, fcntl_getfd};
 use rustix::process::{Resource, getrlimit};
+
+use crate::time::now;
 
 /// The kernel's table is as large as its highest number, and every fork copies it: no higher
 /// numbers are looked for, as long as there are free ones below.
@@ -34,6 +43,7 @@ pub fn open(
     mut open: impl FnMut() -> Result<OwnedFd, Errno>,
     is_right: fn(BorrowedFd<'_>) -> bool,
 ) -> Result<OwnedFd, Errno> {
+    let _opening = GATE.open();
     let _fillers = Fillers::new();
     for _ in 0..TRIES {
         if let Some(fd) = move_up(open()?, is_right)? {
@@ -48,6 +58,7 @@ pub(crate) fn open_two(
     mut open: impl FnMut() -> Result<(OwnedFd, OwnedFd), Errno>,
     is_right: fn(BorrowedFd<'_>) -> bool,
 ) -> Result<(OwnedFd, OwnedFd), Errno> {
+    let _opening = GATE.open();
     let _fillers = Fillers::new();
     for _ in 0..TRIES {
         let (a, b) = open()?;
@@ -57,6 +68,83 @@ pub(crate) fn open_two(
         }
     }
     Err(Errno::BADF)
+}
+
+/// How long openings wait for calls that name a number, and these for openings. Both take
+/// microseconds; a thread that was killed in the middle, or that is interrupted there by a handler
+/// which does the other, has this long.
+const MAX_WAIT: Duration = Duration::from_secs(1);
+
+/// Threads that open something, and threads that put something at a number of their choice. Never
+/// both kinds at once.
+struct Gate {
+    opening: AtomicU32,
+    naming: AtomicU32,
+}
+
+static GATE: Gate = Gate { opening: AtomicU32::new(0), naming: AtomicU32::new(0) };
+
+impl Gate {
+    /// No thread of the program puts anything at a number of its choice until the answer goes.
+    fn open(&self) -> Opening<'_> {
+        self.opening.fetch_add(1, SeqCst);
+        await_none(&self.naming);
+        Opening(self)
+    }
+
+    fn while_naming<T>(&self, call: impl FnOnce() -> T) -> T {
+        loop {
+            self.naming.fetch_add(1, SeqCst);
+            if self.opening.load(SeqCst) == 0 {
+                break;
+            }
+            leave(&self.naming);
+            await_none(&self.opening);
+        }
+        let result = call();
+        leave(&self.naming);
+        result
+    }
+}
+
+struct Opening<'a>(&'a Gate);
+
+impl Drop for Opening<'_> {
+    fn drop(&mut self) {
+        leave(&self.0.opening);
+    }
+}
+
+/// Waits until a count is 0, which it is made after the longest wait.
+fn await_none(count: &AtomicU32) {
+    if count.load(SeqCst) == 0 {
+        return;
+    }
+    let since = now();
+    while count.load(SeqCst) != 0 {
+        if now().since(since) > MAX_WAIT {
+            count.store(0, SeqCst);
+        }
+        rustix::thread::sched_yield();
+    }
+}
+
+/// A count may have been made 0 meanwhile.
+fn leave(count: &AtomicU32) {
+    let _ = count.fetch_update(SeqCst, SeqCst, |threads| threads.checked_sub(1));
+}
+
+/// Makes a call of the program that puts something at a number of its choice, at a moment in which
+/// nothing of this library is at a number that may be the program's.
+pub fn while_naming<T>(call: impl FnOnce() -> T) -> T {
+    GATE.while_naming(call)
+}
+
+/// In the child of a fork, before it has a second thread: the other threads that were in the middle
+/// of something are not here.
+pub fn forked() {
+    GATE.opening.store(0, SeqCst);
+    GATE.naming.store(0, SeqCst);
 }
 
 /// `None` where something else is at the number.
@@ -199,6 +287,43 @@ mod tests {
         )
         .expect("a descriptor");
         assert!(fd.as_raw_fd() as u64 >= limit.min(CEILING) - ROOM, "{fd:?}");
+    }
+
+    #[test]
+    fn openings_and_calls_that_name_a_number_exclude_each_other() {
+        let gate = Gate { opening: AtomicU32::new(0), naming: AtomicU32::new(0) };
+        let (opened, named) = (AtomicU32::new(0), AtomicU32::new(0));
+        let others = |own: &AtomicU32, other: &AtomicU32| {
+            own.fetch_add(1, SeqCst);
+            std::thread::yield_now();
+            assert_eq!(other.load(SeqCst), 0);
+            own.fetch_sub(1, SeqCst);
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    for _ in 0..500 {
+                        let _opening = gate.open();
+                        others(&opened, &named);
+                    }
+                });
+                scope.spawn(|| {
+                    for _ in 0..500 {
+                        gate.while_naming(|| others(&named, &opened));
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_thread_that_was_killed_in_the_middle_is_waited_for_once() {
+        let gate = Gate { opening: AtomicU32::new(1), naming: AtomicU32::new(0) };
+        let since = now();
+        gate.while_naming(|| ());
+        assert!(now().since(since) >= MAX_WAIT);
+        gate.while_naming(|| ());
+        assert_eq!(gate.opening.load(SeqCst), 0);
     }
 
     #[test]

@@ -106,9 +106,29 @@ static void *watch(void *number) {
     return NULL;
 }
 
+/* A mapping that the kernel would join with its neighbour, which is managed by now: both grow as
+ * one. */
+static void grow_two(uint64_t seed) {
+    enum { HALF = 64, GROWN = 200 };
+    unsigned char *area = map(2 * HALF * PAGE);
+    for (size_t page = 0; page < 2 * HALF; page++) fill_page(area + page * PAGE, seed + page);
+    usleep(100000);
+    void *again = mmap(area, HALF * PAGE, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    MUST(again == area);
+    for (size_t page = 0; page < HALF; page++) fill_page(area + page * PAGE, seed + page);
+    area = mremap(area, 2 * HALF * PAGE, GROWN * PAGE, MREMAP_MAYMOVE);
+    MUST(area != MAP_FAILED);
+    for (size_t page = 0; page < 2 * HALF; page++)
+        check_page(area + page * PAGE, seed + page, "page of two mappings that have grown");
+    for (size_t page = 2 * HALF; page < GROWN; page++) MUST(area[page * PAGE] == 0);
+    MUST(munmap(area, GROWN * PAGE) == 0);
+}
+
 static void *move(void *number) {
     enum { PAGES = 512, MORE = 256 };
     uint64_t random = mix(given.seed ^ (uintptr_t)number);
+    grow_two(key_of(given.seed, (uintptr_t)number, 5));
     for (uint64_t turn = 1; turn < 16; turn++) {
         unsigned char *area = map(PAGES * PAGE);
         uint64_t key = key_of(given.seed + (uintptr_t)number, turn, 3);

@@ -4,6 +4,7 @@
 //! too: they allocate nothing, and take no lock but [`crate::process::FORK_LOCK`] around a fork and
 //! where they detach a program.
 
+mod descriptors;
 pub(crate) mod environment;
 mod exec;
 mod mappings;

@@ -15,6 +15,9 @@
 //! There a call may also span mappings of several kinds, which it takes one after the other as the
 //! kernel does.
 //!
+//! Under a filter of the program's the list of mappings cannot be read. There the pieces of a
+//! mapping that grows are found by calls of `mremap` that change nothing.
+//!
 //! A move that leaves its old place mapped (`MREMAP_DONTUNMAP`) is carried out in the same way.
 //!
 //! Locks: none. Nothing is allocated; `/proc/self/maps` is open for a moment in the program's own
@@ -59,7 +62,10 @@ fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: u
     // for.
     let call = |a: [usize; 5]| unsafe { syscall6(SYS_MREMAP, [a[0], a[1], a[2], a[3], a[4], 0]) };
     if crate::seccomp::is() {
-        let word = call([old, old_len, new_len, flags as usize, to]);
+        let mut word = call([old, old_len, new_len, flags as usize, to]);
+        if word == EFAULT {
+            word = grow_confined(old, old_len, new_len, flags as usize, call);
+        }
         if !(-4095..0).contains(&word) && (word as usize != old || new_len > old_len) {
             wait_for_events(word as usize);
         }
@@ -99,6 +105,61 @@ fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: u
         wait_for_events(word as usize);
     }
     word
+}
+
+/// A growth that the kernel has refused with `EFAULT`, under a filter of the program's: the list of
+/// mappings cannot be read there, so the pieces are found by the call itself. Other changes of
+/// several mappings stay refused.
+fn grow_confined(
+    old: usize,
+    old_len: usize,
+    new_len: usize,
+    flags: usize,
+    call: impl Fn([usize; 5]) -> isize,
+) -> isize {
+    let aligned = old.is_multiple_of(PAGE_SIZE);
+    let (len, new_len) = (VirtAddr(old_len).page_up().0, VirtAddr(new_len).page_up().0);
+    let end = old.checked_add(len);
+    let (true, Some(end)) = (aligned && len != 0 && len < new_len, end) else { return EFAULT };
+    if flags & !MREMAP_MAYMOVE != 0 || crate::process::engine_without_calls().is_none() {
+        return EFAULT;
+    }
+    let mut pieces = [VirtRange { start: VirtAddr(0), end: VirtAddr(0) }; MAX_PIECES];
+    let (mut at, mut count) = (old, 0);
+    loop {
+        let rest = end - at;
+        // Of the whole range it is known that it is more than one piece.
+        let word = if count == 0 { EFAULT } else { call([at, rest, rest + new_len - len, 0, 0]) };
+        if !(-4095..0).contains(&word) {
+            return old as isize;
+        }
+        let piece = if word == EFAULT { first_piece(at, rest, &call) } else { rest };
+        let Some(place) = pieces.get_mut(count).filter(|_| piece != 0) else { return EFAULT };
+        *place = VirtRange { start: VirtAddr(at), end: VirtAddr(at + piece) };
+        count += 1;
+        at += piece;
+        if at == end {
+            return match flags {
+                0 => word,
+                _ => in_pieces(&pieces[..count], new_len, flags, 0, &call),
+            };
+        }
+    }
+}
+
+/// Bytes of the mapping at `at`, in a range of more than one. A growth in place by one page, of
+/// which it is known that the page is mapped, changes nothing: the kernel answers `EFAULT` where it
+/// begins with more than one mapping, and something else where it does not.
+fn first_piece(at: usize, range: usize, call: impl Fn([usize; 5]) -> isize) -> usize {
+    let (mut one, mut several) = (0, range / PAGE_SIZE);
+    while one + 1 < several {
+        let pages = one + (several - one) / 2;
+        match call([at, pages * PAGE_SIZE, (pages + 1) * PAGE_SIZE, 0, 0]) {
+            EFAULT => several = pages,
+            _ => one = pages,
+        }
+    }
+    one * PAGE_SIZE
 }
 
 /// Whether a fixed move of a range to `len` bytes at `to` leaves its size as it is and has
