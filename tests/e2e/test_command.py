@@ -16,7 +16,7 @@ import time
 import pytest
 
 from ctl import PRESSURE, wait_for_line
-from harness import digest, param, status_of_signal
+from harness import Failure, digest, param, status_of_signal
 from processes import is_zombie
 
 
@@ -312,3 +312,48 @@ def test_closefds(case, name, mode):
     """Programs that close every descriptor that is not theirs."""
     done = case.run([case.python, PRESSURE, 100, mode])
     assert done.text() == f"OK {mode}\n", f"it printed {done.text()!r}"
+
+
+@pytest.mark.swaptide(budget=32, swaps=False)
+def test_inherits(case):
+    """Closed streams, ignored and blocked signals, timers, and the environment as it stands are the
+    program's as without swaptide.
+    """
+    program = [case.binary("inherits"), 1, 1, case.seed]
+    shows = [*program, "shows"]
+    env = {name: text for name, text in os.environ.items() if name.startswith("SWAPTIDE")}
+    env["PATH"] = os.environ["PATH"]
+    plain = case.run([*program, "gives", *shows], native=True, env=env).text().splitlines()
+    # It names the process that swaptide is by what no other process has, so it is taken out.
+    plain.remove("LISTEN_PIDFDID=3")
+    words = shows if case.native else case.command(*shows, options=("--quiet",))
+    lines = case.run([*program, "gives", *words], native=True, env=env).text().splitlines()
+    lines = [line for line in lines if line != "LISTEN_PIDFDID=3"]
+    assert "LISTEN_PID of this process" in plain and plain[-1] == "OK inherits shows", f"{plain}"
+    if lines != plain:
+        raise Failure("it has\n" + "\n".join(lines) + "\ninstead of\n" + "\n".join(plain))
+
+
+@pytest.mark.swaptide(budget=32, swaps=False)
+def test_inherits_alarm(case):
+    """A timer that was set before ends the program."""
+    program = [case.binary("inherits"), 1, 1, case.seed]
+    words = [*program, "waits"]
+    words = words if case.native else case.command(*words, options=("--quiet",))
+    case.run([*program, "alarms", *words], native=True, status=status_of_signal(signal.SIGALRM))
+
+
+@pytest.mark.swaptide(budget=32, swaps=False)
+def test_inherits_parent(case):
+    """The program's parent is the supervisor: a signal to it is dropped, and orphans come to it."""
+    program = [case.binary("inherits"), 1, 1, case.seed]
+    words = [*program, "child"]
+    words = words if case.native else case.command(*words, options=("--quiet",))
+    lines = case.run([*program, "parent", *words], native=True).text().splitlines()
+    kin, came = ("another process", "the") if case.native else ("the program's parent", "no")
+    assert lines == [
+        f"an orphan is a child of {kin}",
+        "OK inherits child",
+        f"status 0, {came} signal came",
+        "OK inherits parent",
+    ], f"it printed {lines}"

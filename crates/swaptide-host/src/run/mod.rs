@@ -6,6 +6,7 @@ pub(crate) mod descriptors;
 pub mod doctor;
 pub(crate) mod ending;
 pub(crate) mod error;
+mod inheritance;
 mod launcher;
 pub(crate) mod segment;
 pub mod supervise;

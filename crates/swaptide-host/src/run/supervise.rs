@@ -15,9 +15,9 @@
 //! front alone; only the latter is passed on.
 //!
 //! Invariants
-//! 1. The program inherits the standard streams, other descriptors, mask and dispositions exactly
-//!    as the front was started with; neither process of the supervisor keeps the streams open but
-//!    the front its standard error.
+//! 1. The program inherits the standard streams, other descriptors, mask, dispositions, timers and
+//!    environment exactly as the front was started with; neither process of the supervisor keeps
+//!    the streams open but the front its standard error.
 //! 2. A killed supervisor kills no process: the processes hold their own descriptors of the segment
 //!    and the file, and keep their limits.
 //!
@@ -50,6 +50,7 @@ use crate::run::agent::find_agent;
 use crate::run::channel::Channel;
 use crate::run::descriptors::{inherited_descriptors, release_streams};
 use crate::run::doctor::{self, Forks};
+use crate::run::inheritance::Inheritance;
 use crate::run::launcher::Launcher;
 use crate::run::segment::set_up_header;
 use crate::run::supervisor::{Prepared, RunMode, Supervisor};
@@ -109,6 +110,8 @@ pub fn run(config: &RunConfig) -> Result<u8, RunError> {
     let prepared = prepare(config)?;
     let system = |what| move |error: io::Error| RunError::System(what, error);
     let (front_end, back_end) = UnixStream::pair().map_err(system("socketpair"))?;
+    // Before signals are blocked: what a timer sends until then, this process takes as any does.
+    let inheritance = Inheritance::take();
     let (signals, inherited) = signals::take().map_err(system("signals"))?;
     let subreaper =
         |error: swaptide_sys::Errno| RunError::System("PR_SET_CHILD_SUBREAPER", error.into());
@@ -121,7 +124,14 @@ pub fn run(config: &RunConfig) -> Result<u8, RunError> {
         -1 => Err(RunError::System("fork", io::Error::last_os_error())),
         0 => {
             drop(front_end);
-            Supervisor::run(prepared, Channel::new(back_end), signals, inherited, front)
+            Supervisor::run(
+                prepared,
+                Channel::new(back_end),
+                signals,
+                inherited,
+                inheritance,
+                front,
+            )
         }
         back => {
             drop(back_end);

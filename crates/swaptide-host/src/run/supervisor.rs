@@ -32,6 +32,7 @@ use crate::report::totals::{Report, ReportFile, Sink, summary};
 use crate::run::channel::{Channel, LauncherMessage, PassOn};
 use crate::run::descriptors::{raise_descriptor_limit, release_streams};
 use crate::run::ending::Ending;
+use crate::run::inheritance::Inheritance;
 use crate::run::target::Target;
 use crate::signals::{self, ChildStatus, Inherited, Signals};
 use crate::swap::areas::{AreaOpener, Areas};
@@ -177,12 +178,13 @@ impl Supervisor {
         mut channel: Channel,
         signals: Signals,
         inherited: Inherited,
+        inheritance: Inheritance,
         front: u32,
     ) -> ! {
         let subreaper = set_child_subreaper(true).map_err(io::Error::from);
         let started = subreaper
             .and_then(|()| prepared.join())
-            .and_then(|()| start(&prepared, inherited, &channel));
+            .and_then(|()| start(&prepared, inherited, inheritance, &channel));
         let (counter, program) = match started {
             Ok(started) => started,
             Err(error) => {
@@ -430,15 +432,17 @@ impl Supervisor {
 fn start(
     prepared: &Prepared,
     inherited: Inherited,
+    inheritance: Inheritance,
     channel: &Channel,
 ) -> io::Result<(AgentServer, u32)> {
     let counter = AgentServer::open(prepared.users)?;
     let mut command = Command::new(&prepared.target.path);
     command.arg0(&prepared.target.name).args(&prepared.arguments);
-    command.env("LD_PRELOAD", &prepared.preload).env(ENV_SOCKET, counter.name());
     let mut to_front = Channel::new(channel.stream.try_clone()?);
+    let (preload, socket) = (prepared.preload.clone(), OsString::from(counter.name()));
     let before_exec = move || {
         to_front.send(&LauncherMessage::Started(std::process::id()));
+        inheritance.restore(&[("LD_PRELOAD", &preload), (ENV_SOCKET, &socket)])?;
         inherited.restore()
     };
     // SAFETY: this process has one thread, so the child's copy of the heap, from which the message
