@@ -132,7 +132,12 @@ def pytest_configure(config):
     else:
         root = Path(tempfile.mkdtemp(prefix="swaptide-test-"))
     config.stash[SUITE] = Suite(
-        swaptide, root, config.option.seed, config.option.limit, config.option.keep
+        swaptide,
+        root,
+        config.option.seed,
+        config.option.limit,
+        config.option.keep,
+        seconds=3 if config.option.full else 1,
     )
     config.pluginmanager.register(Progress(config), "swaptide-progress")
     adopt_orphans()

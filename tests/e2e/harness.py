@@ -94,6 +94,8 @@ class Suite:
     """Seconds for every case, instead of its own limit."""
     keep: bool = False
     """Keep the files of cases that passed."""
+    seconds: int = 1
+    """How long a C program works where the case does not say."""
 
 
 @dataclass
@@ -338,10 +340,11 @@ class Case:
             )
         return plain, swapped
 
-    def run_c(self, name, *arguments, seconds=3, megabytes=128, last=None, **how):
+    def run_c(self, name, *arguments, seconds=None, megabytes=128, last=None, **how):
         """Runs the C program `name` MB SECONDS SEED ...; its last line must be the one that says
         all was verified.
         """
+        seconds = self.suite.seconds if seconds is None else seconds
         argv = [self.binary(name), megabytes, seconds, self.seed, *arguments]
         done = self.run(argv, **how)
         lines = done.text().splitlines()

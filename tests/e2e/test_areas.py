@@ -35,7 +35,7 @@ def test_areas(case):
         return said[2]
 
     for program, mode in (("torture", "single"), ("forks", "nested")):
-        argv = [case.binary(program), 96, 9, case.seed, mode]
+        argv = [case.binary(program), 96, 5, case.seed, mode]
         first, second, third = (f"file:{place}/{name}" for name in "abc")
         started = case.start(argv, options=["--swap", "zram:4M", "--swap", f"{first}:1G,prio=5"])
         pid = str(started.pid)

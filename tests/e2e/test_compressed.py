@@ -205,7 +205,7 @@ CODECS = """if True:
 
 
 # It fills its memory in a few hundredths of a second.
-@pytest.mark.swaptide(budget=24, allowance=16, native=False)
+@pytest.mark.swaptide(budget=28, allowance=16, native=False)
 def test_codecs(case):
     """The codec and its level are chosen: every page comes back, and the stronger one takes less
     memory for a page.

@@ -23,7 +23,7 @@ from harness import param
     ],
 )
 def test_futex(case, mode):
-    case.run_c("futex", mode, megabytes=64, seconds=2)
+    case.run_c("futex", mode, megabytes=64)
 
 
 @pytest.mark.swaptide(budget=24, allowance=16)
@@ -41,7 +41,7 @@ def test_futex(case, mode):
     ],
 )
 def test_filtered(case, mode):
-    case.run_c("filtered", mode, megabytes=64, seconds=5)
+    case.run_c("filtered", mode, megabytes=64, seconds=2)
 
 
 def ends_with(case, kind, mode, stderr, statuses):
