@@ -1,13 +1,16 @@
 """`swaptide daemon`: runs that join it, what it shares out, and what happens when it is killed."""
 
 import contextlib
+import itertools
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -150,6 +153,34 @@ def test_daemon_joins(case):
         path.name for path in place.iterdir() if path.name not in ("metrics", "listed", "added")
     ] + os.listdir(case.directory / "sockets" / "daemon")
     assert left == ["lock"], f"left behind: {left}"
+
+
+@pytest.mark.swaptide(budget=112, swaps=False, native=False)
+def test_daemon_full_table(case):
+    """A client that the daemon has no descriptor for waits, and so does the daemon."""
+    place = case.directory / "swap"
+    place.mkdir()
+    daemon = Daemon(case, CONFIG.format(place=place))
+    pid = daemon.process.pid
+    _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    table = Path(f"/proc/{pid}/fd")
+    free = next(fd for fd in itertools.count() if not (table / str(fd)).exists())
+
+    def used():
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+    for path in (case.directory / "sockets" / "daemon.sock", place / "metrics"):
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, most))
+        before = used()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+            time.sleep(0.7)
+            spent = used() - before
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, most))
+        assert spent < 0.25, f"{path.name}: {spent} s of CPU time within 0.7 s"
+    assert daemon.ctl("tiers"), "no answer afterwards"
+    daemon.stop()
 
 
 @pytest.mark.swaptide(budget=112, allowance=32, swaps=False, forks=True, native=False)

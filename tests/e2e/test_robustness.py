@@ -295,3 +295,15 @@ def test_engine_ends(case):
         assert status == 134 and pages > 0, result
         is_said = expected in said and "stopped rather than given wrong data" in said
         assert not expected or is_said, result
+
+
+@pytest.mark.swaptide(budget=32, native=False)
+def test_engine_ends_leader(case):
+    """The message arrives where the first thread of the program has ended, whose descriptors
+    `/proc/self` has.
+    """
+    words = case.command(options=["--quiet"])
+    words += [case.binary("streams"), 128, 20, case.seed, "leader"]
+    status, pages, said = streamed(case, words, env={**os.environ, "SWAPTIDE_TEST_FAIL": "1"})
+    is_said = "a check failed" in said and "stopped rather than given wrong data" in said
+    assert status == 134 and pages > 0 and is_said, f"status {status}, {pages} pages, {said!r}"

@@ -9,51 +9,24 @@
 //! The status is the one that the last thread ended with, as far as it is known: by the hook of
 //! `syscall`, or, if that was never used, from the first thread.
 //!
-//! Owns: the ids of the engine's threads, and the last status. Locks: none; nothing is allocated.
+//! Owns: the last status. Locks: none; nothing is allocated.
 
-use std::mem::MaybeUninit;
-use std::sync::atomic::{
-    AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
-};
+use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::time::Duration;
 
-use rustix::fs::{Mode, OFlags, RawDir};
 use swaptide_ipc::ProcSlot;
+use swaptide_sys::engine_threads;
 use swaptide_sys::lock::futex;
-use swaptide_sys::process::{is_kernel_worker, leader_end};
-use swaptide_sys::procfs::{ProcPath, parse_u64, read_file};
-use swaptide_sys::thread::{Tid, end_by_signal, exit_group, getpid, set_name, sleep};
+use swaptide_sys::process::leader_end;
+use swaptide_sys::thread::{end_by_signal, exit_group, set_name, sleep};
 
-/// The engine's threads of this process.
-static ENGINE_THREADS: [AtomicU32; 16] = [const { AtomicU32::new(0) }; 16];
 /// What a thread of the program ended with last: its status, and a bit that says there was one.
 static LAST_STATUS: AtomicU64 = AtomicU64::new(0);
 const STATUS_KNOWN: u64 = 1 << 32;
 
-/// Notes a thread of the engine.
-pub(crate) fn note(tid: Tid) {
-    // More than there are places for would keep the process alive after its end, as if no
-    // thread looked.
-    let _ = ENGINE_THREADS
-        .iter()
-        .any(|place| place.compare_exchange(0, tid.0, Release, Relaxed).is_ok());
-}
-
-/// True for a thread of the engine.
-pub(crate) fn is_ours(tid: Tid) -> bool {
-    ENGINE_THREADS.iter().any(|place| place.load(Acquire) == tid.0)
-}
-
-/// A thread of the engine is about to end: its number may come to be one of the program's.
-pub(crate) fn forget(tid: Tid) {
-    for place in &ENGINE_THREADS {
-        let _ = place.compare_exchange(tid.0, 0, Release, Relaxed);
-    }
-}
-
 /// In a forked child: the threads are its parent's.
 pub(crate) fn forked() {
-    ENGINE_THREADS.iter().for_each(|place| place.store(0, Relaxed));
+    engine_threads::forget_all();
     LAST_STATUS.store(0, Relaxed);
 }
 
@@ -62,30 +35,9 @@ pub(crate) fn ending(status: usize) {
     LAST_STATUS.store(STATUS_KNOWN | (status as u64 & 0xff), Release);
 }
 
-/// True for a worker of io_uring, say, which the kernel lists among the threads of its user. Not by
-/// its name, which a thread of the program may have as well.
-fn is_kernels(tid: u32) -> bool {
-    let mut stat = [0u8; 1024];
-    read_file(ProcPath::task(tid, "stat").as_c_str(), &mut stat).is_ok_and(is_kernel_worker)
-}
-
 /// True when only the engine's threads are left, besides the first one, which has ended.
 fn alone() -> bool {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let Ok(dir) = rustix::fs::open(c"/proc/self/task", flags, Mode::empty()) else { return false };
-    let mut buf = [MaybeUninit::uninit(); 2048];
-    let mut entries = RawDir::new(dir, &mut buf);
-    while let Some(entry) = entries.next() {
-        let Ok(entry) = entry else { return false };
-        let Some(tid) = parse_u64(entry.file_name().to_bytes()) else { continue };
-        if tid as u32 != getpid().0
-            && !ENGINE_THREADS.iter().any(|place| place.load(Acquire) == tid as u32)
-            && !is_kernels(tid as u32)
-        {
-            return false;
-        }
-    }
-    true
+    matches!(engine_threads::find_program_thread(Some), Ok(None))
 }
 
 /// Ends the process if only the engine is left in it.

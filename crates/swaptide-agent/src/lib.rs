@@ -45,4 +45,5 @@ mod process;
 mod real;
 mod seccomp;
 mod shmem;
+mod starting;
 mod threads;

@@ -24,7 +24,6 @@ use swaptide_sys::thread::{
 use swaptide_sys::{AsFd, BorrowedFd, Errno, OwnedFd};
 
 use crate::environment::Variable;
-use crate::exit_watch;
 use crate::forking::{ForkPatience, Turn};
 use crate::log;
 use crate::own_pid::is_own_process;
@@ -154,13 +153,7 @@ pub(crate) fn spawn(entry: extern "C" fn(usize)) -> bool {
 pub(crate) fn spawn_with(stack: usize, entry: extern "C" fn(usize), argument: usize) -> bool {
     // SAFETY: the entry runs on engine rules: no thread-locals of the program, no stdio, its own
     // allocator.
-    match unsafe { spawn_engine_thread(stack, entry, argument) } {
-        Ok(tid) => {
-            exit_watch::note(tid);
-            true
-        }
-        Err(_) => false,
-    }
+    unsafe { spawn_engine_thread(stack, entry, argument) }.is_ok()
 }
 
 /// Starts the thread that watches over shared memory.

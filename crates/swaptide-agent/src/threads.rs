@@ -6,7 +6,7 @@ use std::sync::atomic::{Ordering::Relaxed, Ordering::Release};
 use swaptide_engine::Engine;
 use swaptide_engine::reclaim::worker::Worker;
 use swaptide_sys::affinity::{cpus_online, go_normally};
-use swaptide_sys::thread::{exit_thread, gettid, set_name};
+use swaptide_sys::thread::{exit_thread, set_name};
 
 use crate::exit_watch;
 use crate::process::{THREAD_STACK_BYTES, engine, spawn_with};
@@ -35,7 +35,6 @@ extern "C" fn reader(_: usize) {
     go_normally();
     let Some(engine) = engine() else { exit_thread() };
     engine.read_far();
-    exit_watch::forget(gettid());
 }
 
 extern "C" fn watch(_: usize) {
@@ -49,7 +48,6 @@ extern "C" fn worker(index: usize) {
     // Made by the handler, whose place in the queue it inherits and does not need.
     go_normally();
     let Some(engine) = engine() else { exit_thread() };
+    // Until the program was detached.
     Box::leak(Box::new(Worker::new(engine.devices.scheme))).run(engine, index);
-    // The program was detached.
-    exit_watch::forget(gettid());
 }

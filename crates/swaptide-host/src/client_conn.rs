@@ -16,6 +16,7 @@
 //! Locks: none.
 
 use std::cell::RefCell;
+use std::io;
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::ops::Deref;
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
@@ -30,6 +31,16 @@ use swaptide_sys::sock::Conn;
 const DROP_TIMEOUT: Duration = Duration::from_millis(2);
 /// Descriptors that are being closed by threads of their own; more stay open.
 const MAX_CLOSED_APART: usize = 8;
+
+/// How long a client waits that cannot be accepted: without a descriptor for it, say. It is told of
+/// again at once.
+pub(crate) const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// The clients of a listener that `accept` waits at, for ever.
+pub(crate) fn clients<C>(accept: impl Fn() -> io::Result<C>) -> impl Iterator<Item = C> {
+    let next = move || accept().inspect_err(|_| std::thread::sleep(ACCEPT_PAUSE));
+    std::iter::repeat_with(next).flatten()
+}
 
 /// A connection that a client made.
 #[derive(Debug)]

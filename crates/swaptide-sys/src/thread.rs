@@ -23,36 +23,18 @@
 //!    threads live as long as the process.
 
 use core::ffi::CStr;
-use core::fmt;
+use core::sync::atomic::AtomicU32;
 use core::time::Duration;
 
 use linux_raw_sys::general as k;
 use rustix::io::Errno;
 
+use crate::engine_threads;
+pub use crate::ids::{Pid, Tid};
 use crate::mem::{self, Mapping};
 use crate::page::{PAGE_SIZE, VirtRange};
 use crate::raw::syscall;
 pub use crate::time::{Nanos, now, sleep};
-
-/// A thread id, as the kernel counts them.
-#[derive(Copy, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct Tid(pub u32);
-
-impl fmt::Display for Tid {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-/// A process id.
-#[derive(Copy, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct Pid(pub u32);
-
-impl fmt::Display for Pid {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
 
 /// Bytes of thread-locals below the thread pointer.
 const TLS_BYTES: usize = 64 << 10;
@@ -78,20 +60,32 @@ pub unsafe fn spawn_engine_thread(
     // SAFETY: the area above the stack is mapped, zeroed and not used yet.
     let thread_pointer = unsafe { arch::prepare_tls(stack_top.offset(TLS_BYTES).as_ptr()) };
 
-    let flags = k::CLONE_VM
+    let place = engine_threads::take_place();
+    let mut flags = k::CLONE_VM
         | k::CLONE_FS
         | k::CLONE_FILES
         | k::CLONE_SIGHAND
         | k::CLONE_THREAD
         | k::CLONE_SYSVSEM
         | k::CLONE_SETTLS;
-    let old_mask = block_all_signals()?;
-    // SAFETY: stack and thread pointer lie in memory that is leaked below; `entry` is the caller's
-    // promise.
-    let ret =
-        unsafe { arch::clone_thread(flags as usize, stack_top.0, thread_pointer, entry, arg) };
-    restore_signals(old_mask);
-    let tid = crate::raw::check(ret)?;
+    if place.is_some() {
+        flags |= k::CLONE_PARENT_SETTID | k::CLONE_CHILD_CLEARTID;
+    }
+    let id = place.map_or(core::ptr::null_mut(), AtomicU32::as_ptr);
+    let old_mask = block_all_signals();
+    let made = old_mask.and_then(|old_mask| {
+        // SAFETY: stack and thread pointer lie in memory that is leaked below; `entry` is the
+        // caller's promise; the word for the id is a static.
+        let ret = unsafe {
+            arch::clone_thread(flags as usize, stack_top.0, thread_pointer, id, entry, arg)
+        };
+        restore_signals(old_mask);
+        crate::raw::check(ret)
+    });
+    if made.is_err() {
+        place.into_iter().for_each(engine_threads::free_place);
+    }
+    let tid = made?;
     // The thread stands on this memory for as long as it lives (invariant 2).
     let _ = memory.into_raw();
     Ok(Tid(tid as u32))
@@ -170,11 +164,12 @@ mod arch {
     ///
     /// # Safety
     /// `stack_top` is 16-byte aligned with free stack below, `tls` a thread pointer; both stay for
-    /// ever.
+    /// ever, as does the word `id` where the flags have the kernel write the thread's id there.
     pub unsafe fn clone_thread(
         flags: usize,
         stack_top: usize,
         tls: usize,
+        id: *mut u32,
         entry: extern "C" fn(usize),
         arg: usize,
     ) -> isize {
@@ -196,8 +191,8 @@ mod arch {
                 "ud2",
                 "2:",
                 inlateout("rax") linux_raw_sys::general::__NR_clone as usize as isize => ret,
-                in("rdi") flags, in("rsi") stack_top, in("rdx") 0usize,
-                in("r10") 0usize, in("r8") tls,
+                in("rdi") flags, in("rsi") stack_top, in("rdx") id,
+                in("r10") id, in("r8") tls,
                 in("r12") entry, in("r13") arg,
                 lateout("rcx") _, lateout("r11") _,
                 options(nostack),
@@ -329,12 +324,9 @@ pub fn abort_with(msg: &[&[u8]]) -> ! {
         len += n;
     }
     line[len] = b'\n';
-    use rustix::fs::OFlags;
-    let flags =
-        OFlags::WRONLY | OFlags::APPEND | OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::NONBLOCK;
     kill_after(ABORT_WRITE_TIMEOUT);
     // There is no thread left that could be told of a failure.
-    if let Ok(stderr) = rustix::fs::open(c"/proc/self/fd/2", flags, rustix::fs::Mode::empty()) {
+    if let Some(stderr) = engine_threads::open_stderr() {
         let _ = rustix::io::write(&stderr, &line[..len + 1]);
     }
 
@@ -355,10 +347,7 @@ pub fn abort_with(msg: &[&[u8]]) -> ! {
 /// Writes a line to the program's standard error, if that is open. For threads of the program: the
 /// file may be locked by one that waits for the engine.
 pub fn tell(line: &[u8]) {
-    use rustix::fs::OFlags;
-    let flags =
-        OFlags::WRONLY | OFlags::APPEND | OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::NONBLOCK;
-    if let Ok(stderr) = rustix::fs::open(c"/proc/self/fd/2", flags, rustix::fs::Mode::empty()) {
+    if let Some(stderr) = engine_threads::open_stderr() {
         let _ = rustix::io::write(&stderr, line);
     }
 }

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use common::{child_status, in_child};
+use swaptide_sys::engine_threads::is_of_engine;
 use swaptide_sys::lock::futex;
 use swaptide_sys::{Errno, VirtAddr, mem, thread};
 
@@ -69,6 +70,7 @@ fn runs_on_its_own_stack_and_thread_locals() {
                 [stack, errno_at].iter().filter(|&&at| r.contains(VirtAddr(at as usize))).count();
         });
         assert_eq!(owned, 2, "stack and thread-locals lie in memory known as the engine's");
+        assert!(is_of_engine(tid) && !is_of_engine(thread::gettid()));
         // Kill and stop cannot be blocked: bits 8 and 18.
         assert_eq!(signal_mask(tid.0), !(1 << 8 | 1 << 18), "every signal is blocked there");
         assert_eq!(signal_mask(thread::gettid().0), before, "and none more here");
@@ -85,13 +87,14 @@ fn ends_when_its_entry_returns() {
         }
     }
     in_child("ends_when_its_entry_returns", || {
-        for arg in [0, 1] {
+        for number in 0..40 {
             // SAFETY: the entry does nothing.
-            let tid = unsafe { thread::spawn_engine_thread(STACK, entry, arg) }.unwrap();
+            let tid = unsafe { thread::spawn_engine_thread(STACK, entry, number % 2) }.unwrap();
             let task = format!("/proc/self/task/{tid}");
             while std::path::Path::new(&task).exists() {
                 thread::yield_now();
             }
+            assert!(!is_of_engine(tid), "its id may be a program's from now on, in round {number}");
         }
     });
 }

@@ -41,6 +41,7 @@ use crate::process::{
 };
 use crate::seccomp;
 use crate::shmem;
+use crate::starting;
 
 /// The signal mask of the forking thread, from its prepare handler to the other end.
 static FORK_MASK: AtomicU64 = AtomicU64::new(0);
@@ -265,6 +266,7 @@ pub(crate) extern "C" fn child() {
     }
     FORKING_BLOCK.store(0, Relaxed);
     aside::forked();
+    starting::forked();
     let is_inner = DEPTH.load(Relaxed) > 1;
     if FORKS_CONFINED.swap(false, Relaxed) {
         // SAFETY: no other thread exists here. This process is not managed.

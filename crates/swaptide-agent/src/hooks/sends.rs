@@ -19,11 +19,11 @@ use std::ffi::{c_int, c_uint};
 
 use linux_raw_sys::net;
 use swaptide_sys::Errno;
+use swaptide_sys::engine_threads::is_of_engine;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 use swaptide_sys::thread::gettid;
 
-use crate::exit_watch;
 use crate::pages::excluded;
 use crate::pages::references::{O_DIRECT, REFERENCES, is_unpinned};
 use crate::process;
@@ -59,7 +59,7 @@ pub(crate) fn before(number: usize, second: usize, third: usize, fourth: usize) 
         SYS_VMSPLICE => note(),
         // The engine reads swap areas by a ring of its own, whose calls come through here as well.
         SYS_IO_URING_SETUP | SYS_IO_URING_ENTER
-            if REFERENCES.are_possible() || exit_watch::is_ours(gettid()) =>
+            if REFERENCES.are_possible() || is_of_engine(gettid()) =>
         {
             true
         }

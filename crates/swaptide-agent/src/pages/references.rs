@@ -8,8 +8,10 @@ use std::mem::MaybeUninit;
 
 use rustix::fs::{Mode, OFlags, RawDir};
 use swaptide_engine::References;
+use swaptide_sys::engine_threads::table_holder;
 use swaptide_sys::procfs::{parse_u64, read_file};
 use swaptide_sys::raw::syscall6;
+use swaptide_sys::thread::Tid;
 
 /// Read by the engine; see [`References`].
 pub(crate) static REFERENCES: References = References::new();
@@ -32,14 +34,17 @@ pub(crate) fn is_unpinned(fd: c_int) -> bool {
 /// there is one for direct reads that pin nothing, with which the process must not be managed.
 pub(crate) fn look_at_inherited() -> bool {
     // This thread's own table is another one: the paths mean the program's.
+    let holder = table_holder();
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let Ok(dir) = rustix::fs::open(c"/proc/self/fd", flags, Mode::empty()) else { return true };
+    let path = Path::new(holder, b"fd");
+    let Ok(path) = CStr::from_bytes_until_nul(&path.0) else { return true };
+    let Ok(dir) = rustix::fs::open(path, flags, Mode::empty()) else { return true };
     let mut buf = [MaybeUninit::uninit(); 2048];
     let mut entries = RawDir::new(dir, &mut buf);
     while let Some(Ok(entry)) = entries.next() {
         let Some(fd) = parse_u64(entry.file_name().to_bytes()) else { continue };
-        let mut path = Path::EMPTY;
-        path.add(b"/proc/self/fd/").add(entry.file_name().to_bytes());
+        let mut path = Path::new(holder, b"fd/");
+        path.add(entry.file_name().to_bytes());
         let mut target = [0u8; 32];
         // SAFETY: the path ends with a zero, the buffer is as long as said.
         let len = unsafe {
@@ -53,7 +58,7 @@ pub(crate) fn look_at_inherited() -> bool {
         if target == b"anon_inode:[io_uring]" {
             REFERENCES.note();
         }
-        if target.first() == Some(&b'/') && is_direct(fd) && is_unpinned_path(&path) {
+        if target.first() == Some(&b'/') && is_direct(holder, fd) && is_unpinned_path(&path) {
             return false;
         }
     }
@@ -61,10 +66,19 @@ pub(crate) fn look_at_inherited() -> bool {
 }
 
 /// A path of /proc that ends with a zero.
-struct Path([u8; 48], usize);
+struct Path([u8; 64], usize);
 
 impl Path {
-    const EMPTY: Path = Path([0; 48], 0);
+    /// Of a file about a thread; `None`: the first one.
+    fn new(thread: Option<Tid>, file: &[u8]) -> Path {
+        let mut path = Path([0; 64], 0);
+        path.add(b"/proc/self/");
+        if let Some(tid) = thread {
+            path.add(b"task/").add_number(tid.0.into()).add(b"/");
+        }
+        path.add(file);
+        path
+    }
 
     fn add(&mut self, part: &[u8]) -> &mut Path {
         let n = part.len().min(self.0.len() - 1 - self.1);
@@ -72,22 +86,26 @@ impl Path {
         self.1 += n;
         self
     }
+
+    fn add_number(&mut self, number: u64) -> &mut Path {
+        let mut digits = [0u8; 20];
+        let mut at = digits.len();
+        let mut rest = number;
+        loop {
+            at -= 1;
+            digits[at] = b'0' + (rest % 10) as u8;
+            rest /= 10;
+            if rest == 0 {
+                break;
+            }
+        }
+        self.add(&digits[at..])
+    }
 }
 
-fn is_direct(fd: u64) -> bool {
-    let mut path = Path::EMPTY;
-    let mut digits = [0u8; 20];
-    let mut at = digits.len();
-    let mut rest = fd;
-    loop {
-        at -= 1;
-        digits[at] = b'0' + (rest % 10) as u8;
-        rest /= 10;
-        if rest == 0 {
-            break;
-        }
-    }
-    path.add(b"/proc/self/fdinfo/").add(&digits[at..]);
+fn is_direct(holder: Option<Tid>, fd: u64) -> bool {
+    let mut path = Path::new(holder, b"fdinfo/");
+    path.add_number(fd);
     let mut text = [0u8; 256];
     let Ok(path) = CStr::from_bytes_until_nul(&path.0) else { return false };
     let Ok(text) = read_file(path, &mut text) else { return false };

@@ -25,6 +25,7 @@ use swaptide_sys::sock::peer_of;
 use thiserror::Error;
 
 use crate::cgroup::tree::GroupView;
+use crate::client_conn::clients;
 use crate::control::agent_api::Users;
 use crate::memctl::controller::{self, MemoryController};
 use crate::report::totals::{Totals, View};
@@ -309,7 +310,7 @@ pub fn open(
     std::fs::set_permissions(&socket.path, Permissions::from_mode(0o600))?;
     std::thread::Builder::new().name("control".into()).spawn(move || {
         let talking = Arc::new(());
-        for client in listener.incoming().flatten() {
+        for (client, _) in clients(|| listener.accept()) {
             let at = Arc::clone(&talking);
             if Arc::strong_count(&at) > MAX_CLIENTS + 1 {
                 continue;

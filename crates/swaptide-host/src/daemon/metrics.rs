@@ -20,6 +20,7 @@ use prometheus_client::registry::Registry;
 
 use crate::cgroup::psi::Pressure;
 use crate::cgroup::tree::{Events, GroupPath, GroupUsage};
+use crate::client_conn::clients;
 use crate::config::MetricsPlace;
 use crate::control::server::{REQUEST_TIMEOUT, ReadWithin, read_request};
 use crate::memctl::controller::{self, MemoryController};
@@ -72,7 +73,7 @@ pub fn serve(
             let listener = UnixListener::bind(path)?;
             std::fs::set_permissions(path, Permissions::from_mode(0o600))?;
             spawn(Box::new(move || {
-                for client in listener.incoming().flatten() {
+                for (client, _) in clients(|| listener.accept()) {
                     let _ = client.set_write_timeout(Some(REQUEST_TIMEOUT));
                     let _ = answer(&client, &client, &controller);
                 }
@@ -81,7 +82,7 @@ pub fn serve(
         MetricsPlace::Port(port) => {
             let listener = TcpListener::bind(("127.0.0.1", *port))?;
             spawn(Box::new(move || {
-                for client in listener.incoming().flatten() {
+                for (client, _) in clients(|| listener.accept()) {
                     let _ = client.set_write_timeout(Some(REQUEST_TIMEOUT));
                     let _ = answer(&client, &client, &controller);
                 }

@@ -39,6 +39,7 @@ use swaptide_ipc::{AreaId, GroupIndex, Segment};
 use swaptide_sys::sock::{Conn, PeerCred, peer_of, poll_readable};
 
 use crate::cgroup::tree::{GroupError, GroupPath, GroupTree, cgroup_of};
+use crate::client_conn::ACCEPT_PAUSE;
 use crate::config::Config;
 use crate::control::agent_api::Users;
 use crate::control::server::{
@@ -243,7 +244,16 @@ fn serve(shared: &Arc<ClientShared>, listener: &UnixListener, signals: &signals:
         if ready & 2 == 0 {
             continue;
         }
-        while let Ok((client, _)) = listener.accept() {
+        loop {
+            let client = match listener.accept() {
+                Ok((client, _)) => client,
+                Err(error) => {
+                    if error.kind() != io::ErrorKind::WouldBlock {
+                        std::thread::sleep(ACCEPT_PAUSE);
+                    }
+                    break;
+                }
+            };
             let at = Arc::clone(&talking);
             // Runs that join come in crowds; a little more than one at a time may wait.
             if Arc::strong_count(&at) > 4 * MAX_CLIENTS + 1 {
