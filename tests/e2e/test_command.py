@@ -357,3 +357,28 @@ def test_inherits_parent(case):
         f"status 0, {came} signal came",
         "OK inherits parent",
     ], f"it printed {lines}"
+
+
+@pytest.mark.swaptide(budget=32)
+def test_leaves(case):
+    """A program unmounts the directory in which it was started, and relative paths that were given
+    to swaptide are those of that directory.
+    """
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount")
+    place, swap = case.directory / "place", case.directory / "swap"
+    place.mkdir()
+    swap.mkdir()
+    program = [case.binary("leaves"), 64, 1, case.seed]
+    words = [*program, "unmounts", place]
+    if not case.native:
+        swaps = ["--swap", "zram:2M", "--swap", "file:../swap:256M"]
+        words = case.command(*words, options=("--quiet", "--report", "../report.json", *swaps))
+    done = case.run([*program, "mounts", place, *words], native=True, status=None)
+    if done.status == 77:
+        pytest.skip("mount namespaces are not permitted")
+    lines = done.text().splitlines()
+    assert done.status == 0 and lines[-1:] == ["OK leaves unmounts"], f"{done.status}: {lines}"
+    if not case.native:
+        stats = json.loads((case.directory / "report.json").read_text())["stats"]
+        assert stats["pswpout"] > 0, f"nothing went to the file: {stats}"

@@ -135,6 +135,9 @@ pub(crate) fn disown_copy() {
 /// the swap file.
 pub(crate) fn empty_table(keep: Option<i32>) -> Result<(), swaptide_sys::Errno> {
     unshare_fs()?;
+    // The program may leave the directory and unmount what it is on. Without a root that can be
+    // entered all stays as it is.
+    let _ = rustix::process::chdir(c"/");
     unshare_files_and_close_all(keep.as_slice())?;
     for _ in 0..3 {
         std::mem::forget(rustix::fs::open(

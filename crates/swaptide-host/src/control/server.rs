@@ -255,7 +255,11 @@ pub(crate) fn directory() -> PathBuf {
     }
     match std::env::var_os("XDG_RUNTIME_DIR").filter(|dir| Path::new(dir).is_absolute()) {
         Some(dir) => Path::new(&dir).join("swaptide"),
-        None => std::env::temp_dir().join(format!("swaptide-{}", uid.as_raw())),
+        None => {
+            let named = std::env::temp_dir();
+            let place = if named.is_absolute() { named } else { "/tmp".into() };
+            place.join(format!("swaptide-{}", uid.as_raw()))
+        }
     }
 }
 

@@ -58,6 +58,18 @@ pub struct Url {
     pub connections: Option<u32>,
 }
 
+impl Url {
+    /// The files that it names.
+    pub(crate) fn paths(&mut self) -> Vec<&mut PathBuf> {
+        let socket = match &mut self.place {
+            Endpoint::Unix(path) => Some(path),
+            Endpoint::Tcp { .. } => None,
+        };
+        let identity = self.identity.iter_mut().flat_map(|(cert, key)| [cert, key]);
+        socket.into_iter().chain(&mut self.ca).chain(identity).collect()
+    }
+}
+
 /// Why a text names no export.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]

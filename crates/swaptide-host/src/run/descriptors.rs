@@ -1,4 +1,5 @@
 //! Descriptors: what the program inherits and the supervisor lets go of, and how many there may be.
+//! Of the directory the same.
 //!
 //! Locks: none.
 
@@ -33,6 +34,11 @@ pub(super) fn release_streams(inherited: &[RawFd], standard: &[RawFd]) {
             unsafe { libc::dup2(null.as_raw_fd(), *fd) };
         }
     }
+}
+
+/// Lets go of the directory: the program may leave and unmount it. Paths are absolute from here on.
+pub(super) fn leave_directory() {
+    let _ = std::env::set_current_dir("/");
 }
 
 /// The controller has two descriptors open for every process of the tree.

@@ -48,7 +48,7 @@ use crate::memctl::policy::MIN_BUDGET_BYTES;
 use crate::report::totals::{ReportFile, Sink, program_name};
 use crate::run::agent::find_agent;
 use crate::run::channel::Channel;
-use crate::run::descriptors::{inherited_descriptors, release_streams};
+use crate::run::descriptors::{inherited_descriptors, leave_directory, release_streams};
 use crate::run::doctor::{self, Forks};
 use crate::run::inheritance::Inheritance;
 use crate::run::launcher::Launcher;
@@ -142,6 +142,7 @@ pub fn run(config: &RunConfig) -> Result<u8, RunError> {
                 .then(|| prepared.segment_fd.try_clone());
             std::mem::forget(kept);
             drop(prepared);
+            leave_directory();
             Launcher { back: back as u32, channel: Channel::new(front_end), signals, program: None }
                 .run()
         }
@@ -166,6 +167,9 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         .map(|text| spec::parse(text))
         .collect::<Result<_, _>>()
         .map_err(RunError::Swap)?;
+    for device in &mut devices {
+        device.leave_directory().map_err(|e| RunError::System("the current directory", e))?;
+    }
     let (name, arguments) = config.command.split_first().ok_or(RunError::NoCommand)?;
     let target =
         target::find(name, std::env::var_os("PATH").as_deref()).map_err(RunError::Target)?;

@@ -30,7 +30,7 @@ use crate::memctl::controller::{self, MemoryController};
 use crate::memctl::shared_pager::SharedPager;
 use crate::report::totals::{Report, ReportFile, Sink, summary};
 use crate::run::channel::{Channel, LauncherMessage, PassOn};
-use crate::run::descriptors::{raise_descriptor_limit, release_streams};
+use crate::run::descriptors::{leave_directory, raise_descriptor_limit, release_streams};
 use crate::run::ending::Ending;
 use crate::run::inheritance::Inheritance;
 use crate::run::target::Target;
@@ -196,6 +196,7 @@ impl Supervisor {
             }
         };
         release_streams(&prepared.inherited_fds, &[0, 1, 2]);
+        leave_directory();
         let kept = prepared.keep(front);
         let followed = TracedForks::new(prepared.follows_forks);
         let back = Supervisor {
@@ -422,8 +423,6 @@ impl Supervisor {
         if let Some(mut channel) = self.channel.take() {
             channel.send(&LauncherMessage::Ended { status, lines, stays });
         }
-        // The process that stays behind keeps no directory busy.
-        let _ = std::env::set_current_dir("/");
     }
 }
 

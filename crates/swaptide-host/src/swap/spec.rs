@@ -55,6 +55,27 @@ pub struct Device {
     pub rotational: Option<bool>,
 }
 
+impl Device {
+    /// Makes its paths absolute, for a process that leaves the directory that it was started in.
+    ///
+    /// # Errors
+    /// Why that directory is not known.
+    pub(crate) fn leave_directory(&mut self) -> io::Result<()> {
+        let mut paths: Vec<&mut PathBuf> = match &mut self.kind {
+            DeviceKind::File { path, .. } | DeviceKind::Block { path } => vec![path],
+            DeviceKind::Nbd(url) => url.paths(),
+            DeviceKind::Zram { .. } => Vec::new(),
+        };
+        if let Some(Mirror::Place { path, .. }) = &mut self.mirror {
+            paths.push(path);
+        }
+        for path in paths {
+            *path = std::path::absolute(&path)?;
+        }
+        Ok(())
+    }
+}
+
 /// Kinds of devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeviceKind {
@@ -485,7 +506,9 @@ fn add_mirror(
 /// Where the default file goes: the first of `$TMPDIR` and `/var/tmp` that is no file system in
 /// memory, for memory is what is short.
 pub fn default_places() -> Vec<PathBuf> {
-    let named = std::env::var_os("TMPDIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
+    let named = std::env::var_os("TMPDIR").filter(|dir| !dir.is_empty());
+    // It is asked for its free space later on, by a process that has left the directory.
+    let named = named.and_then(|dir| std::path::absolute(dir).ok());
     let mut places: Vec<PathBuf> =
         named.into_iter().chain(["/var/tmp".into(), "/tmp".into()]).collect();
     places.sort_by_key(|place| in_memory(place));
