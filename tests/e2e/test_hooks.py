@@ -150,7 +150,7 @@ def test_preloads(case, kind):
 
 
 # These programs are short: they have grown before much of them is managed.
-CANCELLED = ["fork", "mmap", "mremap", "execve"]
+CANCELLED = ["fork", "mmap", "mremap"]
 
 
 @pytest.mark.swaptide(budget=32, limit=60, forks=True, allowance=64)
