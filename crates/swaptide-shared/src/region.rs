@@ -14,15 +14,30 @@
 
 use std::fs::File;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
 use swaptide_engine::mm::types::PAGES_PER_CHUNK;
 use swaptide_engine::readahead::locality::{Locality, Reading};
 use swaptide_store::Slot;
+use swaptide_sys::maps::Device;
 
-/// A region: the inode of its memory file.
+/// A region, by its memory file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct RegionId(pub u64);
+pub struct RegionId {
+    /// Where memory files are: another file system may have a file with the same inode and name.
+    pub device: Device,
+    /// The file's.
+    pub inode: u64,
+}
+
+impl RegionId {
+    /// That of a memory file.
+    pub fn of(memory: &File) -> std::io::Result<RegionId> {
+        let file = memory.metadata()?;
+        Ok(RegionId { device: Device::of_number(file.dev()), inode: file.ino() })
+    }
+}
 
 /// Where a page is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -297,7 +312,8 @@ mod tests {
 
     fn region(pages: usize) -> Region {
         let memory = swaptide_sys::mem::memfd_create(c"test", pages as u64 * 4096).expect("memfd");
-        Region::new(RegionId(7), Arc::new(File::from(memory)), pages, 0)
+        let memory = File::from(memory);
+        Region::new(RegionId::of(&memory).expect("stat"), Arc::new(memory), pages, 0)
     }
 
     #[test]

@@ -160,13 +160,14 @@ impl Space {
 ///
 /// # Errors
 /// When its mappings cannot be read.
-pub fn scan(pid: u32, known: &HashSet<u64>) -> Result<Vec<Piece>, Errno> {
+pub fn scan(pid: u32, known: &HashSet<RegionId>) -> Result<Vec<Piece>, Errno> {
     let mut pieces = Vec::new();
     let mut buffer = vec![0u8; 1 << 16];
     for_each_vma_of(pid, &mut buffer, |vma| {
-        if !vma.private && vma.name.starts_with(REGION_PATH) && known.contains(&vma.inode) {
+        let region = RegionId { device: vma.device, inode: vma.inode };
+        if !vma.private && vma.name.starts_with(REGION_PATH) && known.contains(&region) {
             let page = vma.offset as usize / PAGE_SIZE;
-            pieces.push(Piece { range: vma.range, region: RegionId(vma.inode), page });
+            pieces.push(Piece { range: vma.range, region, page });
         }
         true
     })?;
@@ -175,12 +176,15 @@ pub fn scan(pid: u32, known: &HashSet<u64>) -> Result<Vec<Piece>, Errno> {
 
 #[cfg(test)]
 mod tests {
+    use swaptide_sys::maps::Device;
+
     use super::*;
 
     #[test]
     fn pieces_translate_both_ways() {
         let at = |page: usize| VirtAddr(0x7000_0000 + page * PAGE_SIZE);
-        let region = RegionId(3);
+        let device = Device { major: 0, minor: 1 };
+        let region = RegionId { device, inode: 3 };
         let piece = Piece { range: VirtRange { start: at(0), end: at(10) }, region, page: 100 };
         assert_eq!(
             piece.addresses(region, &(95..103)),
@@ -191,22 +195,25 @@ mod tests {
             Some(VirtRange { start: at(8), end: at(10) })
         );
         assert_eq!(piece.addresses(region, &(110..200)), None);
-        assert_eq!(piece.addresses(RegionId(4), &(100..110)), None);
+        assert_eq!(piece.addresses(RegionId { device, inode: 4 }, &(100..110)), None);
     }
 
     #[test]
-    fn a_process_s_mappings_of_a_region_are_found_by_its_inode() {
+    fn a_process_s_mappings_of_a_region_are_found_by_its_file() {
         let memory = swaptide_sys::mem::memfd_create(
             swaptide_ipc::shared::REGION_NAME,
             8 * PAGE_SIZE as u64,
         )
         .expect("memfd");
-        let inode = rustix::fs::fstat(&memory).expect("stat").st_ino;
         let map =
             swaptide_sys::mem::SharedMap::map(swaptide_sys::AsFd::as_fd(&memory), 8 * PAGE_SIZE)
                 .expect("map");
-        let pieces = scan(std::process::id(), &HashSet::from([inode])).expect("maps");
-        assert_eq!(pieces, [Piece { range: map.range(), region: RegionId(inode), page: 0 }]);
-        assert_eq!(scan(std::process::id(), &HashSet::from([inode + 1])).expect("maps"), []);
+        let region = RegionId::of(&memory.into()).expect("stat");
+        let found = |region| scan(std::process::id(), &HashSet::from([region])).expect("maps");
+        assert_eq!(found(region), [Piece { range: map.range(), region, page: 0 }]);
+        assert_eq!(found(RegionId { inode: region.inode + 1, ..region }), []);
+        // Another file system may have a file of that name and inode.
+        let device = Device { minor: region.device.minor + 1, ..region.device };
+        assert_eq!(found(RegionId { device, ..region }), []);
     }
 }

@@ -185,7 +185,7 @@ impl Inner {
             return Err(Errno::NOTSUP);
         }
         let memory = File::from(memfd_create(REGION_NAME, bytes)?);
-        let id = RegionId(memory.metadata().map_err(|_| Errno::IO)?.ino());
+        let id = RegionId::of(&memory).map_err(|_| Errno::IO)?;
         let memory = Arc::new(memory);
         let pages = bytes as usize / PAGE_SIZE;
         let mut state = self.lock();
@@ -253,7 +253,7 @@ impl Inner {
     /// Reads the layout of an address space again and registers what is not registered yet.
     pub(crate) fn learn(&self, state: &mut PagerState, id: SpaceId) {
         state.generation += 1;
-        let known: HashSet<u64> = state.regions.keys().map(|region| region.0).collect();
+        let known: HashSet<RegionId> = state.regions.keys().copied().collect();
         let engaged = state.engaged;
         let Some(space) = state.spaces.get_mut(&id) else { return };
         space.stale = true;
@@ -449,7 +449,7 @@ impl Inner {
         if !is_whole(&parts) {
             // A process whose guard has not come is not known by its number, and its mappings are
             // all the same what it says.
-            let regions: HashSet<u64> = state.regions.keys().map(|region| region.0).collect();
+            let regions: HashSet<RegionId> = state.regions.keys().copied().collect();
             let Ok(layout) = scan(pid, &regions) else { return AdviceOutcome::Failed };
             parts = clip(&layout, range);
         }

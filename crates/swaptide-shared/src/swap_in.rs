@@ -116,7 +116,7 @@ impl Inner {
             let page = (slot.0 - region.base) as usize;
             (self.log)(&format!(
                 "shared memory: page {page} of region {} could not be brought back",
-                id.0
+                id.inode
             ));
             self.count(Counter::PagesPoisoned, 1);
             region.set(page, RegionPage::Lost);

@@ -653,6 +653,7 @@ mod tests {
             write: true,
             exec: false,
             private: true,
+            device: swaptide_sys::maps::Device { major: 0, minor: 0 },
             inode: 0,
             offset: 0,
             name: b"",
