@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use swaptide_ipc::{AreaId, Segment, Transport};
@@ -13,6 +13,7 @@ use swaptide_sys::sock::{Conn, poll_readable};
 
 use crate::control::server::{Answer, Join, Joined, Question, REQUEST_TIMEOUT, daemon_path};
 use crate::control::trust::{self, PeerPurpose};
+use crate::memctl::controller;
 use crate::report::totals::Totals;
 use crate::swap::areas::AreaOpener;
 
@@ -21,8 +22,17 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 /// Longest line that comes from the daemon.
 const MAX_ANSWER_BYTES: usize = 1 << 20;
 
+/// How long a daemon may take for an answer that it has, and for one that it asks its memory
+/// controller for: on a crowded machine that comes to its turn late.
+const ANSWER_TIMEOUT: Duration = REQUEST_TIMEOUT.saturating_mul(2);
+const CONTROLLER_TIMEOUT: Duration = controller::REQUEST_TIMEOUT.saturating_add(REQUEST_TIMEOUT);
+
 /// Asks the daemon; answers with its line and the descriptor that came with it.
 fn ask(question: &Question) -> io::Result<(Answer, Option<OwnedFd>)> {
+    ask_within(question, ANSWER_TIMEOUT)
+}
+
+fn ask_within(question: &Question, patience: Duration) -> io::Result<(Answer, Option<OwnedFd>)> {
     let mut stream = trust::connect(&daemon_path(), PeerPurpose::Join)?;
     stream.set_write_timeout(Some(REQUEST_TIMEOUT))?;
     let mut text = serde_json::to_vec(question)?;
@@ -31,7 +41,7 @@ fn ask(question: &Question) -> io::Result<(Answer, Option<OwnedFd>)> {
     let conn = Conn::from_fd(stream.into());
     let (mut line, mut descriptor) = (Vec::new(), None);
     while line.last() != Some(&b'\n') && line.len() < MAX_ANSWER_BYTES {
-        if poll_readable(&[conn.as_fd()], Some(2 * REQUEST_TIMEOUT))? == 0 {
+        if poll_readable(&[conn.as_fd()], Some(patience))? == 0 {
             return Err(io::ErrorKind::TimedOut.into());
         }
         let mut buffer = [0u8; 8192];
@@ -125,7 +135,7 @@ fn joined(
 
 /// What the run did so far whose processes descend from this one; nothing where no daemon answers.
 pub fn totals() -> Option<Totals> {
-    match ask(&Question::Totals) {
+    match ask_within(&Question::Totals, CONTROLLER_TIMEOUT) {
         Ok((Answer::Totals(totals), _)) => Some(*totals),
         _ => None,
     }
@@ -133,6 +143,8 @@ pub fn totals() -> Option<Totals> {
 
 /// Descriptors of the daemon's swap areas, kept: while no daemon is there, a program that starts
 /// gets those that are known.
+///
+/// Locks: the list, not held while the daemon is asked.
 pub struct RemoteAreas {
     segment: &'static Segment,
     held: Mutex<BTreeMap<(u8, u32), OwnedFd>>,
@@ -147,11 +159,17 @@ impl RemoteAreas {
         }
         areas
     }
+
+    fn held(&self) -> MutexGuard<'_, BTreeMap<(u8, u32), OwnedFd>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl AreaOpener for RemoteAreas {
+    /// A daemon that is to be asked may be stopped, or slow.
     fn is_far(&self, id: AreaId) -> bool {
-        self.segment.area(id).transport() == Transport::Nbd
+        let area = self.segment.area(id);
+        area.transport() == Transport::Nbd || !self.held().contains_key(&(id.0, area.generation()))
     }
 
     fn open(&self, id: AreaId) -> Option<OwnedFd> {
@@ -162,18 +180,36 @@ impl AreaOpener for RemoteAreas {
             return fresh();
         }
         let key = (id.0, area.generation());
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        held.retain(|(number, generation), _| *number != key.0 || *generation == key.1);
-        if let std::collections::btree_map::Entry::Vacant(place) = held.entry(key) {
-            place.insert(fresh()?);
+        if let Some(known) = self.held().get(&key) {
+            return known.try_clone().ok();
         }
-        held.get(&key)?.try_clone().ok()
+        let fd = fresh()?;
+        let mut held = self.held();
+        held.retain(|(number, generation), _| *number != key.0 || *generation == key.1);
+        held.entry(key).or_insert(fd).try_clone().ok()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use swaptide_ipc::NewArea;
+
+    #[test]
+    fn only_what_is_held_is_opened_without_the_daemon() {
+        let segment = crate::testing::segment();
+        let id = segment.add_area(NewArea::of_file(0, 9)).expect("area");
+        let areas = RemoteAreas { segment, held: Mutex::default() };
+        assert!(areas.is_far(id), "its first thread would wait for a daemon that is stopped");
+        let null = std::fs::File::open("/dev/null").expect("open");
+        let generation = segment.area(id).generation();
+        areas.held().insert((id.0, generation), null.into());
+        assert!(!areas.is_far(id) && areas.open(id).is_some());
+        // Another area of that number is another one.
+        let old = areas.held().pop_first().expect("one").1;
+        areas.held().insert((id.0, generation.wrapping_add(1)), old);
+        assert!(areas.is_far(id));
+    }
 
     #[test]
     fn a_daemon_that_ends_while_it_is_asked_is_asked_again() {

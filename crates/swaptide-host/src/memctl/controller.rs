@@ -54,7 +54,7 @@ use crate::report::totals::{ProcessView, Totals, View};
 use crate::swap::areas::Areas;
 
 /// How long a client of the controller waits for it: a tick of many processes on a busy machine.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
+pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What the controller is asked.
 pub enum ControllerRequest {
