@@ -258,7 +258,8 @@ fn prepare_engine(
             return Err(error.to_string());
         }
     };
-    request_hold(engine);
+    // A userfaultfd that is made here was nobody else's before.
+    let _ = request_hold(engine);
     ENGINE_PID.store(getpid().0, Release);
     set_own_mark();
     ENGINE.store(std::ptr::from_ref(engine).cast_mut(), Release);

@@ -282,7 +282,15 @@ const HOLD_TIMEOUT: Duration = Duration::from_secs(2);
 /// Has the supervisor hold the engine's userfaultfd, so that it outlives the engine's threads when
 /// the process ends. Returns when it is held: a process may be killed at once after its pages went
 /// out, and a request of the dead is refused. Refused, the end is as without.
-pub(crate) fn request_hold(engine: &Engine) {
+///
+/// False if the supervisor had it as that of a process that has ended, and has read from it: then
+/// this process may not serve it. By the mark it is this process's from here on, even if the
+/// supervisor comes to the request late.
+#[must_use]
+pub(crate) fn request_hold(engine: &Engine) -> bool {
+    if engine.uffd().serve(getpid().0) == Ok(false) {
+        return false;
+    }
     let sent = Conn::connect_trusted(socket()).and_then(|conn| {
         conn.send(&[Request::Hold as u8], &[engine.uffd().as_fd()])?;
         // Where a limit on files forbids to poll, the answer is waited for.
@@ -292,6 +300,7 @@ pub(crate) fn request_hold(engine: &Engine) {
         Ok(conn)
     });
     HOLD_CONN.store(sent.map_or(-1, |conn| conn.into_fd().into_raw_fd()), Relaxed);
+    true
 }
 
 /// Has the supervisor hold a forked child's userfaultfd, should this process end before the child

@@ -330,6 +330,45 @@ impl Uffd {
         matches!(error, Some(Errno::SRCH | Errno::NOTTY))
     }
 
+    /// The calling process serves this userfaultfd from here on. False if [`take_over`] was first:
+    /// what it has read is lost.
+    ///
+    /// There are two marks on the open file, which every holder of a descriptor sees: its owner
+    /// (`F_SETOWN`) and its signal (`F_SETSIG`), of which no other use is made here. Each side
+    /// writes its own mark and then looks at the other's, so of two that come at once one sees
+    /// the other.
+    ///
+    /// [`take_over`]: Uffd::take_over
+    pub fn serve(&self, this: u32) -> Result<bool, Errno> {
+        self.file_mark(k::F_SETOWN, this)?;
+        // A mark that is taken back was a look.
+        for _ in 0..100 {
+            if self.file_mark(k::F_GETSIG, 0)? == 0 {
+                return Ok(true);
+            }
+            crate::thread::sleep(core::time::Duration::from_millis(1));
+        }
+        Ok(false)
+    }
+
+    /// The caller reads this userfaultfd from here on, of which process `pid` had an engine. False
+    /// if another living process [serves](Uffd::serve) it; an owner that has ended is none.
+    pub fn take_over(&self, pid: u32) -> bool {
+        if self.file_mark(k::F_SETSIG, k::SIGURG).is_err() {
+            return false;
+        }
+        let is_free = self.file_mark(k::F_GETOWN, 0).is_ok_and(|owner| owner == 0 || owner == pid);
+        if !is_free {
+            let _ = self.file_mark(k::F_SETSIG, 0);
+        }
+        is_free
+    }
+
+    fn file_mark(&self, what: u32, value: u32) -> Result<u32, Errno> {
+        // SAFETY: no memory is involved.
+        unsafe { syscall!(k::__NR_fcntl, self.0.as_raw_fd(), what, value) }.map(|word| word as u32)
+    }
+
     /// As [`read`](Uffd::read), and never waits, whatever another holder of the descriptor has set.
     /// Before Linux 6.10, which cannot be told so in the call, the descriptor is set to that first.
     pub fn read_nowait(&self, buf: &mut [Message]) -> Result<usize, Errno> {

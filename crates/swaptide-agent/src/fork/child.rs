@@ -6,6 +6,7 @@ use std::time::Duration;
 use swaptide_engine::event_loop::Handler;
 use swaptide_engine::fork::Decline;
 use swaptide_ipc::{ProcState, Segment, SlotIndex};
+use swaptide_sys::Errno;
 use swaptide_sys::affinity::go_first;
 use swaptide_sys::errno::ErrnoText;
 use swaptide_sys::lock::futex;
@@ -134,7 +135,10 @@ pub(crate) extern "C" fn child_handler_main(_: usize) {
             return refused();
         }
     };
-    request_hold(engine);
+    if !request_hold(engine) {
+        // The parent has ended, and what happened since then is not known here.
+        stop(Errno::SRCH);
+    }
     // A parent that is gone by now has left everything that there was to leave.
     let _ = left.taken();
     drop(left);

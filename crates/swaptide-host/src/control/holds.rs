@@ -28,13 +28,16 @@
 //! Owns: the descriptors, and a thread that waits for the connections. It starts with the first.
 //!
 //! Invariants
-//! 1. A held userfaultfd is never read while its process has an engine: one that is held again is
-//!    on no other list, and is known by its inode, of which each has its own.
+//! 1. A held userfaultfd is never read while a living process has an engine that serves it: that
+//!    process has set a mark on it before it asked ([`Uffd::serve`]), so that it does not matter
+//!    when its request is read. One that is held again is on no other list, and is known by its
+//!    inode, of which each has its own.
 //! 2. Holds use at most a quarter of the descriptors that the supervisor may have, and a process
 //!    has at most [`MAX_HOLDS_PER_PROCESS`]. A process beyond that is not held for: at its end it
 //!    is as without.
 //!
-//! Locks: the list of holds; below it, that of orphans. Neither is held while the thread waits.
+//! Locks: the list of holds; below it, that of orphans. Neither is held while a thread waits, nor
+//! while the last descriptor of a userfaultfd is closed, which waits for the address space.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -150,26 +153,34 @@ fn look_after(list: &HoldList, woken: &Conn) {
                 && poll_readable(&[fd], Some(Duration::ZERO)) != Ok(0)
         };
         let mut holds = list.holds();
-        holds.retain_mut(|hold| {
+        let detached = holds.extract_if(.., |hold| {
             if hold.is_ending || !is_ready(&hold.conn) {
-                return true;
+                return false;
             }
             // Nothing is received: what came with it is dropped with the connection.
             match hold.conn.peek() {
-                Ok(length) if length > 0 => return false,
+                Ok(length) if length > 0 => return true,
                 Err(Errno::AGAIN) => {}
                 _ => hold.is_ending = true,
             }
-            true
+            false
         });
+        let detached: Vec<Hold> = detached.collect();
         let mut ending: Vec<u32> =
             holds.iter().filter(|hold| hold.is_ending).map(|hold| hold.pid).collect();
         drop(holds);
+        drop(detached);
         ending.retain(|pid| !is_killed(*pid));
         let released = |hold: &mut Hold| hold.is_ending && ending.contains(&hold.pid);
-        for hold in list.holds().extract_if(.., released) {
-            list.orphans.add(hold.pid, Uffd::from_fd(hold.uffd), most());
+        let mut holds = list.holds();
+        let released: Vec<Hold> = holds.extract_if(.., released).collect();
+        let mut rest = Vec::new();
+        for Hold { pid, uffd, conn, .. } in released {
+            // On that list before it is missing on this one: `Holds::add` looks at both.
+            rest.push((list.orphans.add(pid, Uffd::from_fd(uffd), most()), conn));
         }
+        drop(holds);
+        drop(rest);
     }
 }
 

@@ -5,18 +5,27 @@
 //! userfaultfd were closed, the kernel would fill missing pages with zeros. So it is kept open, and
 //! each missing page that is touched is poisoned: the thread gets SIGBUS, a system call `EFAULT`.
 //!
-//! Owns: the userfaultfds of such memory, and a thread that reads them. It starts with the first,
-//! and has nothing else to do: a process that keeps it from its work hinders only processes that
-//! have lost their engine.
+//! Owns: the userfaultfds of such memory, and threads that read them; the first thread starts with
+//! the first userfaultfd. Work on an address space waits for its lock, which its program can keep
+//! (by a read of its own FUSE page). So each thread works on one at a time, and where none is free
+//! to look for the next, one more is made, up to [`MAX_THREADS`].
 //!
 //! Invariants
 //! 1. A userfaultfd is closed only when its memory is gone (the kernel answers `ESRCH`), or when
 //!    there are more than the limit of [`Orphans::add`].
 //! 2. It is read without waiting, whatever another holder of the descriptor set.
+//! 3. It is read only after [`Uffd::take_over`]: no living process serves it, and one that is about
+//!    to learns that it is too late.
 //!
-//! Locks: the list, and that of notes below it. Neither is held while the thread waits.
+//! Locks: the turn to look for work; below it the list, the queue and the notes, of which no two
+//! are held at once, and none while a thread waits. A thread that works on an orphan has its state
+//! locked, and nothing above it.
 
+use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd};
+use std::sync::atomic::{
+    AtomicBool, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -26,11 +35,15 @@ use swaptide_sys::uffd::{Event, Message, Uffd};
 
 /// How often it is asked whether the memory is gone.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// How often one that is worked on is looked for among those that may be waited for again.
+const BUSY_INTERVAL: Duration = Duration::from_millis(2);
 /// Messages read at a time.
 const MAX_MESSAGES_PER_READ: usize = 16;
 /// Faults that wait for a change of the address space to end. Threads beyond that wait for good;
 /// SIGKILL ends them.
 const MAX_FAULTS: usize = 1024;
+/// With as many address spaces that keep a thread waiting, the others wait, too.
+const MAX_THREADS: usize = 64;
 /// How many processes are reported to have lost memory. SIGBUS tells of the others.
 const MAX_NOTES: usize = 8;
 
@@ -46,10 +59,19 @@ impl Inode {
 }
 
 struct Orphan {
-    /// Its process that has ended.
+    /// The process that had it held and has ended.
     pid: u32,
     inode: Inode,
     uffd: Uffd,
+    /// A thread works on it, or is about to.
+    is_busy: AtomicBool,
+    state: Mutex<OrphanState>,
+}
+
+#[derive(Default)]
+struct OrphanState {
+    /// It is known that no process serves it.
+    is_ours: bool,
     /// Pages that were touched and are not poisoned yet.
     faults: Vec<VirtRange>,
     /// It was said that pages are lost.
@@ -60,14 +82,21 @@ struct Orphan {
 #[derive(Default)]
 pub(super) struct Orphans {
     shared: Arc<Shared>,
-    /// Wakes the thread; `None` where there can be none.
+    /// Wakes a thread; `None` where there can be none.
     wake: OnceLock<Option<Conn>>,
 }
 
 #[derive(Default)]
 struct Shared {
-    list: Mutex<Vec<Orphan>>,
+    list: Mutex<Vec<Arc<Orphan>>>,
+    /// Those that are to be worked on.
+    queue: Mutex<VecDeque<Arc<Orphan>>>,
     notes: Mutex<Notes>,
+    /// Held by the thread that looks for work.
+    turn: Mutex<()>,
+    threads: AtomicUsize,
+    /// Threads that look for work, or wait for their turn to.
+    idle: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -84,29 +113,30 @@ impl Orphans {
 
     /// Keeps the memory of process `pid`, which has ended, from being filled with zeros, as long as
     /// a process runs on it. Where there are `limit`, or no thread can be had, the userfaultfd
-    /// is closed.
-    pub(super) fn add(&self, pid: u32, uffd: Uffd, limit: usize) {
+    /// is given back, to be closed.
+    pub(super) fn add(&self, pid: u32, uffd: Uffd, limit: usize) -> Option<Uffd> {
         let wake = self.wake.get_or_init(|| {
             let (wake, woken) = Conn::pair().ok()?;
-            let shared = Arc::clone(&self.shared);
-            std::thread::Builder::new()
-                .name("orphans".into())
-                .spawn(move || serve(&shared, &woken, limit))
-                .ok()?;
-            Some(wake)
+            start_thread(&self.shared, &Arc::new(woken), limit).then_some(wake)
         });
-        let Some(wake) = wake else { return };
+        let (Some(wake), Some(inode)) = (wake, Inode::of(&uffd)) else { return Some(uffd) };
         let mut list = self.shared.list();
-        if list.len() < limit {
-            list.extend(Orphan::new(pid, uffd, false));
-            drop(list);
-            let _ = wake.send(b"+", &[]);
+        if list.len() >= limit {
+            return Some(uffd);
         }
+        list.push(Arc::new(Orphan::new(pid, inode, uffd, false)));
+        drop(list);
+        let _ = wake.send(b"+", &[]);
+        None
     }
 
-    /// An engine serves this userfaultfd: no other thread may read it from here on.
+    /// A process that serves this userfaultfd has it held itself. It does not wait for a thread
+    /// that works on it: by invariant 3 none does.
     pub(super) fn remove(&self, inode: Inode) {
-        self.shared.list().retain(|orphan| orphan.inode != inode);
+        let mut list = self.shared.list();
+        let removed: Vec<_> = list.extract_if(.., |orphan| orphan.inode == inode).collect();
+        drop(list);
+        drop(removed);
     }
 
     /// What is to be said since this was asked last.
@@ -116,8 +146,12 @@ impl Orphans {
 }
 
 impl Shared {
-    fn list(&self) -> MutexGuard<'_, Vec<Orphan>> {
+    fn list(&self) -> MutexGuard<'_, Vec<Arc<Orphan>>> {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn queue(&self) -> MutexGuard<'_, VecDeque<Arc<Orphan>>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn notes(&self) -> MutexGuard<'_, Notes> {
@@ -133,52 +167,119 @@ impl Shared {
     }
 }
 
-/// The thread.
-fn serve(shared: &Shared, woken: &Conn, limit: usize) {
+/// One thread more. False where there are enough, or none can be had.
+fn start_thread(shared: &Arc<Shared>, woken: &Arc<Conn>, limit: usize) -> bool {
+    if shared.threads.fetch_add(1, Relaxed) >= MAX_THREADS {
+        shared.threads.fetch_sub(1, Relaxed);
+        return false;
+    }
+    shared.idle.fetch_add(1, Relaxed);
+    let (theirs, woken) = (Arc::clone(shared), Arc::clone(woken));
+    let started = std::thread::Builder::new()
+        .name("orphans".into())
+        .spawn(move || serve(&theirs, &woken, limit))
+        .is_ok();
+    if !started {
+        shared.threads.fetch_sub(1, Relaxed);
+        shared.idle.fetch_sub(1, Relaxed);
+    }
+    started
+}
+
+/// A thread.
+fn serve(shared: &Arc<Shared>, woken: &Arc<Conn>, limit: usize) {
     loop {
-        let list = shared.list();
-        let mut polls: Vec<libc::pollfd> = std::iter::once(woken.as_fd())
-            .chain(list.iter().map(|orphan| orphan.uffd.as_fd()))
-            .map(|fd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 })
-            .collect();
-        let patience = if list.is_empty() { -1 } else { POLL_INTERVAL.as_millis() as libc::c_int };
-        drop(list);
-        // SAFETY: the array is this thread's own and as long as said.
-        unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, patience) };
-        if polls[0].revents != 0
-            && !woken.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0)
-        {
-            return;
-        }
-        let mut list = shared.list();
-        let mut children = Vec::new();
-        list.retain_mut(|orphan| {
-            orphan.read(&mut children);
-            let is_alive = !orphan.uffd.is_gone();
-            if is_alive && orphan.poison() && !std::mem::replace(&mut orphan.is_said, true) {
-                shared.note(format!(
-                    "process {} ended while another process still needed its memory or had not \
-                     got its own (vfork, CLONE_VM, fork): what was swapped out is lost, and that \
-                     process gets SIGBUS where it touches it",
-                    orphan.pid
-                ));
+        let next = shared.queue().pop_front();
+        let Some(orphan) = next else {
+            if !look_for_work(shared, woken) {
+                return;
             }
-            is_alive
-        });
-        let room = limit.saturating_sub(list.len());
-        list.extend(children.into_iter().take(room));
+            continue;
+        };
+        if shared.idle.fetch_sub(1, Relaxed) == 1 {
+            // Where there can be no other thread, the others wait with this one.
+            start_thread(shared, woken, limit);
+        }
+        work_on(shared, &orphan, limit);
+        orphan.is_busy.store(false, Release);
+        shared.idle.fetch_add(1, Relaxed);
     }
 }
 
+/// Waits until there is something to do, and puts it into the queue. False at the end.
+fn look_for_work(shared: &Shared, woken: &Conn) -> bool {
+    let _turn = shared.turn.lock().unwrap_or_else(PoisonError::into_inner);
+    if !shared.queue().is_empty() {
+        return true;
+    }
+    let list = shared.list();
+    let free: Vec<_> =
+        list.iter().filter(|orphan| !orphan.is_busy.load(Acquire)).map(Arc::clone).collect();
+    let patience = match list.len() {
+        0 => -1,
+        all if all > free.len() => BUSY_INTERVAL.as_millis() as libc::c_int,
+        _ => POLL_INTERVAL.as_millis() as libc::c_int,
+    };
+    drop(list);
+    // One that is not read would be readable for ever.
+    let ours = free.iter().filter(|orphan| orphan.state().is_ours);
+    let mut polls: Vec<libc::pollfd> = std::iter::once(woken.as_fd())
+        .chain(ours.map(|orphan| orphan.uffd.as_fd()))
+        .map(|fd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 })
+        .collect();
+    // SAFETY: the array is this thread's own and as long as said.
+    unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, patience) };
+    if polls[0].revents != 0
+        && !woken.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0)
+    {
+        return false;
+    }
+    free.iter().for_each(|orphan| orphan.is_busy.store(true, Relaxed));
+    shared.queue().extend(free);
+    true
+}
+
+fn work_on(shared: &Shared, orphan: &Arc<Orphan>, limit: usize) {
+    let mut state = orphan.state();
+    state.is_ours = state.is_ours || orphan.uffd.take_over(orphan.pid);
+    let mut children = Vec::new();
+    if state.is_ours {
+        orphan.read(&mut state, &mut children);
+    }
+    let is_alive = !orphan.uffd.is_gone();
+    if is_alive && orphan.poison(&mut state) && !std::mem::replace(&mut state.is_said, true) {
+        shared.note(format!(
+            "process {} ended while another process still needed its memory or had not got its \
+             own (vfork, CLONE_VM, fork): what was swapped out is lost, and that process gets \
+             SIGBUS where it touches it",
+            orphan.pid
+        ));
+    }
+    drop(state);
+    let mut list = shared.list();
+    if !is_alive {
+        list.retain(|other| !Arc::ptr_eq(other, orphan));
+    }
+    let room = limit.saturating_sub(list.len());
+    let rest = children.split_off(room.min(children.len()));
+    list.extend(children.into_iter().map(Arc::new));
+    drop(list);
+    drop(rest);
+}
+
 impl Orphan {
-    fn new(pid: u32, uffd: Uffd, is_said: bool) -> Option<Orphan> {
-        let inode = Inode::of(&uffd)?;
-        Some(Orphan { pid, inode, uffd, faults: Vec::new(), is_said })
+    fn new(pid: u32, inode: Inode, uffd: Uffd, is_said: bool) -> Orphan {
+        let state = Mutex::new(OrphanState { is_said, ..OrphanState::default() });
+        Orphan { pid, inode, uffd, is_busy: AtomicBool::new(false), state }
+    }
+
+    fn state(&self) -> MutexGuard<'_, OrphanState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Reads what has happened. Changes of mappings need no answer; a forked child lacks the same
     /// pages.
-    fn read(&mut self, children: &mut Vec<Orphan>) {
+    fn read(&self, state: &mut OrphanState, children: &mut Vec<Orphan>) {
         let mut messages = Message::buffer::<MAX_MESSAGES_PER_READ>();
         let Ok(count) = self.uffd.read_nowait(&mut messages) else { return };
         for message in &mut messages[..count] {
@@ -186,11 +287,13 @@ impl Orphan {
                 Event::Fault { addr, wp: true, .. } => {
                     let _ = self.uffd.write_protect(page_of(addr), false);
                 }
-                Event::Fault { addr, .. } if self.faults.len() < MAX_FAULTS => {
-                    self.faults.push(page_of(addr));
+                Event::Fault { addr, .. } if state.faults.len() < MAX_FAULTS => {
+                    state.faults.push(page_of(addr));
                 }
                 Event::Fork { uffd } => {
-                    children.extend(Orphan::new(self.pid, uffd, self.is_said));
+                    if let Some(inode) = Inode::of(&uffd) {
+                        children.push(Orphan::new(self.pid, inode, uffd, state.is_said));
+                    }
                 }
                 _ => {}
             }
@@ -198,9 +301,9 @@ impl Orphan {
     }
 
     /// Poisons the pages that are waited for. True if there was one.
-    fn poison(&mut self) -> bool {
+    fn poison(&self, state: &mut OrphanState) -> bool {
         let mut any = false;
-        self.faults.retain(|page| {
+        state.faults.retain(|page| {
             let done = self.uffd.poison(*page).complete();
             // An event is unread: it is tried again after that.
             if done == Err(rustix::io::Errno::AGAIN) {
@@ -227,8 +330,8 @@ mod tests {
     use super::*;
     use swaptide_sys::uffd::Features;
 
-    #[test]
-    fn what_is_missing_is_poisoned_and_memory_that_is_gone_is_given_up() {
+    /// A process that touches a page of which it has the userfaultfd sent here first.
+    fn process_that_touches() -> (libc::pid_t, Uffd) {
         let (ours, theirs) = Conn::pair().expect("pair");
         // SAFETY: the child makes system calls only, and ends by a signal or by _exit.
         let child = unsafe { libc::fork() };
@@ -246,12 +349,22 @@ mod tests {
         let mut fds = [None];
         ours.recv(&mut [0u8; 8], &mut fds).expect("receive");
         let [uffd] = fds;
-        let orphans = Orphans::default();
-        orphans.add(child as u32, Uffd::from_fd(uffd.expect("a userfaultfd")), 1);
+        (child, Uffd::from_fd(uffd.expect("a userfaultfd")))
+    }
+
+    fn assert_sigbus(child: libc::pid_t) {
         let mut status = 0;
-        // SAFETY: waits for the child made above.
+        // SAFETY: waits for a child of this process.
         assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
         assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGBUS, "{status}");
+    }
+
+    #[test]
+    fn what_is_missing_is_poisoned_and_memory_that_is_gone_is_given_up() {
+        let (child, uffd) = process_that_touches();
+        let orphans = Orphans::default();
+        assert!(orphans.add(child as u32, uffd, 1).is_none());
+        assert_sigbus(child);
         let began = std::time::Instant::now();
         while orphans.count() > 0 {
             assert!(began.elapsed() < Duration::from_secs(10), "it is still kept");
@@ -259,5 +372,51 @@ mod tests {
         }
         let notes = orphans.take_notes();
         assert!(matches!(&notes[..], [note] if note.contains("SIGBUS")), "{notes:?}");
+    }
+
+    #[test]
+    fn one_that_keeps_its_thread_waiting_hinders_no_other_and_no_caller() {
+        let orphans = Orphans::default();
+        let (first, uffd) = process_that_touches();
+        let inode = Inode::of(&uffd).expect("stat");
+        let orphan = Arc::new(Orphan::new(first as u32, inode, uffd, false));
+        // As if the kernel made the thread wait that works on it.
+        let waits = orphan.state();
+        orphan.is_busy.store(true, Relaxed);
+        orphans.shared.queue().push_back(Arc::clone(&orphan));
+        orphans.shared.list().push(Arc::clone(&orphan));
+        let (second, uffd) = process_that_touches();
+        assert!(orphans.add(second as u32, uffd, 9).is_none());
+        assert_sigbus(second);
+        assert_eq!(orphans.take_notes().len(), 1);
+        orphans.remove(Inode(0));
+        drop(waits);
+        assert_sigbus(first);
+    }
+
+    #[test]
+    fn what_a_living_process_serves_is_not_read_before_its_request_comes() {
+        let memory = swaptide_sys::mem::Mapping::reserve(PAGE_SIZE).expect("mmap");
+        let uffd = Uffd::open(Features::empty(), true).expect("userfaultfd");
+        uffd.register_missing(memory.range()).expect("register");
+        let copy = || Uffd::from_fd(uffd.as_fd().try_clone_to_owned().expect("dup"));
+        assert_eq!(uffd.serve(std::process::id()), Ok(true));
+        let orphans = Orphans::default();
+        // Held by the parent, which has ended.
+        assert!(orphans.add(1, copy(), 1).is_none());
+        let start = memory.range().start;
+        std::thread::scope(|scope| {
+            // SAFETY: the page is mapped; the touch waits until it is filled below.
+            let touch = scope.spawn(move || unsafe { start.as_ptr::<u8>().read_volatile() });
+            std::thread::sleep(10 * POLL_INTERVAL);
+            let mut messages = Message::buffer::<1>();
+            assert_eq!(uffd.read_nowait(&mut messages), Ok(1), "the fault was read by another");
+            uffd.zero_pages(memory.range(), false).complete().expect("fill");
+            assert_eq!(touch.join().expect("no panic"), 0);
+        });
+        assert_eq!(orphans.count(), 1);
+        // Its process ends: it is the one that is left. One that comes later is told so.
+        orphans.remove(Inode::of(&uffd).expect("stat"));
+        assert!(copy().take_over(std::process::id()) && uffd.serve(1) == Ok(false));
     }
 }
