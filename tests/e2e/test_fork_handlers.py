@@ -148,10 +148,10 @@ def test_fork_ends_followed(case, mode):
     case.run_c("forkends", mode, megabytes=64)
 
 
-@pytest.mark.swaptide(budget=32, allowance=160, forks=True)
+@pytest.mark.swaptide(budget=16, allowance=160, forks=True)
 def test_fork_within(case):
     """A handler of a library forks: before the fork, after it, and in the child."""
-    case.run_c("forkends", "within", megabytes=64, env=logged(case))
+    case.run_c("forkends", "within", megabytes=24, env=logged(case))
     assert "detach" not in agent_log(case), agent_log(case)[-300:]
 
 
@@ -161,10 +161,10 @@ def test_fork_within_unmanaged(case):
 
 
 @pytest.mark.unprivileged
-@pytest.mark.swaptide(budget=32, allowance=400, forks=True)
+@pytest.mark.swaptide(budget=16, allowance=400, forks=True)
 def test_fork_within_followed(case):
     """Where forks are followed the process is let go before the inner one."""
-    case.run_c("forkends", "within", megabytes=64, env=logged(case))
+    case.run_c("forkends", "within", megabytes=24, env=logged(case))
     assert case.native or "a fork handler forks" in agent_log(case), agent_log(case)[-300:]
 
 

@@ -230,11 +230,11 @@ int main(int count, char **words) {
         pthread_exit(NULL);
     } else {
         static const int places[] = {PREPARE, PARENT, CHILD, EXECUTES};
-        for (int i = 0; i < 4; i++) within(places[i], unmanaged ? 20 : 2);
+        for (int i = 0; i < 4; i++) within(places[i], unmanaged ? 20 : 1);
         pthread_t thread;
         MUST(pthread_create(&thread, NULL, fork_too, NULL) == 0);
-        within(PREPARE, 2);
-        within(PARENT, 2);
+        within(PREPARE, 1);
+        within(PARENT, 1);
         over = 1;
         pthread_join(thread, NULL);
         MUST(turns > 0);
