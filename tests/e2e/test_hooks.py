@@ -71,19 +71,13 @@ int main(void) {
 """
 
 
-# The process that reads the memory has it all for its own as well, and everything comes in first.
-@pytest.mark.swaptide(budget=64, limit=90, allowance=96, forks=True, needs=("gcc",))
-@pytest.mark.parametrize(
-    "flags",
-    [
-        param(("-fsanitize=address", "-static-libasan"), id="address"),
-        param(("-fsanitize=leak",), id="leak"),
-    ],
-)
-def test_sanitized(case, flags):
-    """A program into which a sanitizer is linked, which has functions of libc's for itself. At its
-    end it stops all threads of the process, reads all memory, and finds one lost block.
-    """
+SANITIZERS = [
+    param(("-fsanitize=address", "-static-libasan"), id="address"),
+    param(("-fsanitize=leak",), id="leak"),
+]
+
+
+def run_sanitized(case, flags):
     source, program = case.directory / "sanitized.c", case.directory / "sanitized"
     source.write_text(SANITIZED)
     made = subprocess.run(["gcc", *flags, "-o", program, source], capture_output=True, text=True)
@@ -98,6 +92,24 @@ def test_sanitized(case, flags):
     assert said == [line for line in plain.errors().splitlines() if line.startswith("SUMMARY")], (
         f"it says {done.errors()!r}"
     )
+
+
+# The process that reads the memory has it all for its own as well, and everything comes in first.
+@pytest.mark.swaptide(budget=64, limit=90, allowance=96, forks=True, needs=("gcc",))
+@pytest.mark.parametrize("flags", SANITIZERS)
+def test_sanitized(case, flags):
+    """A program into which a sanitizer is linked, which has functions of libc's for itself. At its
+    end it stops all threads of the process, reads all memory, and finds one lost block.
+    """
+    run_sanitized(case, flags)
+
+
+@pytest.mark.unprivileged
+@pytest.mark.swaptide(budget=64, limit=90, allowance=96, forks=True, needs=("gcc",))
+@pytest.mark.parametrize("flags", SANITIZERS)
+def test_sanitized_unprivileged(case, flags):
+    """The same for an ordinary user, whose forks are followed with ptrace as well."""
+    run_sanitized(case, flags)
 
 
 OTHER = r"""
