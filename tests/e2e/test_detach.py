@@ -60,7 +60,7 @@ def test_detach(case):
         *[("forks", "nested")] * 3,
         ("threads", "storm"),
     ):
-        started = case.start([case.binary(program), 96, 4, case.seed, mode])
+        started = case.start([case.binary(program), 56, 2, case.seed, mode])
         ctl = Ctl(case, started.pid)
 
         def out():

@@ -264,7 +264,7 @@ IGNORES = """if True:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     held = bytearray(40 << 20)
     print("ready", flush=True)
-    time.sleep(9)
+    time.sleep(7)
     print("lives")
 """
 
@@ -356,8 +356,8 @@ def test_fork_door(case):
     report = case.directory / "report.json"
     confine = [case.python, HERE / "confine.py", PROFILE, "--without", "pidfd_getfd"]
     for words, last in (
-        ([case.binary("forks"), 96, 3, case.seed, "tree"], "OK forks tree"),
-        ([case.binary("forklock"), 64, 3, case.seed, "maps"], "OK forklock maps"),
+        ([case.binary("forks"), 40, 1, case.seed, "tree"], "OK forks tree"),
+        ([case.binary("forklock"), 64, 1, case.seed, "maps"], "OK forklock maps"),
     ):
         ended = run_confined(case, confine, words, report, env=logged(case))
         assert ended.returncode == 0 and last in ended.stdout, (

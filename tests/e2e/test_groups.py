@@ -197,8 +197,8 @@ def test_swap_high(case):
         print("ready", os.getpid(), flush=True)
         for line in sys.stdin:
             began = time.monotonic()
-            fresh = mmap.mmap(-1, 4 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            for at in range(0, 4 << 20, 4096):
+            fresh = mmap.mmap(-1, 2 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            for at in range(0, 2 << 20, 4096):
                 fresh[at] = 1
             print("grew", time.monotonic() - began, flush=True)
         print("OK" if len(set(old[::4096])) == 256 else "WRONG", flush=True)
@@ -228,17 +228,17 @@ def test_swap_high(case):
     slow = grows()
     waited = ctl.stalled("/a") - stalled
     assert slow / 2 < waited < slow + 0.5, (
-        f"4M took {slow:.3f} s past swap.high, and ram.pressure says that {waited:.3f} s of it "
+        f"2M took {slow:.3f} s past swap.high, and ram.pressure says that {waited:.3f} s of it "
         f"were waited for"
     )
     assert slow > free + 0.5 and waits() > 0, (
-        f"4M took {free:.3f} s, and {slow:.3f} s past swap.high"
+        f"2M took {free:.3f} s, and {slow:.3f} s past swap.high"
     )
     assert ctl.event("/a", "swap", "high") >= 1, "no event"
     ctl("group", "/a", "swap.high=max")
     time.sleep(0.3)
     again = min(grows() for _ in range(3))
-    assert again < slow / 2, f"4M take {again:.3f} s without a bound again"
+    assert again < slow / 2, f"2M take {again:.3f} s without a bound again"
     program.process.stdin.close()
     program.process.stdin = None
     done = program.finish()
