@@ -39,6 +39,24 @@ def test_shared(case, mode):
     case.run_c("shared", mode, megabytes=64, options=["--shared"])
 
 
+@pytest.mark.swaptide(budget=32, forks=True, allowance=4, native=False)
+def test_shared_short(case):
+    """The first 60 reads of a swap area fail in the supervisor for want of memory: no page is lost,
+    and all come back.
+    """
+    areas = ["--swap", "zram:2M", "--swap", f"file:{case.directory}:1G"]
+    done = case.run_c(
+        "shared",
+        "hammer",
+        megabytes=64,
+        seconds=3,
+        options=["--shared", *areas],
+        env={**os.environ, "SWAPTIDE_TEST_FAIL": "14"},
+    )
+    stats, errors = done.report["stats"], done.report["errors"]
+    assert stats["pswpin"] > 100 and errors["pages_poisoned"] == 0, f"{stats}, {errors}"
+
+
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)
 def test_shared_huge(case):
     """Advice to make huge pages of shared memory, whose parts could not go out, does nothing."""

@@ -30,9 +30,18 @@ const SHORT_FOR_A_WHILE: u32 = 14;
 const SHORT_FOR_GOOD: u32 = 15;
 const SHORT_READS: u32 = 60;
 
+/// Compressed memory has address space for little.
+const SMALL_POOL: u32 = 16;
+const SMALL_POOL_BYTES: usize = 1 << 20;
+
+/// Bytes that compressed memory has address space for, if a test wants to see its end.
+pub(crate) fn pool_room(header: &Header) -> Option<usize> {
+    (header.injection.fail.load(Relaxed) == SMALL_POOL).then_some(SMALL_POOL_BYTES)
+}
+
 /// Whether a read of a swap area shall fail as for want of memory. `reads`: those of the process so
 /// far.
-pub(crate) fn is_read_short(header: &Header, reads: &AtomicU32) -> bool {
+pub fn is_read_short(header: &Header, reads: &AtomicU32) -> bool {
     match header.injection.fail.load(Relaxed) {
         SHORT_FOR_A_WHILE => reads.fetch_add(1, Relaxed) < SHORT_READS,
         SHORT_FOR_GOOD => true,

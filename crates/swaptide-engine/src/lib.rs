@@ -42,7 +42,7 @@ mod engine;
 pub mod event_loop;
 pub mod events;
 mod fault;
-mod fault_injection;
+pub mod fault_injection;
 pub mod fork;
 pub mod memcg;
 pub mod mm;

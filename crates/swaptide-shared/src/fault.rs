@@ -47,8 +47,15 @@ pub(crate) fn run(inner: Arc<Inner>) {
     // There is more to bring in that a program wants, and room for it.
     let mut comes_in = false;
     while inner.stop.load(Relaxed) & STOP_FAULTS == 0 {
-        let patience: i64 =
-            if inner.lock().spaces.values().any(|space| space.guard.is_none()) { 5 } else { 100 };
+        let patience: i64 = {
+            let state = inner.lock();
+            let is_short = state.shortage.is_any() && !state.waiting.is_empty();
+            if is_short || state.spaces.values().any(|space| space.guard.is_none()) {
+                5
+            } else {
+                100
+            }
+        };
         let timeout = if comes_in { 0 } else { patience * 1_000_000 };
         let timeout = rustix::event::Timespec { tv_sec: 0, tv_nsec: timeout };
         let ready = match epoll::wait(&inner.poll, &mut events[..], Some(&timeout)) {
@@ -270,7 +277,10 @@ impl FaultThread {
         match region.state(page) {
             RegionPage::Absent => self.grow(state, site, page),
             RegionPage::Zero | RegionPage::Pool | RegionPage::File => {
-                self.swap_in(state, site, page)
+                if !self.swap_in(state, site, page) {
+                    state.waiting.push((id, addr, wp));
+                    return;
+                }
             }
             RegionPage::Leaving if wp => {
                 // It is written to: it stays, and so does what is around it, for a while.
@@ -387,11 +397,12 @@ impl FaultThread {
         }
     }
 
-    /// A page that is out, and what is likely to be wanted with it.
-    fn swap_in(&mut self, state: &mut PagerState, site: FaultSite, page: usize) {
+    /// A page that is out, and what is likely to be wanted with it. False when it could not be read
+    /// for want of something of this process's own.
+    fn swap_in(&mut self, state: &mut PagerState, site: FaultSite, page: usize) -> bool {
         let bound = self.bound();
         let id = site.piece.region;
-        let Some(region) = state.regions.get_mut(&id) else { return };
+        let Some(region) = state.regions.get_mut(&id) else { return true };
         let reading = region.reading(page);
         let foretold = region.locality.swap_in(PageNo(0), PageNo(page), reading, bound);
         let wanted = match foretold {
@@ -425,11 +436,13 @@ impl FaultThread {
         // First what was asked for, then waiting threads, then the rest.
         let first = wanted.start.max(page / FIRST_PAGES * FIRST_PAGES)
             ..wanted.end.min((page / FIRST_PAGES + 1) * FIRST_PAGES);
+        let mut is_in = true;
         for run in without(region.runs(first.clone(), RegionPage::is_out), out) {
-            self.inner.fill(state, Some(site), id, run, &mut self.loader);
+            is_in &= self.inner.fill(state, Some(site), id, run.clone(), &mut self.loader)
+                || !run.contains(&page);
         }
-        if first == wanted {
-            return;
+        if !is_in || first == wanted {
+            return is_in;
         }
         if let Some(range) = site.piece.addresses(id, &(page..page + 1)) {
             wake(state, site.space, range);
@@ -443,6 +456,7 @@ impl FaultThread {
                 self.inner.fill(state, Some(site), id, run, &mut self.loader);
             }
         }
+        true
     }
 
     /// Counts the aligned blocks of a window, each at the largest size it is part of.

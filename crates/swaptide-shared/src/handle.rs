@@ -100,7 +100,10 @@ impl Host {
         }
         header.magic.store(MAGIC, SeqCst);
         let log = |line: &str| eprintln!("swaptide: {line}");
-        let open: FileOpener = Arc::new(move |_| Some(swap.as_ref()?.try_clone().ok()?.into()));
+        let open: FileOpener = Arc::new(move |_| {
+            let file = swap.as_ref().ok_or(Errno::NODEV)?;
+            file.try_clone().map(OwnedFd::from).map_err(|_| Errno::MFILE)
+        });
         let settings = PagerSettings { segment, open, log, close: drop };
         let pager = Arc::new(SharedMemoryPager::start(settings)?);
         pager.set_limit(limit);

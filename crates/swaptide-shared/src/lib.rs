@@ -14,6 +14,7 @@
 //! | [`pager`] | its threads; requests |
 //! | `fault` | answers to faults and events |
 //! | `swap_in` | bringing pages back |
+//! | `shortage` | reads that fail for want of memory or descriptors |
 //! | [`reclaim`] | making room; why no write is lost |
 //! | `pinned` | writers past page tables |
 //! | [`handle`] | the interface for programs that know what they do |
@@ -35,6 +36,7 @@ pub mod pager;
 mod pinned;
 pub mod reclaim;
 pub mod region;
+mod shortage;
 pub mod space;
 mod state;
 pub mod store;

@@ -8,6 +8,7 @@ use std::fs::File;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use rustix::event::{EventfdFlags, epoll};
 use swaptide_ipc::shared::AdviceOutcome;
@@ -20,6 +21,9 @@ use swaptide_sys::{AsFd, Errno, OwnedFd};
 use crate::region::{Counts, RegionId};
 use crate::state::{Inner, PagerState, ROOM_TOKEN, STOP_FAULTS, STOP_ROOM};
 use crate::store::{FileOpener, Store};
+
+/// Between two attempts to bring everything back.
+const SHORTAGE_PAUSE: Duration = Duration::from_millis(5);
 
 /// What a pager needs.
 pub struct PagerSettings {
@@ -172,19 +176,26 @@ impl SharedMemoryPager {
     }
 }
 
+impl SharedMemoryPager {
+    /// Brings everything back. False when it is to be tried again: this process is short of
+    /// something.
+    fn restore_all(&self) -> bool {
+        let mut state = self.inner.lock();
+        let all: Vec<(RegionId, usize)> =
+            state.regions.values().map(|region| (region.id, region.pages())).collect();
+        all.into_iter()
+            .fold(true, |done, (id, pages)| self.inner.restore(&mut state, id, 0..pages) && done)
+    }
+}
+
 impl Drop for SharedMemoryPager {
     fn drop(&mut self) {
         self.inner.stop.fetch_or(STOP_ROOM, Relaxed);
         self.inner.work.notify_all();
         // A thread that panicked has ended as well.
         self.room.take().map(JoinHandle::join);
-        {
-            let mut state = self.inner.lock();
-            let all: Vec<(RegionId, usize)> =
-                state.regions.values().map(|region| (region.id, region.pages())).collect();
-            for (id, pages) in all {
-                self.inner.restore(&mut state, id, 0..pages);
-            }
+        while !self.restore_all() {
+            std::thread::sleep(SHORTAGE_PAUSE);
         }
         self.inner.stop.fetch_or(STOP_FAULTS, Relaxed);
         self.faults.take().map(JoinHandle::join);

@@ -30,6 +30,7 @@ use swaptide_sys::{AsFd, AsRawFd, BorrowedFd, Errno, OwnedFd};
 
 use crate::huge_pages::HugePages;
 use crate::region::{Counts, Region, RegionId, RegionPage, SlotSpace};
+use crate::shortage::ReadShortage;
 use crate::space::{GrowthHold, Piece, Space, SpaceId, SpaceState, scan};
 use crate::store::{SLOTS, Store};
 
@@ -94,10 +95,12 @@ pub(crate) struct PagerState {
     pub clock: u32,
     /// Missing pages are the pager's to fill.
     pub engaged: bool,
-    /// Faults that wait for room.
+    /// Faults that wait for room, or until the swap areas can be read.
     pub waiting: Vec<(SpaceId, VirtAddr, bool)>,
     /// Until then no fault waits for room: there was nothing to make it of.
     pub stuck_until: Option<Instant>,
+    /// Whether the swap areas can be read at the moment.
+    pub shortage: ReadShortage,
     /// Faults that wait for a layout.
     pub held: Vec<(SpaceId, VirtAddr, bool)>,
     next_space: u64,

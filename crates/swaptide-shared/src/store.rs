@@ -9,11 +9,13 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use swaptide_engine::fault_injection::is_read_short;
 use swaptide_engine::memcg::acceptance::{Acceptance, Verdict};
 use swaptide_ipc::{Area, AreaId, AreaMask, AreaState, ExtentId, Segment, SlotIndex, Transport};
 use swaptide_store::codec::{Compressor, Packed, PackedKind, Scheme, Unpacker};
 use swaptide_store::file::{
-    AreaDirectory, Extent, ExtentSource, FileDevice, FilePlace, Leaving, Location, Opened,
+    AreaDirectory, Extent, ExtentSource, FileDevice, FilePlace, InjectedFault, Leaving, Location,
+    Opened, ReadError,
 };
 use swaptide_store::zram::Zram;
 use swaptide_store::{Page, Slot};
@@ -24,8 +26,8 @@ use crate::region::RegionPage;
 /// Slots of compressed memory and of the file: 256 GiB of regions.
 pub const SLOTS: u32 = 1 << 26;
 
-/// How an area's descriptor is had.
-pub type FileOpener = Arc<dyn Fn(AreaId) -> Option<OwnedFd> + Send + Sync>;
+/// How an area's descriptor is had. Fails with what this process lacks for that, or `NODEV`.
+pub type FileOpener = Arc<dyn Fn(AreaId) -> Result<OwnedFd, Errno> + Send + Sync>;
 
 /// What the swap areas are to the pager: extents leased in the segment, and descriptors.
 ///
@@ -41,6 +43,8 @@ struct SharedExtents {
     open: FileOpener,
     /// Held over any change of what is held: it must not change while it moves to another group.
     change: Arc<Mutex<()>>,
+    /// Reads so far, where a test counts them.
+    reads: Arc<AtomicU32>,
 }
 
 impl SharedExtents {
@@ -88,11 +92,16 @@ impl AreaDirectory for SharedExtents {
 
     fn open(&self, area: u8) -> Result<Opened, Errno> {
         let is_file = self.segment.area(AreaId(area)).transport() == Transport::File;
-        (self.open)(AreaId(area)).filter(|_| is_file).map(Opened::File).ok_or(Errno::NODEV)
+        if is_file { (self.open)(AreaId(area)).map(Opened::File) } else { Err(Errno::NODEV) }
     }
 
     fn failed(&self, area: u8) {
         self.segment.area(AreaId(area)).count_error();
+    }
+
+    fn injected_fault(&self, _area: u8, writes: bool) -> Option<InjectedFault> {
+        let is_short = !writes && is_read_short(&self.segment.header, &self.reads);
+        is_short.then_some(InjectedFault::Fails(Errno::NOMEM))
     }
 }
 
@@ -110,6 +119,20 @@ pub struct Store {
     pool_bound: AtomicU64,
     acceptance: Acceptance,
     scratch: Mutex<Vec<u8>>,
+}
+
+/// Pages that were not brought back. Their data stays where it is.
+#[derive(Debug, Default)]
+pub struct Unloaded {
+    /// Pages that cannot be read, or are not what was stored.
+    pub failed: Vec<Slot>,
+    /// Pages that this process could not read for want of memory or descriptors. That says nothing
+    /// of them.
+    pub short: Vec<Slot>,
+    /// The first error of those.
+    pub shortage: Option<ReadError>,
+    /// Something was read from the areas.
+    pub has_read: bool,
 }
 
 /// A page that was put away, or was not.
@@ -143,7 +166,8 @@ impl Store {
         }
         let mut salt = [0u8; 8];
         rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty())?;
-        let areas = SharedExtents { segment, index, open, change: Arc::default() };
+        let areas =
+            SharedExtents { segment, index, open, change: Arc::default(), reads: Arc::default() };
         let file = FileDevice::over(
             Box::new(areas.clone()),
             key,
@@ -302,35 +326,46 @@ impl Store {
         kinds.iter().map(|kind| written && kind.is_some()).collect()
     }
 
-    /// Brings pages back. Answers with those that could not be. Their data stays where it is.
+    /// Brings pages back. Answers with those that could not be.
     pub fn load(
         &self,
         pages: &mut [(Slot, RegionPage, &mut Page)],
         unpacker: &mut Unpacker,
-    ) -> Vec<Slot> {
-        let mut failed = Vec::new();
+    ) -> Unloaded {
+        let mut unloaded = Unloaded::default();
         let mut from_file: Vec<(Slot, &mut Page)> = Vec::new();
         for (slot, state, page) in pages {
             match state {
                 RegionPage::Zero => page.fill(0),
                 RegionPage::Pool => {
                     if self.pool.load(*slot, page, unpacker).is_err() {
-                        failed.push(*slot);
+                        unloaded.failed.push(*slot);
                     }
                 }
                 RegionPage::File => from_file.push((*slot, page)),
-                _ => failed.push(*slot),
+                _ => unloaded.failed.push(*slot),
             }
         }
-        if !from_file.is_empty() && self.file.read(&mut from_file).is_err() {
-            // Some are there perhaps: one by one.
-            for (slot, page) in from_file {
-                if self.file.read(&mut [(slot, page)]).is_err() {
-                    failed.push(slot);
+        if from_file.is_empty() {
+            return unloaded;
+        }
+        unloaded.has_read = true;
+        if self.file.read(&mut from_file).is_ok() {
+            return unloaded;
+        }
+        // Some are there perhaps: one by one.
+        unloaded.has_read = false;
+        for (slot, page) in from_file {
+            match self.file.read(&mut [(slot, page)]) {
+                Ok(()) => unloaded.has_read = true,
+                Err(error) if error.is_own_shortage() => {
+                    unloaded.short.push(slot);
+                    unloaded.shortage.get_or_insert(error);
                 }
+                Err(_) => unloaded.failed.push(slot),
             }
         }
-        failed
+        unloaded
     }
 
     /// Forgets a page's data.
@@ -354,4 +389,95 @@ impl Store {
 /// A compressor for the codec of a segment.
 pub fn compressor(segment: &Segment) -> Compressor {
     Compressor::new(Scheme::from_number(segment.header.pool.codec.load(Relaxed)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+    use swaptide_ipc::{EXTENT_BYTES, NewArea};
+    use swaptide_sys::AsFd;
+    use swaptide_sys::mem::{SharedMap, memfd_create};
+    use swaptide_sys::page::PAGE_SIZE;
+
+    /// The word of the segment by which the first 60 reads fail as for want of memory.
+    const SHORT_FOR_A_WHILE: u32 = 14;
+
+    fn segment() -> &'static Segment {
+        let fd = memfd_create(c"test", Segment::BYTES as u64).expect("memfd");
+        let map = SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map");
+        Segment::raw(map).expect("segment")
+    }
+
+    /// A store over one area, whose descriptor is not to be had while `lacks` is set.
+    fn store(lacks: &Arc<AtomicBool>) -> (&'static Segment, Store) {
+        let segment = segment();
+        let id = segment.add_area(NewArea::of_file(0, 4)).expect("an area");
+        let index = segment.claim(std::process::id(), 0).expect("a slot");
+        let file = File::from(memfd_create(c"area", 4 * EXTENT_BYTES).expect("memfd"));
+        let lacks = Arc::clone(lacks);
+        let open: FileOpener = Arc::new(move |asked| {
+            assert_eq!(asked, id);
+            if lacks.load(Relaxed) {
+                Err(Errno::MFILE)
+            } else {
+                Ok(file.try_clone().unwrap().into())
+            }
+        });
+        (segment, Store::new(segment, index, open).expect("a store"))
+    }
+
+    fn load(store: &Store, slots: &[Slot]) -> (Unloaded, Vec<Page>) {
+        let mut pages = vec![[0; PAGE_SIZE]; slots.len()];
+        let mut requests: Vec<_> = slots
+            .iter()
+            .zip(&mut pages)
+            .map(|(slot, page)| (*slot, RegionPage::File, page))
+            .collect();
+        let unloaded = store.load(&mut requests, &mut Unpacker::new());
+        (unloaded, pages)
+    }
+
+    #[test]
+    fn a_page_is_not_lost_for_want_of_memory() {
+        let (segment, store) = store(&Arc::default());
+        let slots = [Slot(3), Slot(4), Slot(900)];
+        let contents = slots.map(|slot| [slot.0 as u8; PAGE_SIZE]);
+        assert!(store.write(&[0, 1, 2].map(|at| (slots[at], &contents[at]))));
+        segment.header.injection.fail.store(SHORT_FOR_A_WHILE, Relaxed);
+        let (unloaded, _) = load(&store, &slots);
+        assert!(unloaded.failed.is_empty() && !unloaded.has_read, "{unloaded:?}");
+        assert_eq!(unloaded.short, slots);
+        assert!(unloaded.shortage.is_some_and(|error| error.is_own_shortage()));
+        let pages = (0..60).map(|_| load(&store, &slots)).find(|(unloaded, _)| unloaded.has_read);
+        let (unloaded, pages) = pages.expect("the shortage is over after 60 reads");
+        assert!(unloaded.failed.is_empty(), "{unloaded:?}");
+        for (slot, page) in slots.iter().zip(&pages) {
+            let is_in = page.iter().all(|byte| *byte == slot.0 as u8);
+            assert!(is_in || unloaded.short.contains(slot), "{slot:?}");
+        }
+        // What is no page is still told as such.
+        let (unloaded, _) = load(&store, &[Slot(5), Slot(4)]);
+        assert_eq!((unloaded.failed, unloaded.short), (vec![Slot(5)], vec![]));
+    }
+
+    #[test]
+    fn a_page_is_not_lost_for_want_of_a_descriptor() {
+        let lacks = Arc::new(AtomicBool::new(false));
+        let (segment, store) = store(&lacks);
+        let slot = Slot(7);
+        assert!(store.write(&[(slot, &[7; PAGE_SIZE])]));
+        // What was opened is forgotten, as in an area that is opened for the first time.
+        store.file.abandon(Vec::new());
+        lacks.store(true, Relaxed);
+        let (unloaded, _) = load(&store, &[slot]);
+        assert_eq!((unloaded.failed, unloaded.short), (vec![], vec![slot]));
+        lacks.store(false, Relaxed);
+        let (unloaded, pages) = load(&store, &[slot]);
+        assert!(unloaded.has_read && unloaded.short.is_empty(), "{unloaded:?}");
+        assert_eq!(pages[0][..], [7; PAGE_SIZE]);
+        assert_eq!(segment.areas().next().expect("the area").1.errors(), 0);
+    }
 }

@@ -9,20 +9,33 @@
 //! Owns nothing. Everything here runs with the state's lock held.
 
 use std::ops::Range;
+use std::sync::atomic::Ordering::Relaxed;
 
 use swaptide_ipc::Counter;
 use swaptide_store::codec::Unpacker;
 use swaptide_store::{Page, Slot};
 use swaptide_sys::page::PAGE_SIZE;
+use swaptide_sys::thread::abort_with;
 
 use crate::region::{RegionId, RegionPage};
+use crate::shortage::{self, ReadShortage};
 use crate::space::{Piece, Space, SpaceId};
 use crate::state::{Inner, PagerState, write_pages};
+use crate::store::Unloaded;
 
 /// Most pages that one fault brings in: 2 MiB.
 pub(crate) const MAX_PAGES_PER_FAULT: usize = 512;
 /// Pages that are brought in before the one asked for is woken.
 pub(crate) const FIRST_PAGES: usize = 16;
+
+/// Parts of a run between some pages, which are in ascending order.
+fn between(run: &Range<usize>, pages: &[usize]) -> Vec<Range<usize>> {
+    let mut start = run.start;
+    let ends = pages.iter().copied().filter(|page| run.contains(page)).chain([run.end]);
+    ends.map(|end| std::mem::replace(&mut start, end + 1)..end)
+        .filter(|part| !part.is_empty())
+        .collect()
+}
 
 /// Memory of a thread that brings pages in.
 pub(crate) struct PageLoader {
@@ -59,14 +72,26 @@ impl Inner {
             }
             None => return,
         };
+        let mut all = true;
         for region in regions {
             let pages = state.regions.get(&region).map_or(0, |region| region.pages());
-            self.restore(state, region, 0..pages);
+            all &= self.restore(state, region, 0..pages);
+        }
+        if !all && let Some(space) = state.spaces.get_mut(&id) {
+            space.rescued = false;
         }
     }
 
-    /// Brings all pages of a range back that are out.
-    pub(crate) fn restore(&self, state: &mut PagerState, id: RegionId, pages: Range<usize>) {
+    /// Brings all pages of a range back that are out. False when some are to be brought back later,
+    /// for this process is short of something.
+    #[must_use]
+    pub(crate) fn restore(
+        &self,
+        state: &mut PagerState,
+        id: RegionId,
+        pages: Range<usize>,
+    ) -> bool {
+        let mut all = true;
         let mut loader = PageLoader::new();
         let runs = state
             .regions
@@ -74,7 +99,7 @@ impl Inner {
             .map_or(Vec::new(), |region| region.runs(pages, RegionPage::is_out));
         for run in runs {
             for start in run.clone().step_by(MAX_PAGES_PER_FAULT) {
-                self.fill(
+                all &= self.fill(
                     state,
                     None,
                     id,
@@ -83,9 +108,11 @@ impl Inner {
                 );
             }
         }
+        all
     }
 
-    /// Brings a run of pages back that are all out.
+    /// Brings a run of pages back that are all out. False when some could not be read for want of
+    /// something of this process's own: they stay out, and are to be asked for again.
     pub(crate) fn fill(
         &self,
         state: &mut PagerState,
@@ -93,8 +120,8 @@ impl Inner {
         id: RegionId,
         run: Range<usize>,
         loader: &mut PageLoader,
-    ) {
-        let Some(region) = state.regions.get_mut(&id) else { return };
+    ) -> bool {
+        let Some(region) = state.regions.get_mut(&id) else { return true };
         let bytes = run.len() * PAGE_SIZE;
         if loader.buffer.len() < bytes {
             loader.buffer.resize(bytes, 0);
@@ -105,14 +132,18 @@ impl Inner {
             .zip(pages)
             .map(|(page, buffer)| (region.slot(page), region.state(page), buffer))
             .collect();
-        let failed = self.store.load(&mut requests, &mut loader.unpacker);
+        let unloaded = self.store.load(&mut requests, &mut loader.unpacker);
         let from = |wanted: RegionPage| {
             requests.iter().filter(|(_, state, _)| *state == wanted).count() as u64
         };
         self.count(Counter::Zswpin, from(RegionPage::Pool));
-        self.count(Counter::Pswpin, from(RegionPage::File));
+        self.count(Counter::Pswpin, from(RegionPage::File) - unloaded.short.len() as u64);
         self.count(Counter::SwpinZero, from(RegionPage::Zero));
-        for slot in &failed {
+        self.follow_shortage(&mut state.shortage, &unloaded);
+        let mut short: Vec<usize> =
+            unloaded.short.iter().map(|slot| (slot.0 - region.base) as usize).collect();
+        short.sort_unstable();
+        for slot in &unloaded.failed {
             let page = (slot.0 - region.base) as usize;
             (self.log)(&format!(
                 "shared memory: page {page} of region {} could not be brought back",
@@ -121,7 +152,8 @@ impl Inner {
             self.count(Counter::PagesPoisoned, 1);
             region.set(page, RegionPage::Lost);
         }
-        let goods = region.runs(run.clone(), RegionPage::is_out);
+        let out = region.runs(run.clone(), RegionPage::is_out);
+        let goods: Vec<Range<usize>> = out.iter().flat_map(|run| between(run, &short)).collect();
         for good in &goods {
             let data = &loader.buffer
                 [(good.start - run.start) * PAGE_SIZE..(good.end - run.start) * PAGE_SIZE];
@@ -145,6 +177,32 @@ impl Inner {
             self.activate(state, id, chunk);
         }
         self.publish(&state.counts());
+        short.is_empty()
+    }
+
+    /// After an attempt to load pages: ends the process where it could not read any for too long,
+    /// for want of something of its own.
+    fn follow_shortage(&self, so_far: &mut ReadShortage, unloaded: &Unloaded) {
+        let is_test = self.segment.header.injection.fail.load(Relaxed) != 0;
+        let bound = shortage::bound(is_test);
+        if let Some(error) = &unloaded.shortage {
+            if !so_far.is_any() {
+                (self.log)(&format!(
+                    "shared memory: {error}: this process is short of memory or descriptors; \
+                     trying again"
+                ));
+            }
+            if !so_far.follow(unloaded, bound) {
+                abort_with(&[
+                    b"swaptide: shared memory: ",
+                    error.to_string().as_bytes(),
+                    b", for want of memory or descriptors, again and again (ulimit -n, ulimit -v); \
+                    stopped rather than given wrong data",
+                ]);
+            }
+        } else {
+            so_far.follow(unloaded, bound);
+        }
     }
 
     /// A chunk came in: hot, if it went not long ago.
@@ -173,4 +231,16 @@ fn copy_in(space: &Space, piece: &Piece, id: RegionId, run: &Range<usize>, data:
     let progress =
         unsafe { space.uffd.copy_pages(range.start, data.as_ptr(), data.len(), true, false) };
     progress.done / PAGE_SIZE
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_without_some_pages_is_what_lies_between_them() {
+        assert_eq!(between(&(3..9), &[]).first(), Some(&(3..9)));
+        assert_eq!(between(&(3..9), &[1, 3, 5, 6, 8, 9]), [4..5, 7..8]);
+        assert_eq!(between(&(3..4), &[3]), []);
+    }
 }

@@ -265,7 +265,7 @@ impl AgentServer {
                     let _dial = dial;
                     // What it starts (the pumps of a connection with TLS) is work, and no look.
                     go_normally();
-                    if let Some(fd) = areas.open(AreaId(message[1])) {
+                    if let Ok(fd) = areas.open(AreaId(message[1])) {
                         // The client may have gone.
                         let _ = client.send(&message[..1], &[fd.as_fd()]);
                     }
@@ -274,7 +274,7 @@ impl AgentServer {
                 return Some(request);
             }
             Request::Area => {
-                opened = areas.open(AreaId(message[1]))?;
+                opened = areas.open(AreaId(message[1])).ok()?;
                 opened.as_fd()
             }
             Request::Device => {

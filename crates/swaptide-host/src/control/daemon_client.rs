@@ -9,6 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use swaptide_ipc::{AreaId, Segment, Transport};
+use swaptide_sys::Errno;
 use swaptide_sys::sock::{Conn, poll_readable};
 
 use crate::control::server::{Answer, Join, Joined, Question, REQUEST_TIMEOUT, daemon_path};
@@ -172,21 +173,21 @@ impl AreaOpener for RemoteAreas {
         area.transport() == Transport::Nbd || !self.held().contains_key(&(id.0, area.generation()))
     }
 
-    fn open(&self, id: AreaId) -> Option<OwnedFd> {
-        let area = self.segment.areas().find(|(known, _)| *known == id)?.1;
-        let fresh = || ask(&Question::Area(id.0)).ok()?.1;
+    fn open(&self, id: AreaId) -> Result<OwnedFd, Errno> {
+        let area = self.segment.areas().find(|(known, _)| *known == id).ok_or(Errno::NODEV)?.1;
+        let fresh = || ask(&Question::Area(id.0)).ok().and_then(|(_, fd)| fd).ok_or(Errno::NODEV);
         if area.transport() == Transport::Nbd {
             // Another connection for each process.
             return fresh();
         }
         let key = (id.0, area.generation());
         if let Some(known) = self.held().get(&key) {
-            return known.try_clone().ok();
+            return rustix::io::fcntl_dupfd_cloexec(known, 0);
         }
         let fd = fresh()?;
         let mut held = self.held();
         held.retain(|(number, generation), _| *number != key.0 || *generation == key.1);
-        held.entry(key).or_insert(fd).try_clone().ok()
+        rustix::io::fcntl_dupfd_cloexec(held.entry(key).or_insert(fd), 0)
     }
 }
 
@@ -204,7 +205,7 @@ mod tests {
         let null = std::fs::File::open("/dev/null").expect("open");
         let generation = segment.area(id).generation();
         areas.held().insert((id.0, generation), null.into());
-        assert!(!areas.is_far(id) && areas.open(id).is_some());
+        assert!(!areas.is_far(id) && areas.open(id).is_ok());
         // Another area of that number is another one.
         let old = areas.held().pop_first().expect("one").1;
         areas.held().insert((id.0, generation.wrapping_add(1)), old);

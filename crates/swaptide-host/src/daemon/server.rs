@@ -299,7 +299,7 @@ impl ClientShared {
         );
         let answer = match question {
             Question::Area(number) => {
-                let Some(fd) = self.areas.open(AreaId(number)) else { return Ok(()) };
+                let Ok(fd) = self.areas.open(AreaId(number)) else { return Ok(()) };
                 return send_with(&client, &Answer::Done, fd.as_fd());
             }
             Question::Look(join) => match self.look(&join, pid) {

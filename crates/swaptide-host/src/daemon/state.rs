@@ -430,9 +430,7 @@ impl SavedState {
         let lost: Vec<AreaId> = segment
             .areas()
             .map(|(id, _)| id)
-            .filter(|id| {
-                segment.area(*id).state() != AreaState::Paused && areas.open(*id).is_none()
-            })
+            .filter(|id| segment.area(*id).state() != AreaState::Paused && areas.open(*id).is_err())
             .collect();
         for id in lost {
             match segment.area(id).state() {

@@ -30,6 +30,7 @@ use swaptide_ipc::{
     AreaId, AreaState, EXTENT_BYTES, ExportFacts, ExtentId, NewArea, Segment, Transport,
 };
 use swaptide_store::nbd::Export;
+use swaptide_sys::Errno;
 use thiserror::Error;
 
 use self::doubts::Doubts;
@@ -178,7 +179,10 @@ pub trait AreaOpener: Send + Sync {
     fn is_far(&self, id: AreaId) -> bool;
 
     /// A descriptor for a process.
-    fn open(&self, id: AreaId) -> Option<OwnedFd>;
+    ///
+    /// # Errors
+    /// What this process lacks for that (descriptors, say), or `NODEV`.
+    fn open(&self, id: AreaId) -> Result<OwnedFd, Errno>;
 }
 
 /// See the module's description.
@@ -354,7 +358,7 @@ impl Areas {
 
     /// Opens an area again whose server answers.
     fn try_again(&self, id: AreaId) {
-        if self.open(id).is_none() {
+        if self.open(id).is_err() {
             return;
         }
         let mut held = self.held();
@@ -502,12 +506,12 @@ impl AreaOpener for Areas {
         self.held().get(&id).is_some_and(|held| matches!(held.backing.medium, Medium::Nbd(..)))
     }
 
-    fn open(&self, id: AreaId) -> Option<OwnedFd> {
-        let (connector, export) = match &self.held().get(&id)?.backing.medium {
-            Medium::File(file) => return Some(file.try_clone().ok()?.into()),
+    fn open(&self, id: AreaId) -> Result<OwnedFd, Errno> {
+        let (connector, export) = match &self.held().get(&id).ok_or(Errno::NODEV)?.backing.medium {
+            Medium::File(file) => return rustix::io::fcntl_dupfd_cloexec(file, 0),
             Medium::Nbd(connector, export) => (Arc::clone(connector), *export),
         };
-        connector.connect_again(&export).ok()
+        connector.connect_again(&export).map_err(|_| Errno::NODEV)
     }
 }
 
@@ -672,7 +676,7 @@ mod tests {
         );
         areas.remove("file:main", |_| ()).expect("gone");
         assert_eq!(
-            (segment.area(copy).state(), areas.open(copy).is_none()),
+            (segment.area(copy).state(), areas.open(copy).is_err()),
             (AreaState::None, true)
         );
     }

@@ -1,0 +1,60 @@
+//! Reads that fail because this process is short of memory or descriptors.
+//!
+//! Owns: how long reads have failed so in a row. Locks: none; inside the state's.
+
+use std::time::Duration;
+
+use swaptide_engine::sched::deadline::Deadline;
+
+use crate::store::Unloaded;
+
+/// How long reads of the swap areas may fail in a row because this process is short of memory or
+/// descriptors.
+const SHORTAGE_TIMEOUT: Duration = Duration::from_secs(30);
+/// The same where a test wants to see what happens then.
+const SHORTAGE_TIMEOUT_IN_TESTS: Duration = Duration::from_secs(2);
+
+/// How long that may be.
+pub(crate) fn bound(is_test: bool) -> Duration {
+    if is_test { SHORTAGE_TIMEOUT_IN_TESTS } else { SHORTAGE_TIMEOUT }
+}
+
+/// How long reads have failed so. Such a page stays out, and is asked for again: nothing is wrong
+/// with it, and what ends the shortage may wait for the state's lock.
+#[derive(Default)]
+pub(crate) struct ReadShortage(Option<Deadline>);
+
+impl ReadShortage {
+    /// True when the last read failed so.
+    pub(crate) fn is_any(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// After an attempt to load pages. False when reads have failed so for too long.
+    pub(crate) fn follow(&mut self, unloaded: &Unloaded, bound: Duration) -> bool {
+        if unloaded.has_read {
+            self.0 = None;
+        } else if !unloaded.short.is_empty() {
+            return !self.0.get_or_insert_with(|| Deadline::new(bound)).is_over(|| false);
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use swaptide_store::Slot;
+
+    #[test]
+    fn a_shortage_ends_with_the_first_read_and_is_too_long_after_its_bound() {
+        let short = || Unloaded { short: vec![Slot(1)], has_read: false, ..Unloaded::default() };
+        let mut shortage = ReadShortage::default();
+        assert!(shortage.follow(&short(), Duration::from_secs(60)));
+        // What is in compressed memory says nothing of it.
+        assert!(shortage.follow(&Unloaded::default(), Duration::ZERO) && shortage.is_any());
+        let read = Unloaded { short: vec![Slot(1)], has_read: true, ..Unloaded::default() };
+        assert!(shortage.follow(&read, Duration::ZERO) && !shortage.is_any());
+        assert!(!shortage.follow(&short(), Duration::ZERO));
+    }
+}
