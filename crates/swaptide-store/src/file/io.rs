@@ -347,3 +347,23 @@ impl BlockIo for SwapFile {
         runs.iter_mut().try_for_each(|run| read_run(self, run))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn direct_io_that_two_transfers_are_refused_at_a_time_is_given_up_by_both() {
+        let name = format!("swaptide-direct-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let file = std::fs::File::options().read(true).write(true).create_new(true).open(&path);
+        std::fs::remove_file(&path).expect("made just now");
+        let file = SwapFile::new(file.expect("a file").into());
+        // Both were refused before either has taken the flag off.
+        assert!(file.drop_direct(Errno::INVAL));
+        assert!(!fcntl_getfl(&file.fd).expect("flags").contains(OFlags::DIRECT));
+        assert!(file.drop_direct(Errno::INVAL), "the second one counts against the area");
+        assert!(!file.drop_direct(Errno::IO));
+        assert_eq!(file.write_at(0, &[1; 100]), Ok(100));
+    }
+}
