@@ -143,3 +143,41 @@ def test_swap_full(case):
             assert "swap space ran out" in done.stderr, said
             errors = json.loads(report.read_text())["errors"]
             assert errors["swap_full"] > 0 and errors["pages_poisoned"] == 0, f"{said}: {errors}"
+
+
+@pytest.mark.swaptide(budget=32, allowance=8, forks=True, swaps=False, native=False)
+def test_swap_kept(case):
+    """Copies on a swap area of what is back in memory go when the area is full: it has room for all
+    data of two processes, not for their copies as well.
+    """
+    done = case.run_c("kept", megabytes=36, options=["--swap", f"file:{case.directory}:72M"])
+    stats, errors = done.report["stats"], done.report["errors"]
+    assert stats["pswpin"] > 5000, f"hardly anything came back: {stats}"
+    assert errors["swap_full"] < 50, f"{errors}, {done.report['devices']}"
+
+
+@pytest.mark.swaptide(budget=32, allowance=24, native=False)
+def test_pool_ends(case):
+    """Compressed memory meets the end of its addresses: pages go to the swap area instead."""
+    done = case.run_c(
+        "torture",
+        "single",
+        megabytes=96,
+        seconds=3,
+        options=["--swap", f"file:{case.directory}:1G"],
+        env={**os.environ, "SWAPTIDE_TEST_FAIL": "16"},
+    )
+    stats, errors = done.report["stats"], done.report["errors"]
+    assert stats["reject_pool_full"] > 100 and stats["pswpout"] > 100, f"{stats}"
+    assert errors["swap_full"] == 0, f"{errors}"
+
+
+@pytest.mark.swaptide(budget=32, allowance=160, swaps=False, native=False)
+def test_pool_ends_alone(case):
+    """The same where there is no swap area: the program keeps its memory, past the budget."""
+    argv = [case.binary("torture"), 96, 3, case.seed, "single"]
+    env = {**os.environ, "SWAPTIDE_TEST_FAIL": "16"}
+    done = case.run(argv, options=["--swap", "zram:1G"], env=env)
+    assert "OK torture single" in done.text(), done.text()[-300:]
+    errors = done.report["errors"]
+    assert errors["swap_full"] > 0 and errors["past_budget_bytes"] > 0, f"{errors}"

@@ -32,7 +32,7 @@ use crate::mm::lru::Queues;
 use crate::mm::page_table::PageTable;
 use crate::mm::references::References;
 use crate::mm::staging::{FrameNo, Staging};
-use crate::mm::types::ChunkNo;
+use crate::mm::types::{ChunkNo, PAGES_PER_LEAF};
 use crate::mm::vma_set::VmaSet;
 use crate::readahead::history::SharedMissHistory;
 use crate::requests::HandlerRequests;
@@ -389,18 +389,24 @@ impl Engine {
 
     /// True when there is no place for what would leave the program: it stays, past the limit if
     /// need be.
-    pub fn is_full(&self) -> bool {
-        let full = (!self.devices.is_backed() || self.file_rests()) && self.charge.pool_is_full();
+    ///
+    /// So is it where compressed memory could not take another batch: what was taken out must have
+    /// a place there in the end, also if every area refuses it.
+    pub(crate) fn is_full(&self, mm: &Mm) -> bool {
+        let alone = !self.devices.is_backed() || self.file_rests();
+        let at_end = !self.devices.pool_has_room(mm.jobs.in_flight, PAGES_PER_LEAF);
+        let full = alone && (at_end || self.charge.pool_is_full());
         if full {
             self.report_swap_full("swap space is full: exceeding the budget");
         }
-        full
+        full || at_end
     }
 
     /// True when a page that is to be stored shall go past compressed memory, because that is at
-    /// its bound and there is something behind it.
+    /// its bound, or near the end of its addresses, and there is something behind it.
     pub(crate) fn pool_refuses(&self) -> bool {
         match self.charge.ask_pool(self.devices.pool.pool_bytes() as u64) {
+            Verdict::Takes if self.devices.pool.is_scarce() => {}
             Verdict::Takes => return false,
             Verdict::AtLimit => self.count(Counter::PoolLimitHit, 1),
             Verdict::NotYet => {}

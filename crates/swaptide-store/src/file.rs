@@ -34,11 +34,11 @@
 //!    A reader that finds something else than was written looks whether the page was moved before
 //!    it calls it damaged.
 //!
-//! Locks: a read buffer, or the movers' buffer and then the writers' (`bounce`), then `state`, or
-//! `emptied` alone. Those of readers, movers and writers are held across I/O, `state` is not (but
-//! across calls to the source). Readers do not wait for writers, nor for each other while a read
-//! buffer is free. Under the writers' lock nothing is read from a server that did not answer
-//! lately.
+//! Locks: a read buffer, or the movers' buffer and then the writers' (`bounce`), then `letting_go`,
+//! then `state`, or `emptied` or `waiting` alone. Those of readers, movers and writers and
+//! `letting_go` are held across I/O, `state` is not (but across calls to the source). Readers do
+//! not wait for writers, nor for each other while a read buffer is free. Under the writers' lock
+//! nothing is read from a server that did not answer lately.
 
 mod ahead;
 mod buffer;
@@ -109,6 +109,8 @@ pub struct FileStats {
     pub stored_bytes: u64,
     /// Bytes of the blocks they lie in.
     pub block_bytes: u64,
+    /// Bytes of blocks that may be written to without another lease.
+    pub free_bytes: u64,
     /// Bytes of records in RAM.
     pub metadata_bytes: usize,
 }
@@ -208,7 +210,8 @@ impl FileDevice {
     }
 
     /// Forgets what a slot holds; `false` if it held nothing. Does not wait for a server (see
-    /// [`Self::let_go_far`]).
+    /// [`Self::let_go_far`]), nor for a file system where the source wants it so (see
+    /// [`Self::let_go_some`]).
     pub fn free(&self, slot: Slot) -> bool {
         self.store.free(slot)
     }
@@ -218,6 +221,12 @@ impl FileDevice {
     /// until something else is written there.
     pub fn let_go_far(&self) {
         self.store.release_remote();
+    }
+
+    /// Gives one of the extents back that [`Self::free`] has emptied and whose source wants it so
+    /// ([`ExtentSource::lets_go_later`]). False when none waits, or another thread does it.
+    pub fn let_go_some(&self) -> bool {
+        self.store.let_go_some()
     }
 
     /// Says which extents shall be left ([`FileDevice::leave`] does it): nothing is written there
@@ -305,7 +314,7 @@ impl FileDevice {
     /// and what is not in it is opened when it is needed.
     pub fn abandon(&self, handed: Vec<HandedOver>) {
         // They are the parent's to give back: it held them alone.
-        self.store.emptied.lock().clear();
+        self.store.forget_emptied();
         self.store.io.abandon(handed);
     }
 
@@ -341,6 +350,7 @@ impl FileDevice {
             shared_extents,
             stored_bytes,
             block_bytes,
+            free_bytes: (state.extents.free_blocks() * PAGE_SIZE) as u64,
             metadata_bytes: state.places.metadata_bytes()
                 + state.digests.metadata_bytes()
                 + state.extents.metadata_bytes(),

@@ -94,6 +94,8 @@ pub struct Zram {
     /// Taken before `state`.
     scratch: Lock<Scratch>,
     figures: Figures,
+    /// Address space for fewer pages than this is scarce.
+    scarce_below: usize,
 }
 
 /// What is asked for often, kept where no lock is needed to read it.
@@ -102,6 +104,7 @@ struct Figures {
     populated: AtomicU64,
     pool_bytes: AtomicUsize,
     stored_bytes: AtomicUsize,
+    room_pages: AtomicUsize,
 }
 
 impl Figures {
@@ -111,6 +114,7 @@ impl Figures {
         self.pool_bytes.store(state.pool.resident_bytes(), Ordering::Relaxed);
         self.populated.store(state.pool.populated(), Ordering::Relaxed);
         self.stored_bytes.store(state.pool.stored_bytes(), Ordering::Relaxed);
+        self.room_pages.store(state.pool.room_pages(), Ordering::Relaxed);
     }
 }
 
@@ -144,11 +148,23 @@ impl Zram {
     /// # Panics
     /// For more than 2^30 slots.
     pub fn new(max_slots: u32) -> Result<Zram, Error> {
+        Zram::with_room(max_slots, max_slots as usize * PAGE_SIZE)
+    }
+
+    /// The same with address space for `bytes` of objects.
+    ///
+    /// # Panics
+    /// For more than 2^30 slots.
+    pub fn with_room(max_slots: u32, bytes: usize) -> Result<Zram, Error> {
         assert!(max_slots <= MAX_SLOTS, "a device of {max_slots} slots");
-        let pool = ObjectPool::new(max_slots as usize * PAGE_SIZE)
-            .map_err(|errno| Error::Reserve { slots: max_slots, errno })?;
+        let pool =
+            ObjectPool::new(bytes).map_err(|errno| Error::Reserve { slots: max_slots, errno })?;
         let handles = Handles::new(max_slots);
+        let figures = Figures::default();
+        figures.room_pages.store(pool.room_pages(), Ordering::Relaxed);
+        let scarce_below = pool.scarce_below();
         Ok(Zram {
+            scarce_below,
             state: Lock::new(ZramState {
                 handles,
                 same: SameTable::default(),
@@ -157,7 +173,7 @@ impl Zram {
                 cursor: 0,
             }),
             scratch: Lock::new(Scratch::default()),
-            figures: Figures::default(),
+            figures,
         })
     }
 
@@ -541,6 +557,18 @@ impl Zram {
     #[must_use]
     pub fn pool_bytes(&self) -> usize {
         self.figures.pool_bytes.load(Ordering::Relaxed)
+    }
+
+    /// How many more pages, of any size, certainly find room in the address space. Takes no lock.
+    #[must_use]
+    pub fn room_pages(&self) -> usize {
+        self.figures.room_pages.load(Ordering::Relaxed)
+    }
+
+    /// Whether the address space is near its end. Takes no lock.
+    #[must_use]
+    pub fn is_scarce(&self) -> bool {
+        self.room_pages() < self.scarce_below
     }
 
     /// Pages that the pool had the kernel populate so far. Takes no lock.

@@ -40,7 +40,7 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::thread::now;
 
 use crate::EngineError;
-use crate::fault_injection::is_read_short;
+use crate::fault_injection::{is_read_short, pool_room};
 
 /// Swap type of compressed memory.
 pub(crate) const POOL: SwapType = SwapType::new(0).expect("a swap type");
@@ -57,6 +57,10 @@ const MIN_FILE_SLOTS: u32 = 1 << 24;
 
 /// Slots that a device has at least where address space is refused (1 GiB of pages).
 const MIN_SLOTS: u32 = 1 << 18;
+
+/// The swap areas have room for copies of what the program has again, while more than one part in
+/// so many of them is free.
+const ROOMY_DIVISOR: u64 = 4;
 
 /// An area that did not take a write is left alone for so long, where there is another one. One
 /// that fails again and again the supervisor retires.
@@ -175,6 +179,10 @@ impl ExtentSource for SegmentExtents {
     fn is_on_server(&self, extent: Extent) -> bool {
         let place = self.segment.place_of(ExtentId(extent.0));
         place.is_some_and(|place| self.segment.area(place.area).transport() == Transport::Nbd)
+    }
+
+    fn lets_go_later(&self, _extent: Extent) -> bool {
+        true
     }
 
     fn server_of(&self, extent: Extent) -> Option<ServerId> {
@@ -424,7 +432,11 @@ impl Devices {
         open: OpenArea,
         salt: u64,
     ) -> Result<Devices, EngineError> {
-        let pool = Zram::new(POOL_SLOTS)
+        let pool = match pool_room(&segment.header) {
+            Some(bytes) => Zram::with_room(POOL_SLOTS, bytes),
+            None => Zram::new(POOL_SLOTS),
+        };
+        let pool = pool
             .map_err(|_| EngineError::Devices("the compressed pool's address space was refused"))?;
         let pool_slots = slot_device(POOL, POOL_SLOTS)?;
         let mut key = [0u8; 32];
@@ -465,6 +477,14 @@ impl Devices {
         })
     }
 
+    /// Whether compressed memory certainly has slots and address space for `coming` pages, if
+    /// `in_flight` others that have a slot go there as well.
+    pub(crate) fn pool_has_room(&self, in_flight: usize, coming: usize) -> bool {
+        let usage = self.pool_slots.usage();
+        (usage.capacity - usage.used) as usize >= coming
+            && self.pool.room_pages() >= in_flight + coming
+    }
+
     /// Whether there is anything beyond compressed memory that takes pages.
     pub(crate) fn is_backed(&self) -> bool {
         self.segment.has_area()
@@ -490,6 +510,11 @@ impl Devices {
             .alloc_folio(CPU, Order::ZERO, folio, GROUP)
             .ok()
             .map(|offset| SwapEntry::new(FILE, offset))
+    }
+
+    /// True when the areas have little room left, at the last [`Devices::metadata_bytes`].
+    pub(crate) fn file_is_scarce(&self) -> bool {
+        !self.file.roomy.load(Relaxed)
     }
 
     /// Drops the data of a slot that holds a shadow, and the slot.
@@ -576,11 +601,14 @@ impl Devices {
         }
     }
 
-    /// Bytes of tables and handles. Looks how full the file is, too.
+    /// Bytes of tables and handles. Looks how full the file is, too: what all processes have leased
+    /// is taken, but for what is free of this one's.
     pub fn metadata_bytes(&self) -> usize {
         let stats = self.file.device.stats();
-        let bytes = u64::from(self.segment.extents()) * EXTENT_BYTES;
-        self.file.roomy.store(stats.block_bytes < bytes / 4 * 3, Relaxed);
+        let (extents, used) = (self.segment.extents(), self.segment.extents_used());
+        let bytes = u64::from(extents) * EXTENT_BYTES;
+        let free = u64::from(extents.saturating_sub(used)) * EXTENT_BYTES + stats.free_bytes;
+        self.file.roomy.store(free > bytes / ROOMY_DIVISOR, Relaxed);
         let file = self.file.slots.metadata_bytes() + stats.metadata_bytes;
         self.pool_slots.metadata_bytes() + self.pool.metadata_bytes() + file
     }

@@ -159,6 +159,8 @@ impl Mm {
         self.queues.arrived(&mut self.table, page.chunk());
         if entry.ty() == POOL {
             self.queues.log_clean(&mut self.table, page.chunk());
+        } else {
+            self.queues.log_clean_on_areas(&mut self.table, page.chunk(), entry.ty());
         }
     }
 

@@ -1,18 +1,22 @@
 //! The order in which chunks are looked at.
 //!
-//! Owns six queues of chunks. Oldest first: `resident`; `pool`, chunks that went to compressed
+//! Owns seven queues of chunks. Oldest first: `resident`; `pool`, chunks that went to compressed
 //! memory; `settled`, chunks that have stayed there long; `kept`, chunks that came back while their
-//! compressed copy was kept; `shared`, chunks with pages that another process has, too. In no
-//! order: `own`, chunks with pages that became this process's own after that. A chunk stands in
-//! each at most once, which its flags say (so one of which nothing is known is not put there: it
-//! has none); an entry whose chunk has nothing left in that place is dropped when met.
+//! compressed copy was kept; `kept_on_areas`, the same of copies on swap areas; `shared`, chunks
+//! with pages that another process has, too. In no order: `own`, chunks with pages that became this
+//! process's own after that. A chunk stands in each at most once, which its flags say (so one of
+//! which nothing is known is not put there: it has none); an entry whose chunk has nothing left in
+//! that place is dropped when met.
 //!
 //! Locks: none; inside the engine's memory lock.
 
 use std::collections::VecDeque;
 
+use swaptide_core::SwapType;
+
 use crate::mm::page_table::{
-    CLEAN_LOGGED, OWN_LOGGED, POOL_LOGGED, PageTable, QUEUED, SETTLED_LOGGED, SHARED_LOGGED,
+    CLEAN_LOGGED, FILE_CLEAN_LOGGED, OWN_LOGGED, POOL_LOGGED, PageTable, QUEUED, SETTLED_LOGGED,
+    SHARED_LOGGED,
 };
 use crate::mm::types::ChunkNo;
 
@@ -23,6 +27,7 @@ pub struct Queues {
     pool: VecDeque<ChunkNo>,
     settled: VecDeque<ChunkNo>,
     kept: VecDeque<ChunkNo>,
+    kept_on_areas: VecDeque<ChunkNo>,
     shared: VecDeque<ChunkNo>,
     own: Vec<ChunkNo>,
 }
@@ -56,6 +61,38 @@ impl Queues {
     pub(crate) fn next_clean(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
         let chunk = self.kept.pop_front()?;
         table.update(chunk, |c| c.flags &= !CLEAN_LOGGED);
+        Some(chunk)
+    }
+
+    /// Copies of pages of the chunk are kept on swap areas, whose slots are of type `areas`.
+    pub(crate) fn log_clean_on_areas(
+        &mut self,
+        table: &mut PageTable,
+        chunk: ChunkNo,
+        areas: SwapType,
+    ) {
+        if !table.is_used(chunk) || table.chunk(chunk).flags & FILE_CLEAN_LOGGED != 0 {
+            return;
+        }
+        table.update(chunk, |c| c.flags |= FILE_CLEAN_LOGGED);
+        if self.kept_on_areas.len() == self.kept_on_areas.capacity() {
+            // Before it grows, those go of which none is kept any more: while there is room on the
+            // areas nothing is taken from here.
+            self.kept_on_areas.retain(|chunk| {
+                let keeps = table.has_copy_on(*chunk, areas);
+                if !keeps {
+                    table.update(*chunk, |c| c.flags &= !FILE_CLEAN_LOGGED);
+                }
+                keeps
+            });
+        }
+        self.kept_on_areas.push_back(chunk);
+    }
+
+    /// Takes the chunk of which copies have been kept on swap areas longest.
+    pub(crate) fn next_clean_on_areas(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+        let chunk = self.kept_on_areas.pop_front()?;
+        table.update(chunk, |c| c.flags &= !FILE_CLEAN_LOGGED);
         Some(chunk)
     }
 
@@ -196,7 +233,8 @@ impl Queues {
 mod tests {
     use super::*;
     use crate::mm::page_table::PageState;
-    use crate::mm::types::PageNo;
+    use crate::mm::types::{PAGES_PER_CHUNK, PageNo};
+    use swaptide_core::{SwapEntry, SwapOffset};
 
     #[test]
     fn a_chunk_of_which_nothing_is_known_is_not_logged_and_no_chunk_is_logged_twice() {
@@ -245,5 +283,32 @@ mod tests {
         let order: Vec<_> = std::iter::from_fn(|| queues.next_to_file(&mut table)).collect();
         assert_eq!(order, [two.chunk(), one.chunk(), two.chunk()]);
         assert_eq!(table.chunk(two.chunk()).flags, 0);
+    }
+
+    #[test]
+    fn chunks_without_a_copy_on_the_areas_leave_their_log_before_it_grows() {
+        let (pool, areas) = (SwapType::new(0).unwrap(), SwapType::new(1).unwrap());
+        let entry = |ty| SwapEntry::new(ty, SwapOffset(3));
+        let (mut table, mut queues) = (PageTable::new(), Queues::default());
+        let page = |n: usize| PageNo(1600 + n * PAGES_PER_CHUNK);
+        for n in 0..1000 {
+            table.set(page(n), PageState::PresentClean(entry(areas)));
+            queues.log_clean_on_areas(&mut table, page(n).chunk(), areas);
+            queues.log_clean_on_areas(&mut table, page(n).chunk(), areas);
+            // All but the last few are given up, or have their copy elsewhere.
+            if n >= 4 {
+                let state = if n % 2 == 0 {
+                    PageState::Empty
+                } else {
+                    PageState::PresentClean(entry(pool))
+                };
+                table.set(page(n - 4), state);
+            }
+        }
+        assert!(queues.kept_on_areas.capacity() < 32, "{}", queues.kept_on_areas.capacity());
+        let left: Vec<_> = std::iter::from_fn(|| queues.next_clean_on_areas(&mut table)).collect();
+        assert!(left.ends_with(&[996, 997, 998, 999].map(|n| page(n).chunk())), "{left:?}");
+        assert_eq!(table.chunk(page(999).chunk()).flags, 0);
+        assert!(!table.is_used(page(0).chunk()), "its cell is kept for the log alone");
     }
 }

@@ -17,7 +17,7 @@
 //!
 //! Locks: none; the table lies inside the engine's memory lock.
 
-use swaptide_core::SwapEntry;
+use swaptide_core::{SwapEntry, SwapType};
 use swaptide_sys::page::PAGE_SIZE;
 
 use crate::mm::types::{
@@ -114,7 +114,7 @@ pub struct Chunk {
     /// How many times reclaim passes the chunk by before it takes it.
     pub hot: u8,
     /// [`QUEUED`], [`POOL_LOGGED`], [`UNMOVABLE`], [`CLEAN_LOGGED`], [`SETTLED_LOGGED`],
-    /// [`SHARED_LOGGED`], [`OWN_LOGGED`].
+    /// [`SHARED_LOGGED`], [`OWN_LOGGED`], [`FILE_CLEAN_LOGGED`].
     pub flags: u8,
     /// Words that are not empty.
     used: u8,
@@ -136,9 +136,16 @@ pub(crate) const SETTLED_LOGGED: u8 = 16;
 pub(crate) const SHARED_LOGGED: u8 = 32;
 /// The chunk stands in the list of chunks with pages that were made this process's own.
 pub(crate) const OWN_LOGGED: u8 = 64;
+/// The chunk stands in the log of chunks of which copies are kept on swap areas.
+pub(crate) const FILE_CLEAN_LOGGED: u8 = 128;
 /// The chunk stands in some queue, where its flag must be found again.
-const LISTED: u8 =
-    QUEUED | POOL_LOGGED | CLEAN_LOGGED | SETTLED_LOGGED | SHARED_LOGGED | OWN_LOGGED;
+const LISTED: u8 = QUEUED
+    | POOL_LOGGED
+    | CLEAN_LOGGED
+    | SETTLED_LOGGED
+    | SHARED_LOGGED
+    | OWN_LOGGED
+    | FILE_CLEAN_LOGGED;
 
 /// 64 KiB: what the table is made of, so that memory touched here and there costs little.
 struct Cell {
@@ -325,6 +332,15 @@ impl PageTable {
     /// What is remembered of a chunk.
     pub fn chunk(&self, chunk: ChunkNo) -> Chunk {
         self.cell(chunk).map_or(Chunk::default(), |cell| cell.chunk)
+    }
+
+    /// True when a page of a chunk is present and a slot of that type holds a copy of it.
+    pub(crate) fn has_copy_on(&self, chunk: ChunkNo, ty: SwapType) -> bool {
+        let is_copy = |word: &u32| match PageState::of(*word) {
+            PageState::PresentClean(entry) => entry.ty() == ty,
+            _ => false,
+        };
+        self.cell(chunk).is_some_and(|cell| cell.words.iter().any(is_copy))
     }
 
     /// True when something is known of a chunk: then it has flags.

@@ -35,6 +35,7 @@ use crate::mm::batch::{
 use crate::mm::page_table::{PageState, UNMOVABLE};
 use crate::mm::staging::{FrameNo, SlabNo};
 use crate::mm::types::{CHUNKS_PER_LEAF, PAGES_PER_CHUNK, PageNo, folios, range_of};
+use crate::reclaim::copies;
 use crate::reclaim::unarmed::{self, Lookup, Seen};
 use crate::sched::handler_cpu::YieldEvery;
 
@@ -42,6 +43,24 @@ use crate::sched::handler_cpu::YieldEvery;
 const DENSE_PAGES_PER_MOVE: usize = 8;
 
 impl BackingPage {
+    /// A page that is to go to the file. Packed bytes are added to `bytes`.
+    fn new(
+        frame: FrameNo,
+        entry: SwapEntry,
+        packed: &Packed<'_>,
+        bytes: &mut Vec<u8>,
+    ) -> BackingPage {
+        let packed = match packed {
+            Packed::Bytes(packed) => {
+                let start = bytes.len();
+                bytes.extend_from_slice(packed);
+                Some(start..bytes.len())
+            }
+            _ => None,
+        };
+        BackingPage { frame, entry, packed, place: None }
+    }
+
     /// The page as it is stored.
     ///
     /// # Safety
@@ -390,20 +409,13 @@ impl Batch {
                         self.zeros.add(place);
                     }
                     Packed::Raw(_) if engine.devices.is_backed() => {
-                        self.beyond.push(BackingPage { frame, entry, packed: None, place: None });
+                        self.beyond.push(BackingPage::new(frame, entry, &packed, &mut self.packed));
                         self.is_beyond.add(place);
                         poor += 1;
                         continue;
                     }
-                    Packed::Bytes(bytes) if refuses => {
-                        let start = self.packed.len();
-                        self.packed.extend_from_slice(bytes);
-                        self.beyond.push(BackingPage {
-                            frame,
-                            entry,
-                            packed: Some(start..self.packed.len()),
-                            place: None,
-                        });
+                    Packed::Bytes(_) if refuses => {
+                        self.beyond.push(BackingPage::new(frame, entry, &packed, &mut self.packed));
                         self.is_beyond.add(place);
                         refused += 1;
                         continue;
@@ -411,7 +423,9 @@ impl Batch {
                     _ => stored += 1,
                 }
                 if engine.devices.pool.insert(Slot(entry.offset().0), &packed).is_err() {
-                    crate::fatal("the compressed pool's address space is full");
+                    self.beyond.push(BackingPage::new(frame, entry, &packed, &mut self.packed));
+                    self.is_beyond.add(place);
+                    (stored, refused) = (stored - 1, refused + 1);
                 }
             }
             let n = 1 << leaving.order;
@@ -442,7 +456,7 @@ impl Batch {
         }
         if !engine.file_rests() {
             for page in &mut self.beyond {
-                page.place = engine.devices.alloc_file(FolioId(page.frame.0));
+                page.place = copies::alloc_slot(engine, FolioId(page.frame.0));
             }
         }
         let pages: Vec<(Slot, Packed<'_>)> = self
@@ -455,7 +469,7 @@ impl Batch {
             })
             .collect();
         let mut written = pages.len();
-        let result = engine.devices.file.device.write(&pages);
+        let result = copies::write(engine, &pages);
         drop(pages);
         if let Err(error) = result {
             engine.write_failed(&error);
@@ -471,7 +485,10 @@ impl Batch {
             // SAFETY: as above.
             let packed = unsafe { page.packed(engine, &self.packed) };
             if engine.devices.pool.insert(Slot(page.entry.offset().0), &packed).is_err() {
-                crate::fatal("the compressed pool's address space is full");
+                // `Engine::is_full` has seen to it that there is room.
+                crate::fatal(
+                    "a page that went out has no place: compressed memory's address space is full",
+                );
             }
         }
         engine.count(Counter::Pswpout, written);

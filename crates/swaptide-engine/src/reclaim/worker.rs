@@ -34,6 +34,7 @@ use crate::engine::{Engine, Mm};
 use crate::fault_injection;
 use crate::mm::batch::Batch;
 use crate::mm::types::{ChunkNo, MIN_BYTES, range_of};
+use crate::reclaim::copies;
 use crate::reclaim::idle::Calm;
 use crate::reclaim::recompress::Recompress;
 use crate::reclaim::unarmed::Seen;
@@ -183,7 +184,7 @@ impl Worker {
 
     fn take(&mut self, engine: &Engine, mm: &mut Mm, want: usize) -> Result<Box<Batch>, Step> {
         self.tried = false;
-        if engine.is_full() {
+        if engine.is_full(mm) {
             return Err(Step::Nothing);
         }
         let mut batch = mm.jobs.blank();
@@ -222,7 +223,8 @@ impl Worker {
         let charge = &engine.charge;
         let may = charge.family.may_write_back()
             || charge.pool() > charge.pool_bound()
-            || charge.pool_refuses();
+            || charge.pool_refuses()
+            || engine.devices.pool.is_scarce();
         may && self.writeback.step(engine, &mut self.unpacker)
     }
 
@@ -232,6 +234,9 @@ impl Worker {
     fn shrink_pool(&mut self, engine: &Engine) -> bool {
         let charge = &engine.charge;
         let (pool, most) = (charge.pool(), charge.pool_goal());
+        if engine.devices.pool.is_scarce() && engine.devices.is_backed() {
+            return self.write_back(engine);
+        }
         if pool < most / 4 * 3 {
             return false;
         }
@@ -389,7 +394,10 @@ impl Worker {
         let over = || {
             brief && now().since(began) >= TICK_NEAR_LIMIT || engine.workers.park.load(Acquire) != 0
         };
+        // One that keeps the accounts leaves it to others, where there are any.
+        let lets_go = !brief || engine.workers.running.load(Relaxed) < 2;
         while !over() {
+            let has_let_go = lets_go && engine.devices.file.device.let_go_some();
             if self.store_waiting(engine) {
                 continue;
             }
@@ -422,7 +430,9 @@ impl Worker {
                 }
                 keeper.calm.stopped();
             }
-            return true;
+            if !has_let_go {
+                return true;
+            }
         }
         false
     }
@@ -596,6 +606,7 @@ impl Housekeeping {
         if std::mem::replace(&mut self.areas, areas) != areas {
             engine.devices.file.look_at_areas();
         }
+        copies::drop_where_scarce(engine);
         engine.devices.file.device.let_go_far();
         if engine.charge.pool_cap() != 0 {
             engine.charge.others_pool(engine.pool_of_others());

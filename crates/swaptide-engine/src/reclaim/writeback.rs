@@ -23,6 +23,7 @@ use crate::backing::devices::POOL;
 use crate::engine::{Engine, Mm};
 use crate::mm::page_table::PageState;
 use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PageNo, runs};
+use crate::reclaim::copies;
 
 /// Pages of a batch.
 const BATCH_PAGES: usize = 128;
@@ -111,7 +112,7 @@ impl Writeback {
             .map(|copy| (Slot(copy.0.offset().0), packed(&self.data, copy)))
             .collect();
         let going = pages.len();
-        let written = engine.devices.file.device.write(&pages);
+        let written = copies::write(engine, &pages);
         drop(pages);
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
@@ -178,7 +179,7 @@ impl Writeback {
             if matches!(kind, PackedKind::Zero | PackedKind::Same(_)) {
                 continue;
             }
-            let Some(new) = engine.devices.alloc_file(WRITING) else {
+            let Some(new) = copies::alloc_slot(engine, WRITING) else {
                 engine
                     .report_swap_full("the swap file is full: compressed memory exceeds its share");
                 engine.rest_file();

@@ -4,8 +4,9 @@
 //! extents without live pages back. Rules and locks are those of the device ([`super`]).
 
 use core::ops::Range;
-use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use core::time::Duration;
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use swaptide_sys::Errno;
@@ -41,6 +42,13 @@ pub(super) struct ExtentStore {
     /// Extents of servers without live pages: a server is not told of them by the thread that
     /// emptied them.
     pub(super) emptied: Lock<Vec<FreedExtent>>,
+    /// The same of extents on this machine, the oldest first. At most as many as were leased, of
+    /// some bytes each.
+    pub(super) waiting: Lock<VecDeque<FreedExtent>>,
+    /// How many of those have not been given back yet.
+    waiting_count: AtomicUsize,
+    /// Held by the thread that gives one of them back.
+    letting_go: Lock<()>,
 }
 
 pub(super) struct FileState {
@@ -74,6 +82,9 @@ impl ExtentStore {
             trims_rest: AtomicU64::new(0),
             moves_rest: [const { AtomicU64::new(0) }; MAX_AREAS],
             emptied: Lock::default(),
+            waiting: Lock::default(),
+            waiting_count: AtomicUsize::new(0),
+            letting_go: Lock::default(),
         }
     }
 
@@ -162,6 +173,7 @@ impl ExtentStore {
             state.extents.clear()
         };
         self.release(&vacated);
+        while self.let_go_for_room() {}
         self.release_remote();
     }
 
@@ -181,20 +193,62 @@ impl ExtentStore {
     }
 
     /// Gives extents without live pages back to the file system and to the source. Without the
-    /// lock: punching takes time, and no process can lease them before the source has them back.
-    /// Those of servers are kept for [`Self::release_remote`]: the caller may be the thread that
-    /// serves faults.
+    /// state's lock: punching takes time, and no process can lease them before the source has them
+    /// back. Those of servers are kept for [`Self::release_remote`], and what the source wants so
+    /// for [`Self::let_go_some`]: the caller may be the thread that serves faults.
     pub(super) fn release(&self, vacated: &[FreedExtent]) {
-        for &FreedExtent { extent, shared } in vacated {
-            if self.source.is_on_server(extent) {
-                self.emptied.lock().push(FreedExtent { extent, shared });
-            } else if !shared {
-                self.source.release(extent, self.punch(extent));
-            } else if self.source.release_shared(extent) {
-                // The last one that had it.
-                self.source.release(extent, self.punch(extent));
+        for &freed in vacated {
+            if self.source.is_on_server(freed.extent) {
+                self.emptied.lock().push(freed);
+            } else if self.source.lets_go_later(freed.extent) {
+                self.waiting_count.fetch_add(1, Relaxed);
+                self.waiting.lock().push_back(freed);
+            } else {
+                self.let_go(freed);
             }
         }
+    }
+
+    fn let_go(&self, FreedExtent { extent, shared }: FreedExtent) {
+        // Of those that are shared, the last process that had it.
+        if !shared || self.source.release_shared(extent) {
+            self.source.release(extent, self.punch(extent));
+        }
+    }
+
+    /// See [`super::FileDevice::let_go_some`].
+    pub(super) fn let_go_some(&self) -> bool {
+        if self.waiting_count.load(Relaxed) == 0 {
+            return false;
+        }
+        let Some(_only) = self.letting_go.try_lock() else { return false };
+        self.let_go_oldest()
+    }
+
+    /// Gives one of the extents back that wait for it, or waits for a thread that does. False when
+    /// none waits.
+    pub(super) fn let_go_for_room(&self) -> bool {
+        if self.waiting_count.load(Relaxed) == 0 {
+            return false;
+        }
+        let _only = self.letting_go.lock();
+        // Where none is left, the last one has just been given back.
+        self.let_go_oldest();
+        true
+    }
+
+    fn let_go_oldest(&self) -> bool {
+        let Some(oldest) = self.waiting.lock().pop_front() else { return false };
+        self.let_go(oldest);
+        self.waiting_count.fetch_sub(1, Relaxed);
+        true
+    }
+
+    /// Forgets, in a forked child, what its parent is to give back.
+    pub(super) fn forget_emptied(&self) {
+        self.emptied.lock().clear();
+        self.waiting.lock().clear();
+        self.waiting_count.store(0, Relaxed);
     }
 
     fn punch(&self, extent: Extent) -> bool {
@@ -250,6 +304,8 @@ impl ExtentStore {
         unsafe {
             self.state.force_unlock();
             self.emptied.force_unlock();
+            self.waiting.force_unlock();
+            self.letting_go.force_unlock();
             self.io.force_unlock();
         }
     }

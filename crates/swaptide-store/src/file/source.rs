@@ -57,6 +57,12 @@ pub trait ExtentSource: Sync {
         self.server_of(extent).is_some()
     }
 
+    /// Whether giving a leased extent's space back is left to [`super::FileDevice::let_go_some`]:
+    /// the thread that frees its last page must not wait for a file system.
+    fn lets_go_later(&self, _extent: Extent) -> bool {
+        false
+    }
+
     /// The server that alone has what lies in a leased extent, if that is so: reading it takes
     /// an unknown time.
     fn server_of(&self, _extent: Extent) -> Option<ServerId> {

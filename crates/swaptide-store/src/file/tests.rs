@@ -14,6 +14,7 @@ mod far;
 mod forks;
 mod full;
 mod late;
+mod later;
 mod leaving;
 mod mirror;
 mod placing;
@@ -185,6 +186,8 @@ struct Source {
     far: bool,
     /// All lie on a server and have a mirror.
     mirrored: bool,
+    /// All are given back by another thread than the one that frees their last page.
+    later: bool,
     /// All lie on a rotational device.
     rotational: bool,
     /// Those from this one on lie on another device.
@@ -203,6 +206,7 @@ impl Source {
             plain: false,
             far: false,
             mirrored: false,
+            later: false,
             rotational: false,
             second: None,
             retakes: false,
@@ -290,6 +294,10 @@ impl ExtentSource for Source {
 
     fn is_on_server(&self, _extent: Extent) -> bool {
         self.far || self.mirrored
+    }
+
+    fn lets_go_later(&self, _extent: Extent) -> bool {
+        self.later
     }
 
     fn server_of(&self, _extent: Extent) -> Option<ServerId> {

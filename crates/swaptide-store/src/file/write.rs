@@ -216,6 +216,9 @@ fn reserve(
         }
         let Some(full) = full else { return Ok((taken, Arc::clone(state.extents.cipher()))) };
         drop(state);
+        if full == Full::Entirely && store.let_go_for_room() {
+            continue;
+        }
         if full == Full::Entirely && !store.emptied.lock().is_empty() {
             // There is room, and nobody has said so yet.
             store.release_remote();

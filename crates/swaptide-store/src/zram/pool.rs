@@ -42,6 +42,11 @@ const WARM_BLOCKS: usize = 16;
 /// How far the pool may go past its limit while objects are replaced by smaller ones: a new block
 /// for each class among them.
 const REPLACE_SLACK_BYTES: usize = 16 * BLOCK_BYTES;
+/// The address space is scarce when it has room for fewer pages than this, beyond one part in so
+/// many of its blocks: more than all that can be on their way out of a program at a time. Of a
+/// small one, half.
+const SCARCE_PAGES: usize = 32 << 10;
+const SCARCE_DIVISOR: usize = 16;
 /// What is brought near of an object that will be read: the processor finds the rest by itself.
 const PREFETCH_LINES: usize = 8;
 const LINE_BYTES: usize = 64;
@@ -130,6 +135,22 @@ const fn build_lookup<const N: usize>(step: usize) -> [u8; N] {
 
 const _: () = assert!(CLASS_TABLE.0[CLASSES - 1].size as usize == BLOCK_BYTES);
 const _: () = assert!(BLOCK_BYTES / FINE_STEP_BYTES <= 1 << INDEX_BITS);
+
+/// A block has room for at least this many pages, packed or not.
+const MIN_PAGES_PER_BLOCK: usize = min_pages_per_block();
+
+const fn min_pages_per_block() -> usize {
+    let (mut least, mut class) = (usize::MAX, 0);
+    while class < CLASSES && CLASS_TABLE.0[class].size as usize <= PAGE_SIZE {
+        if (CLASS_TABLE.0[class].objects as usize) < least {
+            least = CLASS_TABLE.0[class].objects as usize;
+        }
+        class += 1;
+    }
+    least
+}
+
+const _: () = assert!(MIN_PAGES_PER_BLOCK >= MIN_PAGES);
 
 fn class_of(len: usize) -> usize {
     if len <= PAGE_SIZE {
@@ -280,6 +301,24 @@ impl ObjectPool {
         })
     }
 
+    /// Blocks of the address space.
+    fn all_blocks(&self) -> usize {
+        self.memory.len() / BLOCK_BYTES
+    }
+
+    /// How many pages certainly find room, of any size, without a look at the limit: as many as fit
+    /// the blocks that are not in use, if each class begins a block.
+    pub(super) fn room_pages(&self) -> usize {
+        let unused = self.all_blocks() - self.blocks.len() + self.cold.len() + self.warm.len();
+        unused.saturating_sub(CLASSES) * MIN_PAGES_PER_BLOCK
+    }
+
+    /// See [`SCARCE_PAGES`]: there is room for fewer pages than this.
+    pub(super) fn scarce_below(&self) -> usize {
+        let all = self.all_blocks() * MIN_PAGES_PER_BLOCK;
+        (SCARCE_PAGES + all / SCARCE_DIVISOR).min(all / 2)
+    }
+
     pub(super) fn set_limit(&mut self, bytes: usize) {
         self.limit = bytes;
     }
@@ -337,7 +376,12 @@ impl ObjectPool {
     /// Room for what replaces a larger object. At the limit it may go a little beyond: were the new
     /// one put into a place of the old one's size, which is all there is there, nothing would be
     /// gained.
+    /// Where address space is scarce it begins no block: what comes from the program needs those.
     pub(super) fn alloc_for_less(&mut self, head: ObjectHead) -> Result<ObjectId, PoolFull> {
+        if self.room_pages() < self.scarce_below() {
+            let block = self.block_with_room(class_of(head.len.into()), 0).ok_or(PoolFull)?;
+            return Ok(self.place(block, head));
+        }
         self.slack = REPLACE_SLACK_BYTES;
         let id = self.alloc(head);
         self.slack = 0;

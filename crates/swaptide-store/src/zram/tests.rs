@@ -483,3 +483,42 @@ fn a_flipped_bit_is_never_handed_out() {
     }
     assert!(device.load_range(Slot(8), 4, &mut vec![0; 4 * PAGE_SIZE], &mut unpacker).is_err());
 }
+
+#[test]
+fn as_many_pages_find_room_as_is_promised_whatever_their_size() {
+    for kind in [2, 3, 4, 5] {
+        let device = Zram::with_room(1 << 20, 1 << 20).unwrap();
+        assert!(!device.is_scarce());
+        let mut random = Random(kind);
+        let mut slots = Vec::new();
+        loop {
+            let promised = device.room_pages();
+            let size = |random: &mut Random| match kind {
+                2 => PAGE_SIZE,
+                3 => 3000 + random.below(500),
+                _ => 9 + random.below(MAX_COMPRESSED_BYTES - 9),
+            };
+            // Half of what it may take, and some of it goes again.
+            for _ in 0..promised.div_ceil(2) {
+                let slot = Slot(slots.len() as u32);
+                let (bytes, page) = (vec![7; size(&mut random)], [7; PAGE_SIZE]);
+                let packed = if kind == 2 { Packed::Raw(&page) } else { Packed::Bytes(&bytes[..]) };
+                device.insert(slot, &packed).expect("there is room");
+                slots.push(slot);
+            }
+            for _ in 0..promised / 8 {
+                device.free(slots[random.below(slots.len())]);
+            }
+            assert!(device.room_pages() <= promised);
+            if promised == 0 {
+                break;
+            }
+        }
+        assert!(device.is_scarce());
+        // Something replaced by less begins no block.
+        let before = device.room_pages();
+        let used = slots.iter().find(|slot| device.contains(**slot)).unwrap();
+        let _ = device.replace_recompressed(*used, Some(&[1; 300]));
+        assert_eq!(device.room_pages(), before);
+    }
+}

@@ -1,0 +1,86 @@
+//! Copies that swap areas keep of pages that the program has again.
+//!
+//! While there is room they cost nothing and spare a write when the page goes out unchanged. They
+//! are the first to go when room is short: worker 0 drops some when the last quarter of the areas
+//! begins, and a write that finds no room drops some and is done again.
+//!
+//! Owns nothing. Locks: the memory lock, for a piece of work.
+
+use swaptide_core::{FolioId, SwapEntry};
+use swaptide_store::Slot;
+use swaptide_store::codec::Packed;
+use swaptide_store::file::WriteError;
+use swaptide_sys::Errno;
+
+use crate::backing::devices::FILE;
+use crate::engine::Engine;
+use crate::mm::page_table::PageState;
+use crate::mm::types::PAGES_PER_CHUNK;
+
+/// Copies dropped under one hold of the memory lock.
+const COPIES_PER_HOLD: usize = 256;
+/// Copies dropped for a write that finds no room: what is free is free in pieces, so more than it
+/// needs.
+const COPIES_PER_WRITE: usize = 2048;
+
+/// Drops the oldest copies, about `want` pages. Gives how many. The memory lock must be free.
+fn drop_oldest(engine: &Engine, want: usize) -> usize {
+    let mut dropped = 0;
+    loop {
+        let some = drop_some(engine, (want - dropped).min(COPIES_PER_HOLD));
+        dropped += some;
+        if some == 0 || dropped >= want {
+            return dropped;
+        }
+    }
+}
+
+fn drop_some(engine: &Engine, want: usize) -> usize {
+    let mut guard = engine.mm.lock();
+    let mm = &mut *guard;
+    let mut dropped = 0;
+    while dropped < want
+        && let Some(chunk) = mm.queues.next_clean_on_areas(&mut mm.table)
+    {
+        for page in (0..PAGES_PER_CHUNK).map(|k| chunk.first().plus(k)) {
+            if let PageState::PresentClean(entry) = mm.table.get(page)
+                && entry.ty() == FILE
+            {
+                mm.table.set(page, PageState::Present);
+                engine.devices.drop_swapped(entry);
+                dropped += 1;
+            }
+        }
+    }
+    dropped
+}
+
+/// Where the areas are nearly full, drops a few copies. To be called now and then.
+pub(crate) fn drop_where_scarce(engine: &Engine) {
+    if engine.devices.file_is_scarce() {
+        drop_some(engine, COPIES_PER_HOLD);
+    }
+}
+
+/// Writes pages to the swap areas; where those have no room, in place of copies. The memory lock
+/// must be free.
+pub(crate) fn write(engine: &Engine, pages: &[(Slot, Packed<'_>)]) -> Result<(), WriteError> {
+    loop {
+        match engine.devices.file.device.write(pages) {
+            Err(error)
+                if error.errno == Errno::NOSPC && drop_oldest(engine, COPIES_PER_WRITE) > 0 => {}
+            result => return result,
+        }
+    }
+}
+
+/// A slot for one page in the file, in place of copies if there is none else. The memory lock must
+/// be free.
+pub(crate) fn alloc_slot(engine: &Engine, folio: FolioId) -> Option<SwapEntry> {
+    loop {
+        let entry = engine.devices.alloc_file(folio);
+        if entry.is_some() || drop_oldest(engine, COPIES_PER_WRITE) == 0 {
+            return entry;
+        }
+    }
+}
