@@ -163,7 +163,7 @@ def test_pool_ends(case):
         "torture",
         "single",
         megabytes=96,
-        seconds=3,
+        seconds=2,
         options=["--swap", f"file:{case.directory}:1G"],
         env={**os.environ, "SWAPTIDE_TEST_FAIL": "16"},
     )
@@ -175,7 +175,7 @@ def test_pool_ends(case):
 @pytest.mark.swaptide(budget=32, allowance=160, swaps=False, native=False)
 def test_pool_ends_alone(case):
     """The same where there is no swap area: the program keeps its memory, past the budget."""
-    argv = [case.binary("torture"), 96, 3, case.seed, "single"]
+    argv = [case.binary("torture"), 96, 2, case.seed, "single"]
     env = {**os.environ, "SWAPTIDE_TEST_FAIL": "16"}
     done = case.run(argv, options=["--swap", "zram:1G"], env=env)
     assert "OK torture single" in done.text(), done.text()[-300:]

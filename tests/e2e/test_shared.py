@@ -49,7 +49,7 @@ def test_shared_short(case):
         "shared",
         "hammer",
         megabytes=64,
-        seconds=3,
+        seconds=2,
         options=["--shared", *areas],
         env={**os.environ, "SWAPTIDE_TEST_FAIL": "14"},
     )

@@ -58,8 +58,8 @@ const MIN_FILE_SLOTS: u32 = 1 << 24;
 /// Slots that a device has at least where address space is refused (1 GiB of pages).
 const MIN_SLOTS: u32 = 1 << 18;
 
-/// The swap areas have room for copies of what the program has again, while more than one part in
-/// so many of them is free.
+/// The swap areas have room for copies of what the program has again, while more than this part of
+/// them is free.
 const ROOMY_DIVISOR: u64 = 4;
 
 /// An area that did not take a write is left alone for so long, where there is another one. One
