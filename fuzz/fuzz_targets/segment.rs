@@ -232,7 +232,7 @@ fuzz_target!(|data: &[u8]| {
                 areas.restore(id, backing);
             }
         }
-        let _ = (areas.is_far(id), areas.open(id).is_some());
+        let _ = (areas.is_far(id), areas.open(id).is_ok());
     }
     if scribbled {
         keep(segment, groups, &areas);

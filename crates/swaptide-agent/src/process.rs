@@ -304,7 +304,7 @@ pub(crate) fn request_hold(engine: &Engine) -> bool {
 }
 
 /// Has the supervisor hold a forked child's userfaultfd, should this process end before the child
-/// has what it needs. Nobody waits for it: the child runs already.
+/// has what it needs. No thread waits for it: the child runs already.
 pub(crate) fn hold_child(uffd: BorrowedFd<'_>) -> Option<Conn> {
     let conn = Conn::try_connect_abstract(socket()).and_then(Conn::of_trusted).ok()?;
     conn.send(&[Request::Hold as u8], &[uffd]).ok()?;
@@ -402,7 +402,7 @@ pub(crate) fn detach() -> bool {
     let limit = slot.control.limit_bytes.swap(NO_LIMIT, AcqRel);
     slot.wake();
     if let Some(engine) = engine() {
-        engine.bells.submit(HandlerRequest::Detach);
+        engine.handler_requests.submit(HandlerRequest::Detach);
     }
     let mut patience = ForkPatience::new();
     while matches!(slot.state(), ProcState::Watching | ProcState::Engaged) {
@@ -434,7 +434,7 @@ pub(crate) fn detach_without_calls() {
             slot.control.detach.store(1, Release);
             slot.control.limit_bytes.store(NO_LIMIT, Release);
             let nowhere = VirtRange { start: VirtAddr(0), end: VirtAddr(0) };
-            engine.bells.submit_by_fault(FaultRequest::Detach, nowhere);
+            engine.handler_requests.submit_by_fault(FaultRequest::Detach, nowhere);
         }
         // Management that was beginning has begun, or will find the flag.
         if let Some(guard) = FORK_LOCK.try_lock() {

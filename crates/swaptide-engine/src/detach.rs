@@ -159,8 +159,8 @@ pub(crate) fn detach(path: &mut FaultPath) -> bool {
         }
         mm.staging.retire();
         // Before the request pages are open to everybody: a thread that waits at one continues.
-        engine.bells.close();
-        let _ = path.reader.uffd.unregister(engine.bells.request_pages());
+        engine.handler_requests.close();
+        let _ = path.reader.uffd.unregister(engine.handler_requests.request_pages());
         // SAFETY: every reference to it is this thread's, or a worker's, and those stand still and
         // end.
         unsafe { engine.close_uffd() };
@@ -180,6 +180,6 @@ pub(crate) fn detach(path: &mut FaultPath) -> bool {
     engine.retired.store(true, Release);
     engine.workers.park.store(0, Release);
     futex::wake(&engine.workers.park, u32::MAX >> 1, futex::Scope::Private);
-    engine.far.call();
+    engine.remote_reads.call();
     true
 }

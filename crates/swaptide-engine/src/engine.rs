@@ -170,11 +170,11 @@ pub struct Engine {
     /// Whether small mappings are managed.
     pub small: Small,
     /// Requests to the handler.
-    pub bells: HandlerRequests,
+    pub handler_requests: HandlerRequests,
     /// Forks.
     pub fork: ForkControl,
     /// Pages that were sent for.
-    pub(crate) far: RemoteReads,
+    pub(crate) remote_reads: RemoteReads,
     /// The threads that reclaim.
     pub workers: Workers,
     /// The thread that serves faults.
@@ -201,13 +201,13 @@ impl Engine {
         let staging = Staging::new(start.references)?;
         let frames = staging.frames();
         let staging_base = staging.addr(FrameNo(0));
-        let bells = HandlerRequests::new()?;
+        let handler_requests = HandlerRequests::new()?;
         let followed = start.segment.header.followed_forks.load(Relaxed) != 0;
         let features = if followed { FEATURES } else { FEATURES | Features::EVENT_FORK };
         let uffd = Uffd::open(features, true).map_err(EngineError::Open)?;
-        uffd.register_missing(bells.range())
+        uffd.register_missing(handler_requests.range())
             .map_err(|e| EngineError::Memory("registering the request pages", e))?;
-        uffd.register_missing(bells.request_pages())
+        uffd.register_missing(handler_requests.request_pages())
             .map_err(|e| EngineError::Memory("registering the fault request pages", e))?;
         uffd.register_missing(staging.range())
             .map_err(|e| EngineError::Memory("registering the staging frames", e))?;
@@ -257,9 +257,9 @@ impl Engine {
             devices,
             charge,
             small: Small::default(),
-            bells,
+            handler_requests,
             fork: ForkControl::new(followed),
-            far: RemoteReads::new()
+            remote_reads: RemoteReads::new()
                 .map_err(|e| EngineError::Memory("the buffers for remote pages", e))?,
             workers: Workers::default(),
             handler: HandlerThread {
@@ -544,7 +544,7 @@ impl Engine {
 
     /// What a reader of far pages does, until the program is let go.
     pub fn read_far(&self) {
-        self.far.serve(
+        self.remote_reads.serve(
             &self.devices.file.device,
             || self.retired.load(Acquire),
             &self.start.segment.header.injection.fail,
@@ -556,7 +556,7 @@ impl Engine {
     /// filter of system calls may have ended it. Faults would wait for ever, workers wait for the
     /// handler too, and with the last of the engine's threads the userfaultfd would be closed.
     pub fn look_after_threads(&self) {
-        if !self.far.are_all_there() && !self.retired.load(Relaxed) {
+        if !self.remote_reads.are_all_there() && !self.retired.load(Relaxed) {
             crate::fatal("a reader thread has ended");
         }
         let handler = self.handler.tid.load(Relaxed);

@@ -160,33 +160,33 @@ impl Handler {
 
     /// Does what the hint in the mailbox asks for, and lets its thread continue.
     fn serve_hint(&mut self) {
-        let bells = &self.engine.bells;
-        if let Some((hint, range)) = bells.take_hint() {
+        let handler_requests = &self.engine.handler_requests;
+        if let Some((hint, range)) = handler_requests.take_hint() {
             let Pager { path, adopter } = &mut self.pager;
             if madvise::hint(path, adopter, hint, range).is_err() {
-                bells.put_back(hint);
+                handler_requests.put_back(hint);
                 path.reader.note_request(HandlerRequest::Hint);
                 return;
             }
         }
-        bells.answer();
+        handler_requests.answer();
     }
 
     /// Does what is wanted at the request pages, and lets the threads continue that wait there.
     fn serve_request_pages(&mut self) {
-        let bells = &self.engine.bells;
+        let handler_requests = &self.engine.handler_requests;
         let Pager { path, adopter } = &mut self.pager;
         let mut at = 0;
-        while let Some((index, request, range)) = bells.waiting_at(at) {
+        while let Some((index, request, range)) = handler_requests.waiting_at(at) {
             at = index + 1;
             let mut is_done = true;
             let served = match request {
                 FaultRequest::Fence => adopter.adopt_mapping(path, range.start, false),
                 FaultRequest::Release => {
                     // What the mailbox was answered stays.
-                    let before = bells.refused.swap(false, AcqRel);
+                    let before = handler_requests.refused.swap(false, AcqRel);
                     let released = madvise::release(path, range);
-                    is_done = !bells.refused.swap(before, AcqRel);
+                    is_done = !handler_requests.refused.swap(before, AcqRel);
                     released
                 }
                 // Answered by the end of everything.
@@ -199,10 +199,10 @@ impl Handler {
                 path.reader.note_request(HandlerRequest::Door);
                 break;
             }
-            bells.done_at(index, is_done);
+            handler_requests.done_at(index, is_done);
         }
         self.request_pages_until = Some(Nanos(now().0 + LATE_EVENT_TIMEOUT.as_nanos() as u64));
-        bells.release_answered(path.reader.uffd);
+        handler_requests.release_answered(path.reader.uffd);
     }
 
     /// Looks after request pages that are not empty; how long a message is waited for then. One
@@ -211,7 +211,7 @@ impl Handler {
         let path = &self.pager.path;
         let timeout = path.throttle.time_left();
         let Some(until) = self.request_pages_until else { return timeout };
-        if !self.engine.bells.release_answered(path.reader.uffd) || now() > until {
+        if !self.engine.handler_requests.release_answered(path.reader.uffd) || now() > until {
             self.request_pages_until = None;
             return timeout;
         }

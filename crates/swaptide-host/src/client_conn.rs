@@ -54,7 +54,7 @@ impl ClientConn {
 
     /// The connection, to be closed by [`close`].
     pub(crate) fn into_inner(mut self) -> Conn {
-        // SAFETY: what is left is forgotten, so that nobody uses it again.
+        // SAFETY: what is left is forgotten, so that nothing uses it again.
         let conn = unsafe { ManuallyDrop::take(&mut self.0) };
         std::mem::forget(self);
         conn
@@ -71,7 +71,7 @@ impl Deref for ClientConn {
 
 impl Drop for ClientConn {
     fn drop(&mut self) {
-        // SAFETY: it is dropped, so that nobody uses it again.
+        // SAFETY: it is dropped, so that nothing uses it again.
         close(unsafe { ManuallyDrop::take(&mut self.0) });
     }
 }
@@ -81,7 +81,7 @@ pub(crate) fn close(conn: Conn) {
     if has_timer() { bounded(|| drop(conn)) } else { close_apart(conn.into_fd()) }
 }
 
-/// Has a descriptor closed that a client sent and nobody wants, whatever it is. Nobody waits for
+/// Has a descriptor closed that a client sent and nobody wants, whatever it is. No thread waits for
 /// it.
 pub(crate) fn close_apart(fd: OwnedFd) {
     static UNDER_WAY: AtomicUsize = AtomicUsize::new(0);

@@ -19,7 +19,7 @@ pub struct AreaId(pub u8);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum AreaState {
-    /// Nobody's number.
+    /// No area's number.
     None = 0,
     /// Extents are leased.
     Open = 1,
@@ -66,7 +66,7 @@ pub struct Area {
     pub(crate) plain: AtomicU32,
     /// Not 0: the device is rotational.
     pub(crate) rotational: AtomicU32,
-    /// Extents that nobody holds and nobody can lease (see [`crate::areas`]), at the supervisor's
+    /// Extents that no process holds and none can lease (see [`crate::areas`]), at the supervisor's
     /// last look.
     pub(crate) in_doubt: AtomicU32,
 }
@@ -226,7 +226,7 @@ impl Area {
         self.used.load(SeqCst).min(MAX_EXTENTS as u32 + 1)
     }
 
-    /// How many can be leased by nobody, for a server may still carry out something there.
+    /// How many can be leased by no process, for a server may still carry out something there.
     pub fn in_doubt(&self) -> u32 {
         self.in_doubt.load(Relaxed).min(MAX_EXTENTS as u32)
     }

@@ -303,8 +303,8 @@ impl Segment {
         None
     }
 
-    /// Holds an extent again that nobody holds, so that what lies there can be freed. False where
-    /// somebody does, or its area is not open.
+    /// Holds an extent again that no process holds, so that what lies there can be freed. False
+    /// where somebody does, or its area is not open.
     pub(crate) fn retake_extent(&self, index: SlotIndex, extent: ExtentId) -> bool {
         let refs = &self.extent_refs[extent.0 as usize];
         let Some((_, area)) = self.area_of(extent) else { return false };
@@ -333,8 +333,8 @@ impl Segment {
         self.set_held(index, extent);
     }
 
-    /// Gives back the hold of the process at `index`. True when nobody holds the extent any more:
-    /// its bytes are nobody's.
+    /// Gives back the hold of the process at `index`. True when no process holds the extent any
+    /// more: its bytes belong to no process.
     pub fn release_extent(&self, index: SlotIndex, extent: ExtentId) -> bool {
         let word = &self.slot(index).held[extent.0 as usize / 64];
         let bit = 1u64 << (extent.0 % 64);
@@ -344,8 +344,8 @@ impl Segment {
         self.unref(extent)
     }
 
-    /// Runs `f` while the extent is kept from everybody, if nobody holds it; what frees its bytes
-    /// on the device goes in there, for otherwise the extent could be leased and written in
+    /// Runs `f` while the extent is kept from all processes, if no process holds it; what frees its
+    /// bytes on the device goes in there, for otherwise the extent could be leased and written in
     /// between. True when `f` ran.
     pub fn while_unheld(&self, extent: ExtentId, f: impl FnOnce()) -> bool {
         let refs = &self.extent_refs[extent.0 as usize];
@@ -388,7 +388,7 @@ impl Segment {
         self.extent_refs[extent.0 as usize].load(Acquire) & IN_DOUBT != 0
     }
 
-    /// The extents of an area that nobody holds and nobody can lease, for they are in doubt.
+    /// The extents of an area that no process holds and none can lease, for they are in doubt.
     pub fn lost_extents(&self, id: AreaId) -> impl Iterator<Item = ExtentId> {
         self.area(id)
             .range()
@@ -396,7 +396,7 @@ impl Segment {
             .filter(|extent| self.extent_refs[extent.0 as usize].load(Relaxed) == IN_DOUBT)
     }
 
-    /// Lets an extent that is in doubt be leased again, if nobody holds it. Supervisor only.
+    /// Lets an extent that is in doubt be leased again, if no process holds it. Supervisor only.
     pub fn forgive_extent(&self, extent: ExtentId) {
         // Where it is not so any more there is nothing to forgive.
         let _ = self.extent_refs[extent.0 as usize].compare_exchange(IN_DOUBT, 0, SeqCst, Relaxed);

@@ -83,8 +83,8 @@ pub struct Groups {
     pub(crate) slots: [GroupSlot; MAX_GROUPS],
     /// Not 0: a process died in a change.
     pub(crate) audit_due: AtomicU32,
-    /// Extents that are kept from everybody for a while by nobody's slot: how many are, and were;
-    /// as a slot's `changes`.
+    /// Extents that are kept from all processes for a while by the slot of no process: how many
+    /// are, and were; as a slot's `changes`.
     pub(crate) trims: AtomicU64,
     pub(crate) refs: [[AtomicU16; MAX_EXTENTS]; MAX_GROUPS],
 }

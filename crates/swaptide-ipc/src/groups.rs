@@ -60,7 +60,7 @@ impl Segment {
         &self.groups.slots[index.0 as usize]
     }
 
-    /// Makes a group out of a number that nobody uses. Supervisor only.
+    /// Makes a group out of a number that nothing uses. Supervisor only.
     pub fn make_group(&self, index: GroupIndex, parent: GroupIndex) {
         let group = self.group(index);
         group.parent_plus.store(parent.0 + 1, Relaxed);
@@ -182,8 +182,8 @@ impl Segment {
     }
 
     /// Gives back, uncharged, everything that was held by a process that is gone, or by the program
-    /// that it was before it executed another; calls `freed` for each extent that nobody holds any
-    /// more.
+    /// that it was before it executed another; calls `freed` for each extent that no process holds
+    /// any more.
     pub(crate) fn forget_holds(&self, index: SlotIndex, freed: impl FnMut(ExtentId)) {
         let slot = self.slot(index);
         // The number of changes stays, for the same one must not come twice.
@@ -264,8 +264,8 @@ impl Segment {
     }
 
     /// Counts all holds and puts right what a process that died in a change has left behind; calls
-    /// `freed` for each extent that nobody holds although it was counted. False when changes were
-    /// under way all the time: to be tried again. Supervisor only, which releases nothing
+    /// `freed` for each extent that no process holds although it was counted. False when changes
+    /// were under way all the time: to be tried again. Supervisor only, which releases nothing
     /// meanwhile.
     pub fn audit(&self, mut freed: impl FnMut(ExtentId)) -> bool {
         for _ in 0..4 {

@@ -331,7 +331,7 @@ impl ProcSlot {
         over.saturating_add(self.stalls_for(now).as_micros() as u64)
     }
 
-    /// How long a wait for memory continues at `now`; zero where nobody waits.
+    /// How long a wait for memory continues at `now`; zero where no thread waits.
     pub fn stalls_for(&self, now: Nanos) -> Duration {
         match self.usage.stalled_since.load(Relaxed) {
             0 => Duration::ZERO,
@@ -410,7 +410,7 @@ pub enum SegmentError {
 }
 
 impl Segment {
-    /// Bytes of a segment (pages that nobody touches cost nothing).
+    /// Bytes of a segment (pages that are not touched cost nothing).
     pub const BYTES: usize = size_of::<Segment>();
 
     /// The segment in a map that stays for the rest of the process's life, before it is set up.
@@ -502,7 +502,7 @@ impl Segment {
     }
 
     /// Clears a slot whose process is gone and gives back its extents; calls `freed` for each
-    /// extent that nobody holds any more. Supervisor only (invariant 3).
+    /// extent that no process holds any more. Supervisor only (invariant 3).
     pub fn release(&self, index: SlotIndex, freed: impl FnMut(ExtentId)) {
         let slot = self.slot(index);
         self.forget_holds(index, freed);

@@ -8,8 +8,8 @@
 //!
 //! Invariants
 //! 1. A process slot is written only by the process that claimed it (counters, state) and by the
-//!    supervisor (limit, bell, release). Every field is an atomic; no field needs another one to be
-//!    read at the same moment.
+//!    supervisor (limit, wake-up, release). Every field is an atomic; no field needs another one to
+//!    be read at the same moment.
 //! 2. `extent_refs[x]` is the number of process slots whose `extents` bitmap has bit `x` set, plus
 //!    one while a lease or a hand-over is between the two writes. A count is raised before its bit
 //!    is set and the bit is cleared before the count is lowered, so that a process that dies in

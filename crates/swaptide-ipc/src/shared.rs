@@ -2,9 +2,9 @@
 //! order.
 //!
 //! A *region* is memory that several processes map shared, and that a pager outside of them swaps.
-//! It is a memory file which nobody reads or writes by its descriptor. Each process registers its
-//! mappings with a userfaultfd of its own, which the pager has too. A *guard* is a thread of the
-//! process that keeps the descriptor open and listens for the pager's end.
+//! It is a memory file which no process reads or writes by its descriptor. Each process registers
+//! its mappings with a userfaultfd of its own, which the pager has too. A *guard* is a thread of
+//! the process that keeps the descriptor open and listens for the pager's end.
 //!
 //! Invariants
 //! 1. A program gets the address of a mapping only after [`attach`] succeeded: no page of it was

@@ -87,7 +87,7 @@ pub(crate) fn run(inner: Arc<Inner>) {
             thread.check_unguarded(&mut state);
         }
         comes_in = thread.bring_some(&mut state);
-        if !state.waiting.is_empty() || !state.wanted_in.is_empty() {
+        if !state.waiting.is_empty() || !state.advised.into.is_empty() {
             inner.work.notify_all();
         }
     }
@@ -109,11 +109,11 @@ impl FaultThread {
     /// Brings in a window of what programs want in, if there is room. True when there is more to
     /// bring in at once: faults are answered in between.
     fn bring_some(&mut self, state: &mut PagerState) -> bool {
-        while let Some((id, pages)) = state.wanted_in.front().cloned() {
+        while let Some((id, pages)) = state.advised.into.front().cloned() {
             let region = state.regions.get(&id);
             let out = |page: &usize| region.is_some_and(|region| region.state(*page).is_out());
             let Some(start) = pages.clone().find(out) else {
-                state.wanted_in.pop_front();
+                state.advised.into.pop_front();
                 continue;
             };
             // What reclaim keeps free has room for this much.
@@ -123,12 +123,12 @@ impl FaultThread {
             if !self.has_room(state, most) {
                 if state.is_stuck() {
                     // None will be made for it. It was a wish, and no more.
-                    state.wanted_in.clear();
+                    state.advised.into.clear();
                 }
                 return false;
             }
             let len = (start..pages.end.min(start + most)).take_while(out).count();
-            if let Some((_, left)) = state.wanted_in.front_mut() {
+            if let Some((_, left)) = state.advised.into.front_mut() {
                 // What cannot be brought in now comes when it is touched.
                 left.start = start + len;
             }

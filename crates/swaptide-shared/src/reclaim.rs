@@ -153,7 +153,7 @@ impl ReclaimThread {
             let state = self.inner.lock();
             let used = (state.counts().resident * PAGE_SIZE) as u64 + self.inner.own_bytes();
             self.tell_use(&state);
-            (used.saturating_sub(limit - margin(limit)), !state.wanted_out.is_empty())
+            (used.saturating_sub(limit - margin(limit)), !state.advised.out.is_empty())
         };
         if over == 0 && !wanted {
             self.inner.store.tidy();
@@ -384,7 +384,7 @@ impl ReclaimThread {
         };
         let (mut wanted, mut later) = (Vec::new(), Vec::new());
         while count < MAX_BATCH_PAGES
-            && let Some((id, chunk)) = state.wanted_out.pop_front()
+            && let Some((id, chunk)) = state.advised.out.pop_front()
         {
             let Some(region) = state.regions.get_mut(&id) else { continue };
             region.chunk(chunk as usize).wanted = false;

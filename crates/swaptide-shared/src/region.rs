@@ -20,13 +20,13 @@ use std::sync::Arc;
 use swaptide_engine::mm::types::PAGES_PER_CHUNK;
 use swaptide_engine::readahead::locality::{Locality, Reading};
 use swaptide_store::Slot;
-use swaptide_sys::maps::Device;
+use swaptide_sys::maps::DeviceNumber;
 
 /// A region, by its memory file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RegionId {
     /// Where memory files are: another file system may have a file with the same inode and name.
-    pub device: Device,
+    pub device: DeviceNumber,
     /// The file's.
     pub inode: u64,
 }
@@ -35,7 +35,7 @@ impl RegionId {
     /// That of a memory file.
     pub fn of(memory: &File) -> std::io::Result<RegionId> {
         let file = memory.metadata()?;
-        Ok(RegionId { device: Device::of_number(file.dev()), inode: file.ino() })
+        Ok(RegionId { device: DeviceNumber::of_number(file.dev()), inode: file.ino() })
     }
 }
 

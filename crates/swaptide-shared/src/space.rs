@@ -176,14 +176,14 @@ pub fn scan(pid: u32, known: &HashSet<RegionId>) -> Result<Vec<Piece>, Errno> {
 
 #[cfg(test)]
 mod tests {
-    use swaptide_sys::maps::Device;
+    use swaptide_sys::maps::DeviceNumber;
 
     use super::*;
 
     #[test]
     fn pieces_translate_both_ways() {
         let at = |page: usize| VirtAddr(0x7000_0000 + page * PAGE_SIZE);
-        let device = Device { major: 0, minor: 1 };
+        let device = DeviceNumber { major: 0, minor: 1 };
         let region = RegionId { device, inode: 3 };
         let piece = Piece { range: VirtRange { start: at(0), end: at(10) }, region, page: 100 };
         assert_eq!(
@@ -213,7 +213,7 @@ mod tests {
         assert_eq!(found(region), [Piece { range: map.range(), region, page: 0 }]);
         assert_eq!(found(RegionId { inode: region.inode + 1, ..region }), []);
         // Another file system may have a file of that name and inode.
-        let device = Device { minor: region.device.minor + 1, ..region.device };
+        let device = DeviceNumber { minor: region.device.minor + 1, ..region.device };
         assert_eq!(found(RegionId { device, ..region }), []);
     }
 }

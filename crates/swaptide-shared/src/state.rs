@@ -76,16 +76,22 @@ pub(crate) struct Inner {
     pub own_bytes: AtomicU64,
 }
 
+/// What programs have asked for by advice.
+#[derive(Default)]
+pub(crate) struct AdvisedPages {
+    /// Chunks to take out.
+    pub out: VecDeque<(RegionId, u32)>,
+    /// Ranges to bring in, as far as they are not in yet.
+    pub into: VecDeque<(RegionId, Range<usize>)>,
+}
+
 #[derive(Default)]
 pub(crate) struct PagerState {
     pub regions: BTreeMap<RegionId, Region>,
     pub spaces: BTreeMap<SpaceId, Space>,
     /// Chunks, the oldest first.
     pub queue: VecDeque<(RegionId, u32)>,
-    /// Chunks that a program wants out.
-    pub wanted_out: VecDeque<(RegionId, u32)>,
-    /// Ranges that a program wants in, as far as they are not in yet.
-    pub wanted_in: VecDeque<(RegionId, Range<usize>)>,
+    pub advised: AdvisedPages,
     /// Chunks with pages in compressed memory, the oldest first.
     pub pool_log: VecDeque<(RegionId, u32)>,
     /// Changes with every address space and layout: what was protected everywhere at one number is
@@ -499,7 +505,7 @@ impl Inner {
     /// faults. No thread waits for them.
     fn want_in(&self, state: &mut PagerState, id: RegionId, pages: Range<usize>) {
         let most = self.limit().map_or(usize::MAX, |limit| (limit / 2) as usize / PAGE_SIZE);
-        let queued: usize = state.wanted_in.iter().map(|(_, pages)| pages.len()).sum();
+        let queued: usize = state.advised.into.iter().map(|(_, pages)| pages.len()).sum();
         let Some(region) = state.regions.get(&id) else { return };
         let mut left = most.saturating_sub(queued);
         let mut end = pages.start;
@@ -507,8 +513,8 @@ impl Inner {
             left -= usize::from(region.state(end).is_out());
             end += 1;
         }
-        if pages.start < end && state.wanted_in.len() < MAX_WANTED_IN {
-            state.wanted_in.push_back((id, pages.start..end));
+        if pages.start < end && state.advised.into.len() < MAX_WANTED_IN {
+            state.advised.into.push_back((id, pages.start..end));
             self.tell_room();
         }
     }
@@ -601,7 +607,7 @@ impl PagerState {
         let is_in = chunk < region.chunk_count()
             && region.chunk_pages(chunk).any(|page| region.state(page).is_in());
         if is_in && !std::mem::replace(&mut region.chunk(chunk).wanted, true) {
-            self.wanted_out.push_back((id, chunk as u32));
+            self.advised.out.push_back((id, chunk as u32));
         }
     }
 

@@ -108,7 +108,7 @@ mod tests {
         assert_eq!(marked(), 0);
         let holes = [0, 7, 8, 200, 255];
         for at in holes {
-            // SAFETY: nobody uses the pages.
+            // SAFETY: nothing uses the pages.
             unsafe { crate::mem::unmap(ranges[at]) }.expect("unmap");
         }
         let mut told = Vec::new();

@@ -17,24 +17,24 @@ pub const MIN_BUFFER: usize = 256;
 
 /// A file system, by the number that its files have (`st_dev`). Inodes are unique within one.
 #[derive(Copy, Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Device {
+pub struct DeviceNumber {
     /// The first part of the number.
     pub major: u32,
     /// The second.
     pub minor: u32,
 }
 
-impl Device {
+impl DeviceNumber {
     /// From the number as stat(2) gives it.
-    pub fn of_number(number: u64) -> Device {
-        Device { major: rustix::fs::major(number), minor: rustix::fs::minor(number) }
+    pub fn of_number(number: u64) -> DeviceNumber {
+        DeviceNumber { major: rustix::fs::major(number), minor: rustix::fs::minor(number) }
     }
 
     /// `MAJOR:MINOR`, in hexadecimal digits.
-    fn parse(word: &[u8]) -> Option<Device> {
+    fn parse(word: &[u8]) -> Option<DeviceNumber> {
         let colon = word.iter().position(|&b| b == b':')?;
         let part = |digits| parse_hex(digits).and_then(|number| u32::try_from(number).ok());
-        Some(Device { major: part(&word[..colon])?, minor: part(&word[colon + 1..])? })
+        Some(DeviceNumber { major: part(&word[..colon])?, minor: part(&word[colon + 1..])? })
     }
 }
 
@@ -54,7 +54,7 @@ pub struct Vma<'a> {
     /// Where in its file it begins, in bytes.
     pub offset: u64,
     /// Where the file is.
-    pub device: Device,
+    pub device: DeviceNumber,
     /// The file's inode; 0 for memory without a file.
     pub inode: u64,
     /// Path or pseudo-name (`[heap]`, `[anon:...]`), as `/proc` writes it; cut short when the line
@@ -213,7 +213,7 @@ fn parse_line(line: &[u8]) -> Option<Vma<'_>> {
     };
     let range = next();
     let perms = next();
-    let (offset, device) = (parse_hex(next())?, Device::parse(next())?);
+    let (offset, device) = (parse_hex(next())?, DeviceNumber::parse(next())?);
     let inode = parse_u64(next())?;
     let name = &rest[rest.iter().position(|&b| b != b' ').unwrap_or(rest.len())..];
     let dash = range.iter().position(|&b| b == b'-')?;
@@ -347,7 +347,7 @@ impl MapsFile {
             exec: bit(QUERY_EXECUTABLE),
             private: !bit(QUERY_SHARED),
             offset: query.vma_offset,
-            device: Device { major: query.dev_major, minor: query.dev_minor },
+            device: DeviceNumber { major: query.dev_major, minor: query.dev_minor },
             inode: query.inode,
             name: b"",
         };
@@ -484,7 +484,7 @@ mod tests {
         assert_eq!(vma.range, VirtRange::new(VirtAddr(0x55a0), VirtAddr(0x55b0)));
         assert!(vma.read && vma.write && !vma.exec && vma.private && !vma.is_private_anon());
         assert_eq!((vma.offset, vma.inode, vma.name), (0x1f000, 1234, &b"/a b/c (deleted)"[..]));
-        assert_eq!(vma.device, Device { major: 0xfd, minor: 1 });
+        assert_eq!(vma.device, DeviceNumber { major: 0xfd, minor: 1 });
         let anon = parse_line(b"7f00-7f10 ---s 00000000 00:00 0 ").unwrap();
         assert!(!anon.read && !anon.private && anon.name.is_empty());
         assert!(parse_line(b"nonsense").is_none());

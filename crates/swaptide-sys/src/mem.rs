@@ -38,7 +38,7 @@ use crate::time::sleep;
 /// Mappings the registry can hold at one time.
 const MAX_OWN_RANGES: usize = 4096;
 
-/// A slot nobody uses.
+/// A slot that nothing uses.
 const FREE: usize = 0;
 /// A slot that is being filled. No mapping starts at address 1.
 const FILLING: usize = 1;
@@ -469,7 +469,7 @@ impl Mapping {
     /// A part as bytes; panics when it does not lie in the mapping.
     ///
     /// # Safety
-    /// For as long as the slice lives nobody else uses the part, and its pages are neither
+    /// For as long as the slice lives nothing else uses the part, and its pages are neither
     /// discarded nor moved away.
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn slice_mut(&self, offset: usize, len: usize) -> &mut [u8] {
@@ -496,7 +496,7 @@ fn map_aligned(len: usize, align: usize) -> Result<VirtRange, Errno> {
     let wanted = VirtRange::from_len(start.align_up(align), len);
     for cut in [VirtRange::new(whole.start, wanted.start), VirtRange::new(wanted.end, whole.end)] {
         if !cut.is_empty() {
-            // SAFETY: part of the mapping just made, used by nobody.
+            // SAFETY: part of the mapping just made, not in use.
             let _ = unsafe { unmap(cut) };
         }
     }

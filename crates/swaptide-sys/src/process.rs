@@ -131,7 +131,7 @@ pub fn parse_stat(pid: u32, stat: &[u8]) -> Option<ProcInfo> {
 
 /// True where a thread's `stat` file says that the kernel made it to work for the process: it runs
 /// none of the program's code. False where the text does not tell.
-pub fn is_kernel_worker(stat: &[u8]) -> bool {
+pub(crate) fn is_kernel_worker(stat: &[u8]) -> bool {
     /// `PF_IO_WORKER` (Linux 5.12) and `PF_USER_WORKER` (6.4) of the kernel.
     const WORKERS: u64 = 0x10 | 0x4000;
     // Fields counted from 1: 3 is the first one after the name, 9 the flags.

@@ -20,7 +20,7 @@ struct arena {
 
 /* With one thread a hole stays a hole, and what maps later may land in it. With several, another
  * thread's mapping would land there and be mapped over: the hole is reserved, and until it is,
- * nobody else maps. */
+ * nothing else maps. */
 static int many;
 static pthread_mutex_t mapping = PTHREAD_MUTEX_INITIALIZER;
 static pthread_barrier_t all_started;

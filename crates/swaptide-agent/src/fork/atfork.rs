@@ -194,7 +194,7 @@ fn begin(mask: u64) {
         if !engine.fork.followed {
             engine.fork.open_ends();
         }
-        engine.bells.submit(HandlerRequest::ForkPrepare);
+        engine.handler_requests.submit(HandlerRequest::ForkPrepare);
         if !engine.fork.wait_until_prepared(mask) {
             trampoline::leave();
             engine.fork.close_end(false);
@@ -224,7 +224,7 @@ fn end(engine: &Engine) {
     trampoline::leave();
     engine.fork.close_end(false);
     engine.fork.close_end(true);
-    engine.bells.submit(HandlerRequest::ForkDone);
+    engine.handler_requests.submit(HandlerRequest::ForkDone);
     engine.fork.wait(NO_FORK, FORK_MASK.load(Relaxed));
     if engine.fork.was_child_killed() {
         tell(b"swaptide: a forked child did not take over its memory within 30 s and was killed\n");

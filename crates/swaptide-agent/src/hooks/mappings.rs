@@ -76,13 +76,14 @@ pub(crate) fn release_range(range: VirtRange) -> bool {
     if seccomp::is() {
         const MAX_FAULT_REQUESTS: usize = 10_000;
         return (0..MAX_FAULT_REQUESTS).any(|_| {
-            process::engine_without_calls()
-                .is_none_or(|engine| engine.bells.submit_by_fault(FaultRequest::Release, range))
+            process::engine_without_calls().is_none_or(|engine| {
+                engine.handler_requests.submit_by_fault(FaultRequest::Release, range)
+            })
         });
     }
     let mut patience = ForkPatience::new();
     let mut tries = 0;
-    while process::engine().is_some_and(|engine| !engine.bells.release(range)) {
+    while process::engine().is_some_and(|engine| !engine.handler_requests.release(range)) {
         match patience.turn() {
             Turn::Waits => {}
             Turn::NoFork if tries < MAX_TRIES => tries += 1,
@@ -372,7 +373,7 @@ pub(crate) fn attach(id: usize, addr: usize, flags: usize) -> isize {
     if moved == at as isize {
         return moved;
     }
-    // SAFETY: that attachment is used by nobody.
+    // SAFETY: that attachment is not in use.
     unsafe { syscall6(SYS_SHMDT, [from, 0, 0, 0, 0, 0]) };
     // The two overlap. What is there goes first, with an event; the segment can be attached, as was
     // seen.
@@ -463,7 +464,7 @@ mod tests {
     #[test]
     fn a_segment_tells_its_size() {
         const SYS_SHMGET: u32 = k::__NR_shmget;
-        // SAFETY: a segment of this test's own, which nobody attaches.
+        // SAFETY: a segment of this test's own, which nothing attaches.
         let id = unsafe { syscall6(SYS_SHMGET, [0, 3 * PAGE_SIZE + 1, 0o1600, 0, 0, 0]) } as usize;
         assert_eq!(segment_len(id), Some(3 * PAGE_SIZE + 1));
         // SAFETY: the same; 0 is IPC_RMID.

@@ -48,7 +48,7 @@ pub(crate) fn advise(addr: usize, len: usize, advice: c_int) -> c_int {
         && let Some(engine) = process::engine()
         && let Some(range) = mappings::pages(addr, len)
     {
-        engine.bells.hint(hint, range);
+        engine.handler_requests.hint(hint, range);
     }
     -result as c_int
 }
@@ -108,9 +108,11 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
         if engine.small.is_small(len) {
             // Threads that make many wait for one another here; a hint that meets another one would
             // be dropped.
-            engine.bells.fence(start, true);
+            engine.handler_requests.fence(start, true);
         } else {
-            engine.bells.hint(Hint::Mapped, VirtRange { start, end: start.offset(len).page_up() });
+            engine
+                .handler_requests
+                .hint(Hint::Mapped, VirtRange { start, end: start.offset(len).page_up() });
         }
     }
     at

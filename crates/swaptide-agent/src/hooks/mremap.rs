@@ -175,7 +175,7 @@ fn is_moved_whole(range: VirtRange, len: usize, to: usize) -> bool {
 pub(crate) fn wait_for_events(at: usize) {
     if crate::seccomp::is() {
         if let Some(engine) = crate::process::engine_without_calls().filter(|_| has_threads()) {
-            engine.bells.submit_by_fault(
+            engine.handler_requests.submit_by_fault(
                 FaultRequest::Fence,
                 VirtRange { start: VirtAddr(at), end: VirtAddr(at) },
             );
@@ -183,7 +183,7 @@ pub(crate) fn wait_for_events(at: usize) {
         return;
     }
     if let Some(engine) = crate::process::engine().filter(|_| has_threads()) {
-        engine.bells.fence(VirtAddr(at), false);
+        engine.handler_requests.fence(VirtAddr(at), false);
     }
 }
 

@@ -7,7 +7,7 @@
 //! A process made with `CLONE_VM` and without `CLONE_VFORK` shares this one's memory and may live
 //! longer. The engine ends with its process, and what is swapped then would read as zeros in the
 //! other: so everything is brought back first, and stays unmanaged. Where forks are followed (see
-//! [`crate::fork::trampoline`]), so it is before a fork of this kind, which nobody follows.
+//! [`crate::fork::trampoline`]), so it is before a fork of this kind, which is not followed.
 //!
 //! A filter of system calls for all threads binds the engine's, and may end them. With the last of
 //! them the userfaultfd would be closed, and what is swapped read as zeros: so before one is set
@@ -145,7 +145,7 @@ fn before_clone(flags: u64) -> bool {
         return true;
     }
     if flags & CLONE_VM == 0 && process::engine().is_some_and(|engine| engine.fork.followed) {
-        // Nobody tells of this fork, and nobody follows it: its child must find nothing missing.
+        // Nothing tells of this fork, and nothing follows it: its child must find nothing missing.
         return process::detach();
     }
     if flags & (CLONE_VM | CLONE_VFORK | CLONE_THREAD) != CLONE_VM {

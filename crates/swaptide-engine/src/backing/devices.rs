@@ -277,7 +277,7 @@ impl Dialer for Redial {
 /// Gives the memory of an empty swap table back.
 fn give_back(page: *const u8, len: usize) {
     let start = VirtAddr(page.addr());
-    // SAFETY: the swap layer passes whole pages of a table of its own that nobody uses; they read
+    // SAFETY: the swap layer passes whole pages of a table of its own that nothing uses; they read
     // as zeros afterwards, as it expects. The engine's memory is not registered with a userfaultfd:
     // this is no event. On failure the memory is merely kept.
     let _ = unsafe { advise(VirtRange { start, end: start.offset(len) }, Advice::DontNeed) };
@@ -296,8 +296,8 @@ fn slot_device(ty: SwapType, mut slots: u32) -> Result<SwapDevice, EngineError> 
     };
     let (start, len) =
         (NonNull::new(mapping.as_ptr()).expect("no mapping starts at zero"), mapping.len());
-    // SAFETY: new private memory, hence zeros on whole pages; nobody else knows of it, and it stays
-    // until the mapping is dropped.
+    // SAFETY: new private memory, hence zeros on whole pages; nothing else refers to it, and it
+    // stays until the mapping is dropped.
     let memory = unsafe { TableMemory::new(start, len, Box::new(mapping)) };
     Ok(SwapDevice::new_in(memory, ty, slots, 1, Kind::Solid).with_table_discard(give_back))
 }

@@ -238,7 +238,7 @@ impl RemoteReads {
         let base = self.buffer_addr(order.buffer);
         let (slots, wanted) = (order.slots, order.wanted);
         (0..PAGES_PER_CHUNK).filter(move |k| wanted >> k & 1 != 0).map(move |k| {
-            // SAFETY: the page lies in the order's buffer, which nobody else uses while the reader
+            // SAFETY: the page lies in the order's buffer, which nothing else uses while the reader
             // has the order (invariant 5), and each is given once.
             let page = unsafe { &mut *base.offset(k * PAGE_SIZE).as_ptr::<Page>() };
             (1 << k, slots[k], page)

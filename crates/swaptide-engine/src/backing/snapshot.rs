@@ -24,7 +24,7 @@ pub(crate) const MAX_SNAPSHOT_PAGES: usize = 64;
 /// Where one page is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PageLocation {
-    /// Not swapped: the program has it, or nobody.
+    /// Not swapped: the program has it, or nothing has.
     Absent,
     /// In compressed memory.
     Pool,

@@ -102,7 +102,7 @@ impl BroughtPages {
     /// many were filled; those are in the `record` then, if there is one (invariant 1).
     ///
     /// # Safety
-    /// `n` whole pages lie at `from`, and nobody writes to them meanwhile.
+    /// `n` whole pages lie at `from`, and nothing writes to them meanwhile.
     pub(crate) unsafe fn filling<E>(
         record: Option<&mut BroughtPages>,
         first: PageNo,
@@ -124,7 +124,7 @@ impl BroughtPages {
     #[cold]
     pub(crate) fn record(&mut self, first: PageNo, contents: &[Page]) {
         let Some(copies) = self.copies.as_ref() else {
-            crate::fatal("a page came in during a fork that nobody follows")
+            crate::fatal("a page came in during a fork that is not followed")
         };
         for (k, content) in contents.iter().enumerate() {
             if self.pages.len() == CAPACITY {

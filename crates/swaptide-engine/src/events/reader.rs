@@ -96,7 +96,7 @@ impl UffdReader {
             fork: ForkState::new(engine.fork.followed)
                 .map_err(|e| EngineError::Memory("pages that come in during forks", e))?,
             remote_event: engine
-                .far
+                .remote_reads
                 .open_event()
                 .map_err(|e| EngineError::Memory("an eventfd for remote pages", e))?,
             awaits_remote: false,
@@ -152,7 +152,7 @@ impl UffdReader {
         if !mm.changes.recent.is_empty()
             && !self.fork.phase.is_deferring()
             && !met
-            && self.uffd.coverage(engine.bells.range()) != Coverage::Changing
+            && self.uffd.coverage(engine.handler_requests.range()) != Coverage::Changing
         {
             mm.changes.recent.clear();
         }
@@ -228,7 +228,7 @@ impl UffdReader {
                     let event = message.decode();
                     self.take(&mut mm, event);
                 }
-            } else if self.uffd.coverage(engine.bells.range()) != Coverage::Changing
+            } else if self.uffd.coverage(engine.handler_requests.range()) != Coverage::Changing
                 || now().since(began) > LATE_EVENT_TIMEOUT
             {
                 // None is on its way. Where threads change mappings without pause that is not to be
@@ -259,11 +259,13 @@ impl UffdReader {
     fn take(&mut self, mm: &mut Mm, event: Event) {
         let engine = self.engine;
         let request = match &event {
-            Event::Remove(range) => engine.bells.decode_in(range.start),
+            Event::Remove(range) => engine.handler_requests.decode_in(range.start),
             _ => None,
         };
         match (event, request) {
-            (Event::Fault { addr, .. }, _) if engine.bells.request_pages().contains(addr) => {
+            (Event::Fault { addr, .. }, _)
+                if engine.handler_requests.request_pages().contains(addr) =>
+            {
                 self.note_request(HandlerRequest::Door)
             }
             (Event::Fault { addr, tid, .. }, _) => {

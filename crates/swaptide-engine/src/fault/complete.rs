@@ -22,18 +22,18 @@ const KEPT_BUFFERS: u32 = 4;
 
 /// Puts in place what is back.
 pub(crate) fn complete(path: &mut FaultPath) {
-    let far = &path.engine.far;
+    let remote = &path.engine.remote_reads;
     if path.remote.sent.is_empty() || path.reader.fork.notes_events() {
         return;
     }
     // In this order: a signal that is given when the word is free again is seen.
-    if far.signalled.load(Acquire) {
+    if remote.signalled.load(Acquire) {
         path.reader.remote_event.clear();
-        far.signalled.swap(false, AcqRel);
+        remote.signalled.swap(false, AcqRel);
     }
     // A fork through no hook goes first.
     while path.reader.fork.untracked.is_empty() {
-        let back = far.queue.lock().back.pop_front();
+        let back = remote.queue.lock().back.pop_front();
         let Some(order) = back else { break };
         let Some(at) = path.remote.sent.iter().position(|sent| sent.buffer == order.buffer) else {
             crate::fatal("something came back that was not sent for");
@@ -52,7 +52,7 @@ pub(crate) fn complete(path: &mut FaultPath) {
     }
     path.reader.pending.extend(path.remote.crowd.drain(..));
     if path.remote.buffers == 0 && path.remote.most > KEPT_BUFFERS {
-        let _ = far.buffers.discard(0, far.buffers.len());
+        let _ = remote.buffers.discard(0, remote.buffers.len());
         path.remote.most = 0;
     }
 }
@@ -118,7 +118,7 @@ fn install_run(
         engine.count(Counter::SwpinStale, 1);
         return Ok(0);
     }
-    let from = engine.far.buffer_addr(sent.buffer).offset(k * PAGE_SIZE);
+    let from = engine.remote_reads.buffer_addr(sent.buffer).offset(k * PAGE_SIZE);
     let filled = match path.installer.install(
         path.reader.record(),
         &mut path.tests,

@@ -69,7 +69,7 @@ pub(crate) enum Stop {
 /// Pages that lie ready to be put in place.
 #[derive(Clone, Copy)]
 pub(crate) struct LoadedPages {
-    /// Where they lie: memory of the engine that nobody writes to meanwhile.
+    /// Where they lie: memory of the engine that nothing writes to meanwhile.
     pub(crate) from: VirtAddr,
     /// The staging frames that this is, if it is.
     pub(crate) run: Option<FrameRun>,
@@ -129,7 +129,7 @@ impl Installer {
     pub(crate) fn move_zeros(&self, mm: &mut Mm, page: PageNo, n: usize) -> Result<usize, Stop> {
         if let Some(run) = mm.staging.take_run(n) {
             let addr = mm.staging.run_addr(run);
-            // SAFETY: the frames of the run are full, free and taken by nobody else.
+            // SAFETY: the frames of the run are full, free and not taken elsewhere.
             unsafe { std::ptr::write_bytes(addr.as_ptr::<u8>(), 0, run.len * PAGE_SIZE) };
             let progress = self.move_in(mm, page, addr, run.len);
             // Frames that were moved in are gone, the rest is given back.
@@ -150,7 +150,7 @@ impl Installer {
 
     fn move_in(&self, mm: &Mm, page: PageNo, from: VirtAddr, n: usize) -> Progress {
         let flags = MoveFlags { dont_wake: true, allow_src_holes: false };
-        // SAFETY: the source are the engine's own pages, read by nobody any more; the destination
+        // SAFETY: the source are the engine's own pages, not read any more; the destination
         // is a missing page of the program, or the kernel refuses with EEXIST.
         let mut progress = unsafe { self.uffd.move_pages(page.addr(), from, n * PAGE_SIZE, flags) };
         progress.done = mm.staging.moved(
@@ -161,8 +161,9 @@ impl Installer {
         progress
     }
 
-    /// Copies `n` pages in from the engine's memory at `from`, which nobody writes to meanwhile, as
-    /// far as no guard is in the way. [`Stop::Exists`] when the first page is a guard or is there.
+    /// Copies `n` pages in from the engine's memory at `from`, which nothing writes to meanwhile,
+    /// as far as no guard is in the way. [`Stop::Exists`] when the first page is a guard or is
+    /// there.
     fn copy_in(&self, page: PageNo, from: VirtAddr, n: usize) -> Result<usize, Stop> {
         let is_asked = n == 1 && self.asked == Some(page);
         let n = if is_asked && !self.engine.known.guarded.load(Relaxed) {
@@ -173,8 +174,8 @@ impl Installer {
         if n == 0 {
             return Err(Stop::Exists);
         }
-        // SAFETY: the caller's pages are the engine's own, in frames or buffers that nobody changes
-        // meanwhile.
+        // SAFETY: the caller's pages are the engine's own, in frames or buffers that nothing
+        // changes meanwhile.
         finish_fill(unsafe {
             self.uffd.copy_pages(page.addr(), from.as_ptr(), n * PAGE_SIZE, true, false)
         })
@@ -188,7 +189,7 @@ impl Installer {
         page: PageNo,
         from: VirtAddr,
     ) -> Result<usize, Stop> {
-        // SAFETY: nobody writes to the page meanwhile.
+        // SAFETY: nothing writes to the page meanwhile.
         unsafe { BroughtPages::filling(record, page, from, 1, || self.copy_in(page, from, 1)) }
     }
 
@@ -204,7 +205,7 @@ impl Installer {
         len: usize,
     ) -> Result<usize, Stop> {
         let fill = || self.fill(mm, page, loaded, tests.part_of(len));
-        // SAFETY: nobody writes to the pages meanwhile.
+        // SAFETY: nothing writes to the pages meanwhile.
         unsafe { BroughtPages::filling(record, page, loaded.from, len, fill) }
     }
 

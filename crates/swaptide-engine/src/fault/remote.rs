@@ -106,7 +106,7 @@ impl InFlight {
         }
     }
 
-    /// Nothing is under way, and nobody waits for anything to be.
+    /// Nothing is under way, and no thread waits for anything to be.
     pub(crate) fn is_empty(&self) -> bool {
         self.sent.is_empty() && self.crowd.is_empty()
     }
@@ -147,7 +147,7 @@ impl InFlight {
         MAX_REMOTE_READS - self.buffers.count_ones() as usize >= n
     }
 
-    /// A fault is being answered, or pages are brought in that nobody asked for ([`LAST_PAGE`]);
+    /// A fault is being answered, or pages are brought in that no thread asked for ([`LAST_PAGE`]);
     /// `None`: no more. Gives the pages that were sent for since the last call.
     pub(crate) fn asks(&mut self, page: Option<PageNo>) -> usize {
         self.asking = page;
@@ -208,14 +208,14 @@ impl InFlight {
         self.drafts.last_mut().zip(self.sent.last_mut())
     }
 
-    /// True when far pages may be sent for rather than waited for: for the fault that is being
-    /// answered.
+    /// True when pages of a server may be sent for rather than waited for: for the fault that is
+    /// being answered.
     pub(crate) fn may_send(&self, engine: &Engine) -> bool {
-        self.asking.is_some() && !engine.far.refused.load(Relaxed)
+        self.asking.is_some() && !engine.remote_reads.refused.load(Relaxed)
     }
 
-    /// Sends for the first `n` pages of a snapshot, which are far, as far as there are buffers.
-    /// Gives how many pages that are; at least 1.
+    /// Sends for the first `n` pages of a snapshot, which a server has, as far as there are
+    /// buffers. Gives how many pages that are; at least 1.
     pub(crate) fn send_for(
         &mut self,
         engine: &Engine,
@@ -246,7 +246,7 @@ impl InFlight {
         entries: &[SwapEntry],
     ) -> Result<(), Stop> {
         if !is_read_for(engine, cpu) {
-            // Nobody reads; the handler has to.
+            // No thread reads; the handler has to.
             return Err(Stop::Stale);
         }
         let (chunk, base) = (first.chunk(), first.in_chunk());
@@ -284,22 +284,22 @@ impl InFlight {
             return;
         }
         self.quiet = 0;
-        engine.far.queue.lock().send(self.drafts.drain(..));
-        engine.far.call();
+        engine.remote_reads.queue.lock().send(self.drafts.drain(..));
+        engine.remote_reads.call();
     }
 }
 
 /// True when somebody reads what is sent for. Readers are started when they are needed.
 fn is_read_for(engine: &Engine, cpu: &HandlerCpu) -> bool {
-    let far = &engine.far;
-    let readers = far.readers.load(Relaxed);
-    if far.idle.load(Acquire) == 0 && readers < MAX_READERS as u32 {
+    let remote = &engine.remote_reads;
+    let readers = remote.readers.load(Relaxed);
+    if remote.idle.load(Acquire) == 0 && readers < MAX_READERS as u32 {
         // One that is started in the idle class would stay there.
         if cpu.normally(engine.start.spawn_reader) {
-            far.readers.store(readers + 1, Relaxed);
+            remote.readers.store(readers + 1, Relaxed);
             engine.slot().engine_threads.fetch_add(1, Relaxed);
         } else if readers == 0 {
-            far.refused.store(true, Relaxed);
+            remote.refused.store(true, Relaxed);
             return false;
         }
     }

@@ -332,7 +332,7 @@ impl FaultPath {
                     &snapshot,
                     snapshot.any_remote(),
                 ) {
-                    // It changed, or nobody reads.
+                    // It changed, or no thread reads.
                     Err(Stop::Stale) => waits = true,
                     sent => at += sent?,
                 },
@@ -456,7 +456,7 @@ impl FaultPath {
             }
             None => VirtAddr(self.copy.as_ptr() as usize),
         };
-        // SAFETY: the frames of the run are full, free and taken by nobody else; the copy buffer is
+        // SAFETY: the frames of the run are full, free and not taken elsewhere; the copy buffer is
         // the handler's own and as long.
         let buffer = unsafe { std::slice::from_raw_parts_mut(from.as_ptr::<Page>(), len) };
         let loaded = self.loader.load(&self.reader.cpu, snapshot, buffer);

@@ -119,7 +119,7 @@ impl Engine {
         // SAFETY: as above.
         unsafe { self.devices.file.force_unlock() };
         // SAFETY: as above.
-        unsafe { self.far.forked() };
+        unsafe { self.remote_reads.forked() };
         // SAFETY: as above.
         unsafe { self.fork.childrens_history.force_unlock() };
         self.workers.park.store(0, Relaxed);
@@ -128,14 +128,14 @@ impl Engine {
         self.workers.tids.iter().for_each(|tid| tid.store(0, Relaxed));
         self.workers.work.store(0, Relaxed);
         self.workers.awake.store(0, Relaxed);
-        self.bells.reset();
+        self.handler_requests.reset();
         self.handler.tid.store(0, Relaxed);
     }
 
     /// Closes the userfaultfd of an engine that never began.
     ///
     /// # Safety
-    /// Nothing is managed, and nobody uses the engine any more.
+    /// Nothing is managed, and nothing uses the engine any more.
     pub unsafe fn close_uffd(&self) {
         // SAFETY: the caller's promise; the box that owns the number is never dropped.
         drop(unsafe { OwnedFd::from_raw_fd(self.uffd().as_fd().as_raw_fd()) });

@@ -18,9 +18,9 @@
 //! 1. The child touches no memory of the program before it is armed, and takes no lock that it has
 //!    not opened itself: this is the only thread, and it may have been anywhere.
 //! 2. It allocates nothing.
-//! 3. Nobody continues if this fails: the child ends with a message.
+//! 3. No thread continues if this fails: the child ends with a message.
 //!
-//! Locks: the memory lock of the child's copy, which nobody holds there.
+//! Locks: the memory lock of the child's copy, which no thread holds there.
 
 use std::mem::ManuallyDrop;
 use std::time::Duration;
@@ -176,7 +176,7 @@ fn send_doubtful_ranges(
     let began = now();
     let mut quiet = false;
     while !quiet && now().since(began) < QUIET_TIMEOUT {
-        quiet = reader.uffd.coverage(reader.engine.bells.range()) != Coverage::Changing;
+        quiet = reader.uffd.coverage(reader.engine.handler_requests.range()) != Coverage::Changing;
         let _ = poll_readable(
             &[reader.uffd.as_fd()],
             Some(if quiet { Duration::ZERO } else { POLL_INTERVAL }),
@@ -216,8 +216,8 @@ pub fn child_init(engine: &Engine) -> Result<(), Errno> {
         return Err(Errno::PROTO);
     }
     let uffd = Uffd::open(FEATURES, true).map_err(|error| error.errno())?;
-    uffd.register_missing(engine.bells.range())?;
-    uffd.register_missing(engine.bells.request_pages())?;
+    uffd.register_missing(engine.handler_requests.range())?;
+    uffd.register_missing(engine.handler_requests.request_pages())?;
     // SAFETY: this is the only thread of the process; the parent's, one of which may have had
     // the lock, are not here.
     unsafe { engine.mm.force_unlock() };

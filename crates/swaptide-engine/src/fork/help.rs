@@ -101,7 +101,7 @@ impl Forker {
         let used = self.used();
         if !waits
             && (used < SPIN_CPU_TIME
-                || reader.uffd.coverage(engine.bells.range()) == Coverage::Changing)
+                || reader.uffd.coverage(engine.handler_requests.range()) == Coverage::Changing)
         {
             return false;
         }
@@ -156,49 +156,49 @@ impl Forker {
 /// hears so at once, and decides how long it asks again.
 fn refuse_release(pager: &mut Pager) {
     let path = &mut pager.path;
-    let bells = &path.engine.bells;
+    let handler_requests = &path.engine.handler_requests;
     if !path.engine.fork.followed
         || !path.reader.requests.contains(&HandlerRequest::Hint)
-        || bells.may_be_dropped()
+        || handler_requests.may_be_dropped()
         || path.reader.fork.child.is_some()
     {
         return;
     }
     path.reader.take_request(HandlerRequest::Hint);
-    if bells.take_hint().is_some() {
-        bells.refused.store(true, Release);
+    if handler_requests.take_hint().is_some() {
+        handler_requests.refused.store(true, Release);
     }
-    bells.answer();
+    handler_requests.answer();
 }
 
 /// Does what the hint in the mailbox asks for, and lets its thread continue.
 fn answer_hint(pager: &mut Pager) {
     let engine = pager.path.engine;
     let mut is_done = true;
-    if let Some((asked, range)) = engine.bells.take_hint() {
+    if let Some((asked, range)) = engine.handler_requests.take_hint() {
         is_done = hint(&mut pager.path, &mut pager.adopter, asked, range).is_ok()
             && pager.path.reader.fork.child.is_none();
         if !is_done {
             // It is done when the fork is over.
-            engine.bells.put_back(asked);
+            engine.handler_requests.put_back(asked);
         }
     }
     if is_done {
         pager.path.reader.take_request(HandlerRequest::Hint);
-        engine.bells.answer();
+        engine.handler_requests.answer();
     }
 }
 
 /// Answers the hints that may be dropped (invariant 1), and wakes the threads whose delay is over.
 pub(super) fn attend_hints(pager: &mut Pager) {
     let path = &mut pager.path;
-    let bells = &path.engine.bells;
-    if path.reader.requests.contains(&HandlerRequest::Hint) && bells.may_be_dropped() {
+    let handler_requests = &path.engine.handler_requests;
+    if path.reader.requests.contains(&HandlerRequest::Hint) && handler_requests.may_be_dropped() {
         path.reader.take_request(HandlerRequest::Hint);
-        if let Some((Hint::Mapped, _)) = bells.take_hint() {
+        if let Some((Hint::Mapped, _)) = handler_requests.take_hint() {
             path.reader.note_request(HandlerRequest::Adopt);
         }
-        bells.answer();
+        handler_requests.answer();
     }
     path.wake_held();
 }

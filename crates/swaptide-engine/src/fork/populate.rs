@@ -333,7 +333,7 @@ impl Populator {
     pub(super) fn populate_its_children(&mut self, pager: &mut Pager, child: &mut UnmanagedChild) {
         loop {
             child.read();
-            match child.uffd.coverage(pager.path.engine.bells.range()) {
+            match child.uffd.coverage(pager.path.engine.handler_requests.range()) {
                 Coverage::Changing => yield_now(),
                 _ if child.forked.is_empty() => return,
                 _ => {
@@ -365,7 +365,7 @@ pub(super) fn recipient(path: &mut FaultPath, uffd: Uffd, hooked: bool) -> Unman
     let mut child = UnmanagedChild::new(path.engine, uffd);
     let began = now();
     // The forking thread itself counts as a change until it has run again.
-    while path.reader.uffd.coverage(path.engine.bells.range()) == Coverage::Changing {
+    while path.reader.uffd.coverage(path.engine.handler_requests.range()) == Coverage::Changing {
         let waited = now().since(began);
         if waited > QUIET_TIMEOUT {
             lay_out(path, &mut child, hooked);

@@ -181,7 +181,7 @@ impl ForkServer {
             futex::wake(&engine.workers.work, u32::MAX >> 1, futex::Scope::Private);
             let stand_still =
                 engine.workers.parked.load(Acquire) == engine.workers.running.load(Acquire);
-            if stand_still && pager.path.remote.is_empty() && engine.far.is_settled() {
+            if stand_still && pager.path.remote.is_empty() && engine.remote_reads.is_settled() {
                 return;
             }
             // A worker may be waiting for the handler to read its request, or for a page.
@@ -206,7 +206,7 @@ impl ForkServer {
         let engine = pager.path.engine;
         let began = now();
         let is_quiet = |path: &FaultPath| {
-            path.reader.uffd.coverage(engine.bells.range()) != Coverage::Changing
+            path.reader.uffd.coverage(engine.handler_requests.range()) != Coverage::Changing
         };
         loop {
             if is_quiet(&pager.path) {

@@ -4,8 +4,8 @@
 //! Without a threshold compressed memory always takes what comes, and its oldest pages are written
 //! back for it: the order of age is kept. With one it takes nothing more once it has reached its
 //! bound, until it has fallen below the threshold: what is refused goes to the swap areas as it is
-//! packed, the oldest pages are written back meanwhile, and nobody waits for that. What it costs is
-//! that for a while the areas get what was used last.
+//! packed, the oldest pages are written back meanwhile, and no thread waits for that. What it costs
+//! is that for a while the areas get what was used last.
 //!
 //! Owns: the two figures, and whether the bound was reached.
 //!

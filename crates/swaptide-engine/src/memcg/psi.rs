@@ -41,7 +41,7 @@ impl Stall {
         }
     }
 
-    /// Nobody stalls any more; gives the microseconds to count.
+    /// No thread stalls any more; gives the microseconds to count.
     fn end(&mut self, word: &AtomicU64, at: Nanos) -> usize {
         if !std::mem::take(&mut self.on) {
             return 0;

@@ -31,7 +31,7 @@ const MIN_DELAY: Duration = Duration::from_millis(1);
 pub(crate) struct Throttle {
     /// Threads that wait, by the pages they wait for, and until when.
     held: VecDeque<(Nanos, PageNo)>,
-    /// What growth cost that nobody has waited for yet.
+    /// What growth cost that no thread has waited for yet.
     owed: Duration,
 }
 

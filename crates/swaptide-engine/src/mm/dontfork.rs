@@ -1,4 +1,4 @@
-//! Without fork events: managed memory is not copied by a fork that nobody follows.
+//! Without fork events: managed memory is not copied by a fork that is not followed.
 //!
 //! What is swapped would be zeros in a child whose memory has no userfaultfd. With fork events the
 //! kernel gives every child one, whatever made it. Without, a child past libc's fork would run on

@@ -13,7 +13,8 @@
 //!
 //! Invariants
 //! 1. The word is set before the kernel takes the first reference, and is never cleared. A forked
-//!    child has a copy of it. A new program (exec) has new memory, to which nobody has a reference.
+//!    child has a copy of it. A new program (exec) has new memory, to which nothing has a
+//!    reference.
 //! 2. A page that has a reference was taken out after the word was set, or has never left. A thread
 //!    that looks for a frame to write to holds the memory lock, under which the page was moved
 //!    there, so it sees the word set. Frames lent out before hold pages without references.

@@ -19,7 +19,7 @@
 //!    with a batch, or lent as a whole: the frames of a run are the taker's alone until
 //!    [`Staging::run_used`]; or on its way to the discard area ([`Discard`]).
 //! 3. Once the program may have given references to its pages away ([`References`]), no frame is
-//!    lent: all are given up. Nobody writes to a page that came from the program then.
+//!    lent: all are given up. Nothing writes to a page that came from the program then.
 //! 4. `full_frames` is the sum of the full bits and the lent frames of all slabs, and of what is on
 //!    its way to the discard area: what the area costs in memory.
 //! 5. Neither area is locked in memory, whatever the program locks: the kernel moves a page between
@@ -337,7 +337,7 @@ impl Staging {
     }
 
     /// Pages that a move really moved. When it stops early the kernel may have moved more than it
-    /// says; the engine's own side of the move, which nobody else touches, tells: `engine_side`
+    /// says; the engine's own side of the move, which nothing else touches, tells: `engine_side`
     /// holds pages now (they were moved there) or no longer (they were moved away).
     pub fn moved(&self, progress: Progress, engine_side: VirtRange, there: bool) -> usize {
         really_moved(&self.pagemap, progress, engine_side, there)
@@ -414,7 +414,7 @@ impl DiscardArea {
             let from = start.offset(at * PAGE_SIZE);
             let to = self.map.range().start.offset(at * PAGE_SIZE);
             let flags = MoveFlags { dont_wake: true, allow_src_holes: false };
-            // SAFETY: the frames are free: nobody reads them any more. The discard area is empty.
+            // SAFETY: the frames are free: nothing reads them any more. The discard area is empty.
             let progress = unsafe { self.uffd.move_pages(to, from, len * PAGE_SIZE, flags) };
             let from = VirtRange { start: from, end: from.offset(len * PAGE_SIZE) };
             let moved = really_moved(&self.pagemap, progress, from, false);

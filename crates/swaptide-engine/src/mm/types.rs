@@ -16,7 +16,7 @@ pub(crate) const CHUNKS_PER_LEAF: usize = PAGES_PER_LEAF / PAGES_PER_CHUNK;
 /// Smallest mapping worth managing, in bytes.
 pub(crate) const MIN_BYTES: usize = 64 << 10;
 
-/// Behind every page of a program; as the page asked for: nobody asked for one.
+/// Behind every page of a program; as the page asked for: no thread asked for one.
 pub(crate) const LAST_PAGE: PageNo = PageNo(1 << 36);
 
 /// The end of the addresses that can be managed: those of a program that asks for none above.

@@ -1,9 +1,9 @@
-//! Whether there is time for what nobody waits for.
+//! Whether there is time for what no thread waits for.
 //!
 //! A process is *calm* when for a while no page of it has come in or gone out. Then a worker may
-//! use CPU time that nobody else wants: as soon as it waits for a CPU longer than a quarter of the
-//! time that it runs, somebody does, and it rests. Only its waiting while it works counts: a thread
-//! that hardly runs waits as long as it runs, for its CPU to wake up.
+//! use CPU time that no other thread wants: as soon as it waits for a CPU longer than a quarter of
+//! the time that it runs, somebody does, and it rests. Only its waiting while it works counts: a
+//! thread that hardly runs waits as long as it runs, for its CPU to wake up.
 //!
 //! Owns: what was seen last. Locks: none; it is worker 0's.
 

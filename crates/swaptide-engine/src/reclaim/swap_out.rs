@@ -64,7 +64,7 @@ impl BackingPage {
     /// The page as it is stored.
     ///
     /// # Safety
-    /// The frame is full and nobody writes to it.
+    /// The frame is full and nothing writes to it.
     unsafe fn packed<'b>(&self, engine: &'b Engine, bytes: &'b [u8]) -> Packed<'b> {
         match &self.packed {
             Some(range) => Packed::Bytes(&bytes[range.clone()]),

@@ -92,7 +92,7 @@ impl Seen {
 /// of mappings is unread or late (invariant 2).
 pub(crate) fn forget(engine: &Engine, mm: &mut Mm, page: VirtRange) -> bool {
     if !mm.changes.late.is_empty()
-        || engine.uffd().coverage(engine.bells.range()) == Coverage::Changing
+        || engine.uffd().coverage(engine.handler_requests.range()) == Coverage::Changing
     {
         return false;
     }

@@ -247,7 +247,7 @@ impl Worker {
         better || written
     }
 
-    /// Makes compressed memory smaller while nobody wants anything, so that there is room when
+    /// Makes compressed memory smaller while no thread wants anything, so that there is room when
     /// somebody does. False when nothing is cold.
     fn recompress_some(&mut self, engine: &Engine) -> bool {
         let pool = &engine.devices.pool;
@@ -456,7 +456,7 @@ fn tick(engine: &Engine, keeps: bool) -> Duration {
 }
 
 /// Pages that were shared are not for ever: the other process writes to them, ends, or executes a
-/// program, which nobody tells. So chunks are looked at again now and then: while some of those
+/// program, which is not told. So chunks are looked at again now and then: while some of those
 /// have pages for this process alone, more and more.
 #[derive(Default)]
 struct Review {
@@ -576,7 +576,7 @@ impl Housekeeping {
         }
     }
 
-    /// True when nothing has come in or gone out for a while, and nobody else wants the CPU.
+    /// True when nothing has come in or gone out for a while, and no other thread wants the CPU.
     fn has_time(&mut self, engine: &Engine) -> bool {
         let counters = &engine.slot().counters;
         let happened = [Counter::Pgmajfault, Counter::Pgsteal]
@@ -596,10 +596,10 @@ impl Housekeeping {
             engine.devices.file.follow_group();
         }
         if engine.slot().control.preload.load(Relaxed) != 0 {
-            engine.bells.submit(HandlerRequest::Preload);
+            engine.handler_requests.submit(HandlerRequest::Preload);
         }
         if engine.slot().control.detach.load(Relaxed) != 0 {
-            engine.bells.submit(HandlerRequest::Detach);
+            engine.handler_requests.submit(HandlerRequest::Detach);
         }
         engine.charge.measure(statm);
         let areas = engine.start.segment.areas_epoch();
@@ -635,7 +635,7 @@ impl Housekeeping {
             || self.ticks.is_multiple_of(64) && small.may_look(PART_OF_TIME)
             || small.may_look(PART_OF_TIME_GROWN) && small.is_look_due()
         {
-            engine.bells.submit(HandlerRequest::Adopt);
+            engine.handler_requests.submit(HandlerRequest::Adopt);
             engine.charge.measure(statm);
             self.rest_at_adoption = engine.charge.rest();
         }
@@ -655,12 +655,12 @@ fn map_and_unmap(engine: &Engine) {
     };
     for round in 0..256 {
         let Ok(mapping) = Mapping::reserve(MIN_BYTES + round % 7 * PAGE_SIZE) else { return };
-        // SAFETY: nobody else knows of the mapping.
+        // SAFETY: nothing else refers to the mapping.
         let bytes = unsafe { mapping.slice_mut(0, mapping.len()) };
         bytes.iter_mut().step_by(PAGE_SIZE).for_each(|byte| *byte = 1);
         held[round % 8] = Some(mapping);
         if round % 8 == 0 {
-            engine.bells.submit(HandlerRequest::Adopt);
+            engine.handler_requests.submit(HandlerRequest::Adopt);
         }
         // The end of what was there before comes after it: its event may not be under way yet.
         let since = now();
@@ -669,7 +669,7 @@ fn map_and_unmap(engine: &Engine) {
                 now().since(since) < Duration::from_secs(2),
                 "the engine's own memory is managed"
             );
-            engine.bells.submit(HandlerRequest::Adopt);
+            engine.handler_requests.submit(HandlerRequest::Adopt);
         }
     }
 }

@@ -11,7 +11,7 @@
 //! 1. The mailbox belongs to the thread whose id is in `busy`; one that is dead has lost it.
 //! 2. Its owner takes no signal meanwhile: a handler of the program's could ask for something
 //!    itself, or never come back.
-//! 3. When the program was detached nobody hears any more, and nobody waits.
+//! 3. When the program was detached no thread serves requests any more, and no thread waits.
 //! 4. A request has a number, and is done when that number was answered: what a dead thread has
 //!    left there cannot be taken for it.
 //!
@@ -53,11 +53,11 @@ pub enum HandlerRequest {
     ForkDone = 3,
     /// A mapping was moved or has grown: the thread continues when the table knows.
     Fence = 4,
-    /// Bring in what is swapped, while nobody faults.
+    /// Bring in what is swapped, while no thread faults.
     Preload = 5,
     /// Bring in everything and let the program go.
     Detach = 6,
-    /// Somebody stands at a door. No bell means it.
+    /// A thread waits at a request page. No address of the area means it.
     Door = 7,
 }
 
@@ -94,8 +94,8 @@ const MAX_REQUESTS: usize = 7;
 /// Threads that can wait at fences at a time; more wait for a place.
 const FENCES: usize = 64;
 
-/// A thread that waits until the table knows of its change: 0 nobody, 1 being written, 2 waiting, 3
-/// answered.
+/// A thread that waits until the table knows of its change: 0 no thread, 1 being written, 2
+/// waiting, 3 answered.
 struct Fence {
     state: AtomicU32,
     at: AtomicUsize,
@@ -323,7 +323,7 @@ impl HandlerRequests {
         }
     }
 
-    /// Which bell an event of the area means.
+    /// Which request an event of the area means.
     pub fn decode(&self, at: VirtAddr) -> Option<HandlerRequest> {
         match (at.0 - self.range().start.0) / PAGE_SIZE {
             0 => Some(HandlerRequest::Adopt),
@@ -337,7 +337,7 @@ impl HandlerRequests {
         }
     }
 
-    /// Which bell an event means, if it is of the area.
+    /// Which request an event means, if it is of the area.
     pub(crate) fn decode_in(&self, at: VirtAddr) -> Option<HandlerRequest> {
         self.range().contains(at).then(|| self.decode(at)).flatten()
     }
@@ -491,7 +491,7 @@ impl HandlerRequests {
         }
     }
 
-    /// In a forked child: nobody has asked for anything.
+    /// In a forked child: no thread has asked for anything.
     pub fn reset(&self) {
         self.fences.iter().for_each(|f| f.state.store(FREE, Relaxed));
         self.doors.iter().for_each(|door| door.state.store(FREE, Relaxed));

@@ -506,7 +506,7 @@ impl Adopter {
     /// As for [`Adopter::adopt`]; a thread whose mapping is not listed yet still waits.
     pub(crate) fn answer_fences(&mut self, path: &mut FaultPath) -> Result<(), Interrupted> {
         let engine = path.engine;
-        engine.bells.answer_fences(|at, is_new| self.adopt_mapping(path, at, is_new))
+        engine.handler_requests.answer_fences(|at, is_new| self.adopt_mapping(path, at, is_new))
     }
 }
 
@@ -543,7 +543,7 @@ fn let_changes_pass(path: &mut FaultPath, range: VirtRange) -> Result<(), Interr
             }
             if path.reader.fork.untracked.is_empty()
                 && !path.reader.fork.phase.is_deferring()
-                && path.reader.uffd.coverage(engine.bells.range()) != Coverage::Changing
+                && path.reader.uffd.coverage(engine.handler_requests.range()) != Coverage::Changing
             {
                 mm.changes.recent.clear();
                 return Ok(());
@@ -653,7 +653,7 @@ mod tests {
             write: true,
             exec: false,
             private: true,
-            device: swaptide_sys::maps::Device { major: 0, minor: 0 },
+            device: swaptide_sys::maps::DeviceNumber { major: 0, minor: 0 },
             inode: 0,
             offset: 0,
             name: b"",

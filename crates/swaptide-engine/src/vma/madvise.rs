@@ -123,14 +123,14 @@ pub(crate) fn release(path: &mut FaultPath, range: VirtRange) -> Result<(), Inte
     mm.held = NO_RANGE;
     brought?;
     if path.reader.fork.child.is_some() {
-        engine.bells.refused.store(true, Release);
+        engine.handler_requests.refused.store(true, Release);
         return Ok(());
     }
     let pages = pages_of(range);
     let (mut at, end) = (PageNo(pages.start), PageNo(pages.end));
     while let Some(page) = mm.table.next_used(at, end).filter(|page| *page < end) {
         if matches!(mm.table.get(page), PageState::Swapped(_)) {
-            engine.bells.refused.store(true, Release);
+            engine.handler_requests.refused.store(true, Release);
             (engine.start.log)("a range could not be swapped in completely and stays managed");
             return Ok(());
         }

@@ -117,7 +117,7 @@ extern "C" fn map(at: usize, len: usize, flags: c_int) -> c_long {
         && (!is_fixed || CALLS.fetch_add(1, Relaxed).is_multiple_of(2))
         && let Some(engine) = requests()
     {
-        engine.bells.hint(Hint::Mapped, VirtRange::from_len(at, len));
+        engine.handler_requests.hint(Hint::Mapped, VirtRange::from_len(at, len));
     }
     answer(result)
 }
@@ -144,7 +144,7 @@ fn move_pieces(base: VirtAddr, len: usize, to: VirtAddr) {
         let len = info.vma().range.end.min(end).0 - at.0;
         match call(REMAP, [at.0, len, len, MAYMOVE_FIXED, to.0 + at.0 - base.0]) {
             Ok(there) => {
-                engine().bells.fence(there, false);
+                engine().handler_requests.fence(there, false);
                 at = at.offset(len);
             }
             // Management splits mappings, too.
@@ -182,7 +182,7 @@ extern "C" fn remap(at: usize, len: usize, new: usize, flags: c_int, to: usize) 
         ROOM[place].store(len.min(new), Relaxed);
     }
     if result.is_ok() && new > len {
-        engine().bells.fence(at, false);
+        engine().handler_requests.fence(at, false);
     }
     // The program knows one reason only: there are several mappings.
     answer(result.map_err(|_| Errno::FAULT))
@@ -208,7 +208,7 @@ extern "C" fn advise(at: usize, len: usize, advice: c_int) -> c_long {
         MADV_HUGEPAGE | MADV_NOHUGEPAGE => return 0,
         _ => return answer(call(ADVISE, [at, len, advice as usize, 0, 0]).map(|_| VirtAddr(0))),
     };
-    engine().bells.hint(hint, VirtRange::from_len(VirtAddr(at), len));
+    engine().handler_requests.hint(hint, VirtRange::from_len(VirtAddr(at), len));
     0
 }
 
@@ -224,7 +224,7 @@ extern "C" fn fork_once(quiet: c_int) -> c_long {
     let declines = FORKS.fetch_add(1, Relaxed) % 3 == 1;
     engine.fork.forker.store(gettid().0, Release);
     engine.fork.open_ends();
-    engine.bells.submit(HandlerRequest::ForkPrepare);
+    engine.handler_requests.submit(HandlerRequest::ForkPrepare);
     assert!(engine.fork.wait_until_prepared(u64::MAX), "the handler stands still");
     // SAFETY: the child continues with the engine's locks as the preloaded library's does; libc's
     // and the sanitizers' are seen to by fork itself.
@@ -236,7 +236,7 @@ extern "C" fn fork_once(quiet: c_int) -> c_long {
     }
     engine.fork.close_end(false);
     engine.fork.close_end(true);
-    engine.bells.submit(HandlerRequest::ForkDone);
+    engine.handler_requests.submit(HandlerRequest::ForkDone);
     engine.fork.wait(NO_FORK, u64::MAX);
     drop((guard, alone));
     if pid < 0 {

@@ -439,8 +439,8 @@ impl MemoryController {
         &mut self.groups.tree
     }
 
-    /// Removes a group that nobody is in, managed or not. The next group that is made may get its
-    /// number.
+    /// Removes a group that no process is in, managed or not. The next group that is made may get
+    /// its number.
     ///
     /// # Errors
     /// As of [`GroupTree::remove`].

@@ -1,7 +1,7 @@
 //! What pages read back looked like: 16 bytes per slot, in arrays that exist while one of their
 //! slots has a digest.
 //!
-//! A digest is POLYVAL under a secret key: without the key nobody can make, nor can
+//! A digest is POLYVAL under a secret key: without the key none can make, nor can
 //! chance in the life of a machine find, two pages of one digest (a page is 256 blocks of 128 bits:
 //! the odds are 257 in 2^128).
 

@@ -172,7 +172,7 @@ fn pages_of(store: &ExtentStore, victims: &[Extent]) -> Vec<Wanted> {
     found
 }
 
-/// Writes opened pages to new places; those that nobody freed meanwhile are there then. Tells
+/// Writes opened pages to new places; those that were not freed meanwhile are there then. Tells
 /// whether blocks became free, or nothing if there is no room or the file does not take them.
 pub(super) fn move_together(
     store: &ExtentStore,

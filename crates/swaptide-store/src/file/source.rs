@@ -9,7 +9,7 @@ pub struct Extent(pub u32);
 ///
 /// Called with the device's lock held: must not call back into the device.
 pub trait ExtentSource: Sync {
-    /// An extent that nobody else has, or `None` when the file may not grow.
+    /// An extent that no other process has, or `None` when the file may not grow.
     fn lease(&self) -> Option<Extent>;
 
     /// Gives an extent back. `exclusive_hole_punch` tells that it was exclusively this device's and

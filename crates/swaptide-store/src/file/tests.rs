@@ -247,7 +247,7 @@ impl ExtentSource for Source {
         let mut state = self.state.lock().unwrap();
         state.released.push((extent, exclusive_hole_punch));
         let holders =
-            state.holders.get_mut(&extent.0).expect("an extent that nobody holds is released");
+            state.holders.get_mut(&extent.0).expect("an extent that no process holds is released");
         *holders -= 1;
         if *holders == 0 {
             state.holders.remove(&extent.0);

@@ -505,7 +505,8 @@ fn a_child_leaves_its_parents_connections_alone() {
 }
 
 fn borrow(number: i32) -> swaptide_sys::BorrowedFd<'static> {
-    // SAFETY: the test that calls this keeps the descriptor open: nobody closes what was forgotten.
+    // SAFETY: the test that calls this keeps the descriptor open: nothing closes what was
+    // forgotten.
     unsafe { swaptide_sys::BorrowedFd::borrow_raw(number) }
 }
 

@@ -59,8 +59,8 @@ impl GroupControl {
         }
     }
 
-    /// Removes a group that nobody is in, managed or not. The next group that is made may get its
-    /// number.
+    /// Removes a group that no process is in, managed or not. The next group that is made may get
+    /// its number.
     pub(super) fn remove(&mut self, path: &GroupPath) -> Result<(), GroupError> {
         let index = self.tree.find(path)?;
         if self.tree.usage(index).processes > 0 {

@@ -87,7 +87,7 @@ fn a_group_that_gets_the_number_of_a_frozen_one_is_not_frozen() {
     controller.move_process(child.id(), first);
     controller.tick();
     controller.tree.admit(child.id());
-    controller.remove_group(&path("/first")).expect("nobody is in it");
+    controller.remove_group(&path("/first")).expect("no process is in it");
     let second = controller.groups().ensure(&path("/second"), 0).expect("a group");
     assert_eq!(second, first, "the number is used again");
     assert_eq!(controller.frozen().count(), 0);

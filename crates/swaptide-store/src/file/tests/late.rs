@@ -103,7 +103,7 @@ fn a_write_that_is_carried_out_late_meets_nothing_that_was_written_since() {
         }
     }
     assert!(dropped.lock().unwrap().len() >= 10, "requests were dropped");
-    // Given back, they are leased by nobody else either.
+    // Given back, they are leased by no process else either.
     device.clear();
     let doubtful = source.state.lock().unwrap().in_doubt.len();
     assert!(doubtful > 3, "{doubtful} extents");
