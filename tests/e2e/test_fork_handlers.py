@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from confine import PROFILE, run_confined
+from ctl import wait_for_line
 from harness import HERE, Failure, param
 from processes import descendants
 from redis_client import Redis
@@ -109,6 +110,22 @@ def test_fork_refuses(case, mode, follows):
     said = "its call fails" in agent_log(case)
     is_refused = follows or mode == "filters-locked"
     assert case.native or said == is_refused, f"{said}: {agent_log(case)[-300:]!r}"
+
+
+@pytest.mark.full
+@pytest.mark.swaptide(budget=24, allowance=200, forks=True, native=False)
+def test_fork_refuses_confined(case):
+    """The same for a thread that has put itself under a filter meanwhile: there both wait, until
+    the run is told to end.
+    """
+    program = case.start([case.binary("forklock"), 64, 1, case.seed, "forks-confined"])
+    wait_for_line(case, program, "forks")
+    time.sleep(3)
+    assert program.process.poll() is None, "it does not wait: docs/semantics.md says so"
+    program.process.terminate()
+    began = time.monotonic()
+    program.finish(status=None)
+    assert time.monotonic() - began < 15
 
 
 @pytest.mark.swaptide(budget=24, allowance=200, forks=True)

@@ -151,7 +151,7 @@ impl Handler {
                 HandlerRequest::Fence => self.pager.answer_fences(),
                 HandlerRequest::Preload => self.preload.begin(),
                 HandlerRequest::Detach => self.detach.begin(),
-                HandlerRequest::Door => self.serve_request_pages(),
+                HandlerRequest::RequestPage => self.serve_request_pages(),
                 HandlerRequest::ForkPrepare => self.forks.fork(&mut self.pager),
                 HandlerRequest::ForkDone => {}
             }
@@ -196,7 +196,7 @@ impl Handler {
                 }
             };
             if served.is_err() {
-                path.reader.note_request(HandlerRequest::Door);
+                path.reader.note_request(HandlerRequest::RequestPage);
                 break;
             }
             handler_requests.done_at(index, is_done);

@@ -356,11 +356,27 @@ static void await_handlers(void) {
     usleep(20000);
 }
 
-/* Forks past libc's handlers with the lock held that a fork handler waits for. */
-static void *forks_locked(void *x) {
+/* A filter that permits everything, or all but processes. */
+static struct sock_filter permit[] = {
+    BPF_STMT(BPF_LD | BPF_W | BPF_ABS, 0),
+    BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_clone, 1, 0),
+    BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EAGAIN),
+};
+
+/* Forks past libc's handlers with the lock held that a fork handler waits for; if `confined`, under
+ * a filter that it has set for itself meanwhile. */
+static void *fork_locked(int confined) {
     pthread_mutex_lock(&mutex);
     go = 1;
     await_handlers();
+    if (confined) {
+        struct sock_fprog all = {.len = 1, .filter = &permit[2]};
+        MUST(!prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
+        MUST(!syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &all));
+        printf("forks\n");
+        fflush(stdout);
+    }
     pid_t pid = (pid_t)syscall(SYS_fork);
     int failed = errno;
     if (pid == 0) {
@@ -372,16 +388,18 @@ static void *forks_locked(void *x) {
     MUST(pid > 0 || failed == EAGAIN);
     if (pid > 0) MUST(waitpid(pid, &status, 0) == pid && status == 0);
     turns += pid > 0;
-    return x;
+    return NULL;
 }
 
-/* A filter that permits everything, or all but processes. */
-static struct sock_filter permit[] = {
-    BPF_STMT(BPF_LD | BPF_W | BPF_ABS, 0),
-    BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_clone, 1, 0),
-    BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-    BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EAGAIN),
-};
+static void *forks_locked(void *x) {
+    (void)x;
+    return fork_locked(0);
+}
+
+static void *forks_confined(void *x) {
+    (void)x;
+    return fork_locked(1);
+}
 
 /* Sets a filter for all threads with the lock held that a fork handler waits for. */
 static void *filters_locked(void *x) {
@@ -587,6 +605,8 @@ int main(int count, char **words) {
         long before = turns;
         forks_locked(NULL);
         MUST(turns == before + 1);
+    } else if (!strcmp(given.mode, "forks-confined")) {
+        wait_in_handlers(forks_confined);
     } else if (!strcmp(given.mode, "filters-locked")) {
         wait_in_handlers(filters_locked);
     } else if (!strcmp(given.mode, "wipes")) {

@@ -266,7 +266,7 @@ impl UffdReader {
             (Event::Fault { addr, .. }, _)
                 if engine.handler_requests.request_pages().contains(addr) =>
             {
-                self.note_request(HandlerRequest::Door)
+                self.note_request(HandlerRequest::RequestPage)
             }
             (Event::Fault { addr, tid, .. }, _) => {
                 self.pending.push_back(Fault { addr, tid, tries: 0 })

@@ -2,7 +2,7 @@
 //!
 //! | supervisor | forking thread | child | parent's handler |
 //! |---|---|---|---|
-//! | follows the thread | asks for that, rings, waits | | opens the shield: **prepared** |
+//! | follows the thread | asks for that, requests `ForkPrepare`, waits | | opens the shield: **prepared** |
 //! | | fork(2) | stands still | |
 //! | has the child begin here | stands still | says that it is born | reads until no change is under way; says what is in doubt |
 //! | | | makes a userfaultfd, arms what the table lists, sends it | takes it as from a fork event |
@@ -137,7 +137,8 @@ pub(super) fn receive_child_uffd(
     }
     let (mut word, mut fds) = ([0u8; 16], [None]);
     let answered = match conn.recv(&mut word, &mut fds) {
-        // There is no child: the forking thread has closed its end, and rings in a moment.
+        // There is no child: the forking thread has closed its end, and requests `ForkDone` in a
+        // moment.
         Ok((0, _)) => return reader.read_within(Some(patience)),
         Ok((1, _)) if word[0] == MSG_STARTED && reader.fork.is_lost => {
             (reader.engine.start.log)(

@@ -83,13 +83,13 @@ fn kill_child(pid: u32) -> Result<(), Errno> {
 }
 
 impl ForkServer {
-    /// Serves the child until it serves itself, and gives it what it needs for that. Without a way
-    /// to it (`door`) it gets all its memory.
+    /// Serves the child until it serves itself, and gives it what it needs for that. Without a
+    /// channel to it it gets all its memory.
     ///
-    /// Another thread may fork past the hook at the same time. Then nobody can tell whose child is
+    /// Another thread may fork past the hook at the same time. Then it is unknown whose child is
     /// whose: all are served, and when the one that came through the hook says hello, all get
     /// everything.
-    pub(super) fn hand_over(&mut self, pager: &mut Pager, child: Uffd, mut door: Option<Conn>) {
+    pub(super) fn hand_over(&mut self, pager: &mut Pager, child: Uffd, mut channel: Option<Conn>) {
         let engine = pager.path.engine;
         let mut children = vec![recipient(&mut pager.path, child, !self.torn)];
         let mut served: Vec<u64> = Vec::new();
@@ -98,7 +98,7 @@ impl ForkServer {
         let mut has_child = false;
         let mut patience = Deadline::new(bound(engine, HELLO_TIMEOUT));
         stand_still(&engine.start.segment.header, Standstill::HandingOver);
-        if door.is_none() {
+        if channel.is_none() {
             (engine.start.log)(
                 "no channel to a forked child: it gets all its memory at once and is not \
                 managed",
@@ -106,7 +106,7 @@ impl ForkServer {
             return self.abandon(pager, &mut children, None);
         }
         loop {
-            wait_for_child(&pager.path, &children, door.as_ref());
+            wait_for_child(&pager.path, &children, channel.as_ref());
             self.drain(pager);
             attend_hints(pager);
             self.settle(pager);
@@ -130,11 +130,11 @@ impl ForkServer {
             for child in &mut children {
                 self.read_child(pager, child, &mut served);
             }
-            let knocks = |conn: &Conn| {
+            let has_message = |conn: &Conn| {
                 let polled = poll_readable(&[conn.as_fd()], Some(Duration::ZERO));
                 polled.is_ok_and(|ready| ready != 0)
             };
-            if let Some(conn) = door.take_if(|conn| knocks(conn)) {
+            if let Some(conn) = channel.take_if(|conn| has_message(conn)) {
                 match self.send(pager, &conn, &mut children, &served) {
                     Ok(()) => return,
                     Err(errno) => (engine.start.log)(&format!(
@@ -142,7 +142,7 @@ impl ForkServer {
                         swaptide_sys::ErrnoName(errno)
                     )),
                 }
-                // Nobody else comes to this door: whatever is left is another thread's child.
+                // No other child has this channel: whatever is left is another thread's child.
                 self.torn = true;
                 children.retain(|child| !child.is_gone());
                 return self.abandon(pager, &mut children, None);
@@ -168,13 +168,13 @@ impl ForkServer {
                             memory at once and is not managed",
                         );
                         self.torn = true;
-                        return self.abandon(pager, &mut children, door);
+                        return self.abandon(pager, &mut children, channel);
                     }
                 }
                 // The child that came through the hook gets all its memory in any case, and may be
                 // gone.
                 if self.torn && silent > TORN_HELLO_TIMEOUT {
-                    return self.abandon(pager, &mut children, door);
+                    return self.abandon(pager, &mut children, channel);
                 }
             }
             if patience.is_over(is_new_child_stopped) {
@@ -182,20 +182,25 @@ impl ForkServer {
                     "a forked child does not respond: it gets all its memory and is \
                     not managed",
                 );
-                return self.abandon(pager, &mut children, door);
+                return self.abandon(pager, &mut children, channel);
             }
         }
     }
 
-    /// Gives all children everything, and leaves word of that for the one that comes to the door
+    /// Gives all children everything, and leaves word of that for the one that uses the channel
     /// later.
-    fn abandon(&mut self, pager: &mut Pager, children: &mut [UnmanagedChild], door: Option<Conn>) {
+    fn abandon(
+        &mut self,
+        pager: &mut Pager,
+        children: &mut [UnmanagedChild],
+        channel: Option<Conn>,
+    ) {
         let hooked = !self.torn && children.len() == 1;
         for child in children {
             lay_out(&pager.path, child, hooked);
             self.populator.populate(pager, child);
         }
-        if let Some(conn) = door {
+        if let Some(conn) = channel {
             // It lies there when this end is closed.
             let _ = conn
                 .set_nonblocking(true)
@@ -321,9 +326,9 @@ fn bound(engine: &Engine, usual: Duration) -> Duration {
 }
 
 /// Waits a moment for a message of this process or a child.
-fn wait_for_child(path: &FaultPath, children: &[UnmanagedChild], door: Option<&Conn>) {
+fn wait_for_child(path: &FaultPath, children: &[UnmanagedChild], channel: Option<&Conn>) {
     let mut fds = vec![path.reader.uffd.as_fd()];
-    fds.extend(door.map(|conn| conn.as_fd()));
+    fds.extend(channel.map(|conn| conn.as_fd()));
     fds.extend(children.iter().take(4).map(|child| child.uffd.as_fd()));
     // What cannot be waited for is looked at again.
     let _ = poll_readable(&fds, Some(Duration::from_millis(2)));

@@ -6,10 +6,10 @@
 //!
 //! | forking thread (parent) | parent's handler | child |
 //! |---|---|---|
-//! | makes a pair of sockets, rings `ForkPrepare`, waits | takes one of them (or has it brought), parks the workers, gives free frames back: **prepared** | |
+//! | makes a pair of sockets, requests `ForkPrepare`, waits | takes one of them (or has it brought), parks the workers, gives free frames back: **prepared** | |
 //! | runs fork(2); its own faults are served | holds the faults and notes the events of all other threads | |
 //! | | reads the fork event: **handing over**; holds every fault of the parent | may fault in libc's own code: the parent's handler copies the page in |
-//! | rings `ForkDone`, waits | waits | starts its handler, which says its process slot through the other socket |
+//! | requests `ForkDone`, waits | waits | starts its handler, which says its process slot through the other socket |
 //! | | makes the slot a holder of every extent, sends userfaultfd and swap file, the pages copied, the events noted | takes over, says so, continues |
 //! | continues | applies the events, answers the faults: **none** | |
 //!

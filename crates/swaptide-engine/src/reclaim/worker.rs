@@ -14,7 +14,7 @@
 //!
 //! Owns: a compressor and an unpacker, and the thread's part in recompression and write-back.
 //!
-//! Worker 0 also keeps the accounts ([`Worker::run`]), rings for adoption, moves the division
+//! Worker 0 also keeps the accounts ([`Worker::run`]), requests adoption, moves the division
 //! between resident and compressed memory ([`crate::memcg::pool_sizing`]) and writes back.
 
 use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
@@ -584,7 +584,7 @@ impl Housekeeping {
         self.calm.is_calm(happened[0].wrapping_add(happened[1]), now())
     }
 
-    /// Measures, takes over a new limit, and rings for adoption when memory that is not managed has
+    /// Measures, takes over a new limit, and requests adoption when memory that is not managed has
     /// grown.
     fn look(&mut self, engine: &Engine) {
         let Some(statm) = &self.statm else { return };

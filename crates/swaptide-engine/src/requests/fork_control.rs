@@ -83,7 +83,7 @@ impl ForkControl {
         }
     }
 
-    /// In the forking thread, before it rings: makes the sockets.
+    /// In the forking thread, before its request: makes the sockets.
     pub fn open_ends(&self) {
         if let Ok((a, b)) = Conn::pair_aside() {
             self.ends[0].set(a.into_fd());

@@ -16,13 +16,13 @@
 //!    left there cannot be taken for it.
 //!
 //! A thread under a filter of system calls may not be allowed to make one. It makes a *fault
-//! request* (door): a page of a second registered area, which it touches. The fault tells the
-//! handler, which fills the page when it has done what was asked, and empties it again before the
-//! door is used again. Nothing of that is a system call of the thread's.
+//! request*: it touches a page of a second registered area, a *request page*. The fault tells the
+//! handler, which fills the page when it has done what was asked, and empties it again before it is
+//! used again. Nothing of that is a system call of the thread's.
 //!
-//! 5. A door is `FREE` only while its page is missing. The handler alone makes it so.
+//! 5. A request page is `FREE` only while it is missing. The handler alone makes it so.
 //!
-//! Locks: none. A ringing thread waits on futex words of the engine's memory only.
+//! Locks: none. A thread that asks waits on futex words of the engine's memory only.
 
 pub mod fork_control;
 
@@ -45,7 +45,7 @@ use crate::sched::deadline::{WAIT_SLICE, Waited};
 pub enum HandlerRequest {
     /// Look for memory to adopt.
     Adopt = 0,
-    /// Stand still: the ringing thread is about to fork.
+    /// Stand still: the asking thread is about to fork.
     ForkPrepare = 1,
     /// The mailbox holds a hint.
     Hint = 2,
@@ -58,7 +58,7 @@ pub enum HandlerRequest {
     /// Bring in everything and let the program go.
     Detach = 6,
     /// A thread waits at a request page. No address of the area means it.
-    Door = 7,
+    RequestPage = 7,
 }
 
 /// A request that is made by a fault.
@@ -73,13 +73,13 @@ pub enum FaultRequest {
     Detach = 2,
 }
 
-/// Threads that can stand at doors at a time; more wait for one.
+/// Threads that can wait at request pages at a time; more wait for one.
 const REQUEST_PAGES: usize = 64;
 
-/// A door: its state, and what is wanted there.
+/// What is wanted at a request page, and how far that has come.
 struct RequestPage {
     state: AtomicU32,
-    knock: AtomicU32,
+    request: AtomicU32,
     start: AtomicUsize,
     end: AtomicUsize,
 }
@@ -165,8 +165,8 @@ pub struct HandlerRequests {
     /// A range could not be released. Written by the handler before it answers.
     pub(crate) refused: AtomicBool,
     fences: [Fence; FENCES],
-    porch: Mapping,
-    doors: [RequestPage; REQUEST_PAGES],
+    fault_area: Mapping,
+    pages: [RequestPage; REQUEST_PAGES],
     /// The program was detached.
     closed: AtomicBool,
 }
@@ -179,17 +179,17 @@ impl HandlerRequests {
     pub fn new() -> Result<HandlerRequests, EngineError> {
         let area = Mapping::reserve(MAX_REQUESTS * PAGE_SIZE)
             .map_err(|e| EngineError::Memory("the request pages", e))?;
-        let porch = Mapping::reserve(REQUEST_PAGES * PAGE_SIZE)
+        let fault_area = Mapping::reserve(REQUEST_PAGES * PAGE_SIZE)
             .map_err(|e| EngineError::Memory("the fault request pages", e))?;
-        let door = || RequestPage {
+        let free = || RequestPage {
             state: AtomicU32::new(FREE),
-            knock: AtomicU32::new(0),
+            request: AtomicU32::new(0),
             start: AtomicUsize::new(0),
             end: AtomicUsize::new(0),
         };
         Ok(HandlerRequests {
-            porch,
-            doors: std::array::from_fn(|_| door()),
+            fault_area,
+            pages: std::array::from_fn(|_| free()),
             area,
             busy: AtomicU32::new(0),
             hint: AtomicU64::new(0),
@@ -210,80 +210,80 @@ impl HandlerRequests {
         self.area.range()
     }
 
-    /// The doors' range, to register as well.
+    /// The request pages, to register as well.
     pub(crate) fn request_pages(&self) -> VirtRange {
-        self.porch.range()
+        self.fault_area.range()
     }
 
-    /// The page of a door.
+    /// One of the request pages.
     fn request_page(&self, index: usize) -> VirtRange {
         VirtRange::from_len(self.request_pages().start.offset(index * PAGE_SIZE), PAGE_SIZE)
     }
 
     /// Asks for something without a system call; returns when it is done, or the program was let
     /// go. False if a release was refused: the range stays managed.
-    pub fn submit_by_fault(&self, knock: FaultRequest, range: VirtRange) -> bool {
-        let claim = |door: &RequestPage| {
-            door.state.compare_exchange(FREE, WRITTEN, AcqRel, Relaxed).is_ok()
+    pub fn submit_by_fault(&self, request: FaultRequest, range: VirtRange) -> bool {
+        let claim = |entry: &RequestPage| {
+            entry.state.compare_exchange(FREE, WRITTEN, AcqRel, Relaxed).is_ok()
         };
         let index = loop {
-            match self.doors.iter().position(claim) {
+            match self.pages.iter().position(claim) {
                 Some(index) => break index,
                 None if self.closed.load(Acquire) => return true,
                 None => std::hint::spin_loop(),
             }
         };
-        let door = &self.doors[index];
-        door.knock.store(knock as u32, Relaxed);
-        door.start.store(range.start.0, Relaxed);
-        door.end.store(range.end.0, Relaxed);
-        door.state.store(WAITING, Release);
+        let entry = &self.pages[index];
+        entry.request.store(request as u32, Relaxed);
+        entry.start.store(range.start.0, Relaxed);
+        entry.end.store(range.end.0, Relaxed);
+        entry.state.store(WAITING, Release);
         let page = self.request_page(index).start;
-        while door.state.load(Acquire) == WAITING && !self.closed.load(Acquire) {
+        while entry.state.load(Acquire) == WAITING && !self.closed.load(Acquire) {
             // SAFETY: a page of the engine's own mapping; the kernel holds this thread until the
             // handler has filled it.
             unsafe { page.as_ptr::<u8>().read_volatile() };
         }
-        let was_done = door.knock.load(Relaxed) != REFUSED;
-        let _ = door.state.compare_exchange(ANSWERED, ABANDONED, AcqRel, Relaxed);
+        let was_done = entry.request.load(Relaxed) != REFUSED;
+        let _ = entry.state.compare_exchange(ANSWERED, ABANDONED, AcqRel, Relaxed);
         was_done
     }
 
-    /// The next door at which somebody waits, from `index` on: what for, and where.
+    /// The next request page at which a thread waits, from `index` on: what for, and where.
     pub(crate) fn waiting_at(&self, index: usize) -> Option<(usize, FaultRequest, VirtRange)> {
         let index =
-            (index..REQUEST_PAGES).find(|&at| self.doors[at].state.load(Acquire) == WAITING)?;
-        let door = &self.doors[index];
-        let knock = match door.knock.load(Relaxed) {
+            (index..REQUEST_PAGES).find(|&at| self.pages[at].state.load(Acquire) == WAITING)?;
+        let entry = &self.pages[index];
+        let request = match entry.request.load(Relaxed) {
             0 => FaultRequest::Fence,
             1 => FaultRequest::Release,
             _ => FaultRequest::Detach,
         };
         Some((
             index,
-            knock,
+            request,
             VirtRange {
-                start: VirtAddr(door.start.load(Relaxed)),
-                end: VirtAddr(door.end.load(Relaxed)),
+                start: VirtAddr(entry.start.load(Relaxed)),
+                end: VirtAddr(entry.end.load(Relaxed)),
             },
         ))
     }
 
-    /// What was wanted at a door is done, or was refused.
+    /// What was wanted at a request page is done, or was refused.
     pub(crate) fn done_at(&self, index: usize, is_done: bool) {
         if !is_done {
-            self.doors[index].knock.store(REFUSED, Relaxed);
+            self.pages[index].request.store(REFUSED, Relaxed);
         }
-        let _ = self.doors[index].state.compare_exchange(WAITING, ANSWERED, AcqRel, Relaxed);
+        let _ = self.pages[index].state.compare_exchange(WAITING, ANSWERED, AcqRel, Relaxed);
     }
 
-    /// Fills the pages of the doors that were answered, and empties those whose threads have gone
-    /// on. True while some are not empty.
+    /// Fills the request pages that were answered, and empties those whose threads have gone on.
+    /// True while some are not empty.
     pub(crate) fn release_answered(&self, uffd: &Uffd) -> bool {
         let mut any = false;
-        for (index, door) in self.doors.iter().enumerate() {
+        for (index, entry) in self.pages.iter().enumerate() {
             let page = self.request_page(index);
-            match door.state.load(Acquire) {
+            match entry.state.load(Acquire) {
                 ANSWERED => {
                     any = true;
                     // Where an event is unread this fails; the thread touches the page again then.
@@ -303,7 +303,7 @@ impl HandlerRequests {
                             swaptide_sys::ErrnoName(errno)
                         ));
                     }
-                    door.state.store(FREE, Release);
+                    entry.state.store(FREE, Release);
                 }
                 _ => {}
             }
@@ -311,10 +311,11 @@ impl HandlerRequests {
         any
     }
 
-    /// Rings; returns when the handler has read it. Never from the handler itself.
-    pub fn submit(&self, ring: HandlerRequest) {
+    /// Makes a request without data; returns when the handler has read it. Never from the handler
+    /// itself.
+    pub fn submit(&self, request: HandlerRequest) {
         crate::sched::handler_cpu::boost_once();
-        let start = self.range().start.offset(ring as usize * PAGE_SIZE);
+        let start = self.range().start.offset(request as usize * PAGE_SIZE);
         // SAFETY: the page is the engine's own, holds nothing and is never read.
         if let Err(errno) = unsafe {
             advise(VirtRange { start, end: start.offset(PAGE_SIZE) }, Advice::DontNeedLocked)
@@ -342,8 +343,8 @@ impl HandlerRequests {
         self.range().contains(at).then(|| self.decode(at)).flatten()
     }
 
-    /// Puts a hint into the mailbox, rings and waits until it was heard. A hint that meets another
-    /// one is dropped: it is only a hint.
+    /// Puts a hint into the mailbox, sends the request and waits until it was served. A hint that
+    /// meets another one is dropped: it is only a hint.
     pub fn hint(&self, hint: Hint, range: VirtRange) {
         let Ok(mask) = block_all_signals() else { return };
         if self.own(hint == Hint::Release) {
@@ -494,7 +495,7 @@ impl HandlerRequests {
     /// In a forked child: no thread has asked for anything.
     pub fn reset(&self) {
         self.fences.iter().for_each(|f| f.state.store(FREE, Relaxed));
-        self.doors.iter().for_each(|door| door.state.store(FREE, Relaxed));
+        self.pages.iter().for_each(|entry| entry.state.store(FREE, Relaxed));
         self.busy.store(0, Relaxed);
         self.hint.store(0, Relaxed);
     }
