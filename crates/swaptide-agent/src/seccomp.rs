@@ -10,7 +10,7 @@
 //! | waiting until a moved mapping is known; memory that must not be managed any more | by a fault request ([`swaptide_engine::requests::FaultRequest`]), which is a page fault |
 //! | `process_madvise`, `shmat` over managed memory, a file that is opened with `O_DIRECT` | the process is detached first |
 //! | a fork, a raw clone that shares memory or forks | the process is detached first, also by a fault request; its child is not managed |
-//! | `mremap` over several mappings that would be one without swaptide | by more calls of it if they grow; `EFAULT` for a fixed place |
+//! | `mremap` over several mappings that would be one without swaptide | by more calls of it, and one of `mmap`, if they grow; `EFAULT` for a fixed place |
 //!
 //! Owns: the word that tells of it. It is the process's: a thread that makes another one passes its
 //! filter on, and which threads have one is not known. A filter that is set by a bare instruction

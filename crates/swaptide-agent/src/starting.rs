@@ -3,13 +3,15 @@
 //! Owns: [`WAITING`]. Locks: none.
 
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{
+    AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+};
 
 use crate::real::thread_pointer;
 
 /// What a new thread runs, on the way from its creator.
 struct PendingRoutine {
-    /// The creator's control block; 0: the entry is free.
+    /// The creator's control block while it is in the call; 0: the entry is free.
     creator: AtomicUsize,
     routine: AtomicUsize,
     argument: AtomicUsize,
@@ -44,6 +46,13 @@ pub(crate) fn forked() {
     for waiting in WAITING.iter().filter(|w| w.creator.load(Relaxed) != this) {
         waiting.creator.store(0, Release);
     }
+}
+
+/// The calling thread's call has succeeded: the entry is the new thread's alone, if it has not
+/// freed it yet.
+pub(crate) fn started(place: usize) {
+    const STARTED: usize = 1;
+    let _ = WAITING[place].creator.compare_exchange(thread_pointer(), STARTED, AcqRel, Relaxed);
 }
 
 /// Frees an entry; returns the routine and its argument.

@@ -21,7 +21,7 @@ use swaptide_sys::uffd::{Event, Message, Uffd};
 
 use crate::reclaim::margin;
 use crate::region::RegionPage;
-use crate::space::{SpaceId, SpaceState};
+use crate::space::{Space, SpaceId, SpaceState};
 use crate::state::{GUARD_TIMEOUT, Inner, PagerState, ROOM_TOKEN, STOP_FAULTS, is_hole};
 use crate::swap_in::{FIRST_PAGES, FaultSite, MAX_PAGES_PER_FAULT, PageLoader};
 
@@ -50,11 +50,8 @@ pub(crate) fn run(inner: Arc<Inner>) {
         let patience: i64 = {
             let state = inner.lock();
             let is_short = state.shortage.is_any() && !state.waiting.is_empty();
-            if is_short || state.spaces.values().any(|space| space.guard.is_none()) {
-                5
-            } else {
-                100
-            }
+            let looks = |space: &Space| space.guard.is_none() || space.is_unrescued();
+            if is_short || state.spaces.values().any(looks) { 5 } else { 100 }
         };
         let timeout = if comes_in { 0 } else { patience * 1_000_000 };
         let timeout = rustix::event::Timespec { tv_sec: 0, tv_nsec: timeout };
@@ -165,14 +162,16 @@ impl FaultThread {
         let alone: Vec<SpaceId> = state
             .spaces
             .iter()
-            .filter(|(_, space)| space.guard.is_none())
+            .filter(|(_, space)| space.guard.is_none() || space.is_unrescued())
             .map(|(id, _)| *id)
             .collect();
         for id in alone {
             let space = &state.spaces[&id];
             if space.standing() == SpaceState::Gone {
                 self.inner.forget_space(state, id);
-            } else if space.unguarded.elapsed() > GUARD_TIMEOUT && !space.rescued {
+            } else if space.is_unrescued()
+                || space.unguarded.elapsed() > GUARD_TIMEOUT && !space.rescued
+            {
                 self.inner.rescue(state, id);
             }
         }

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, epoll};
 use swaptide_ipc::shared::AdviceOutcome;
@@ -16,9 +16,11 @@ use swaptide_ipc::{Request, Segment, SlotIndex};
 use swaptide_sys::page::VirtAddr;
 use swaptide_sys::process::StatmFd;
 use swaptide_sys::sock::Conn;
+use swaptide_sys::thread::abort_with;
 use swaptide_sys::{AsFd, Errno, OwnedFd};
 
 use crate::region::{Counts, RegionId};
+use crate::shortage;
 use crate::state::{Inner, PagerState, ROOM_TOKEN, STOP_FAULTS, STOP_ROOM};
 use crate::store::{FileOpener, Store};
 
@@ -194,7 +196,11 @@ impl Drop for SharedMemoryPager {
         self.inner.work.notify_all();
         // A thread that panicked has ended as well.
         self.room.take().map(JoinHandle::join);
+        let (began, bound) = (Instant::now(), shortage::bound(false));
         while !self.restore_all() {
+            if began.elapsed() > bound {
+                abort_with(&[b"swaptide: shared memory cannot be brought back; stopped"]);
+            }
             std::thread::sleep(SHORTAGE_PAUSE);
         }
         self.inner.stop.fetch_or(STOP_FAULTS, Relaxed);

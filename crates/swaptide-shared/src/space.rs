@@ -115,6 +115,11 @@ impl Space {
         }
     }
 
+    /// Another userfaultfd answers its faults, and some of its pages are out, for want of memory.
+    pub(crate) fn is_unrescued(&self) -> bool {
+        self.broken && !self.rescued
+    }
+
     /// How it stands. The range asked about is of no consequence.
     pub fn standing(&self) -> SpaceState {
         let nowhere = VirtRange::from_len(VirtAddr(1 << 16), PAGE_SIZE);

@@ -641,9 +641,36 @@ pub(crate) fn is_hole(memory: &File, pages: &Range<usize>) -> bool {
     }
 }
 
+/// Not all pages were written.
+#[derive(Debug)]
+pub(crate) struct ShortWrite {
+    /// How many were, from the first on: programs may have them already.
+    pub written: usize,
+    pub error: std::io::Error,
+}
+
 /// Writes whole pages into a hole.
-pub(crate) fn write_pages(memory: &File, page: usize, bytes: &[u8]) -> std::io::Result<()> {
-    memory.write_all_at(bytes, (page * PAGE_SIZE) as u64)
+pub(crate) fn write_pages(memory: &File, page: usize, bytes: &[u8]) -> Result<(), ShortWrite> {
+    let mut done = 0;
+    while done < bytes.len() {
+        let error = match memory.write_at(&bytes[done..], (page * PAGE_SIZE + done) as u64) {
+            Ok(0) => std::io::ErrorKind::WriteZero.into(),
+            Ok(more) => {
+                done += more;
+                continue;
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+            Err(error) => error,
+        };
+        if !done.is_multiple_of(PAGE_SIZE) {
+            // A limit on file size that is no multiple of a page, say.
+            swaptide_sys::thread::abort_with(&[
+                b"swaptide: half a page of shared memory could be put back; stopped",
+            ]);
+        }
+        return Err(ShortWrite { written: done / PAGE_SIZE, error });
+    }
+    Ok(())
 }
 
 impl Inner {
@@ -709,5 +736,28 @@ impl Inner {
             state.enqueue(id, chunk);
         }
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+
+    use super::*;
+
+    #[test]
+    fn what_was_written_before_an_error_is_told() {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let memory: File = memfd_create("pages", flags).expect("a file").into();
+        memory.set_len(3 * PAGE_SIZE as u64).expect("its size");
+        fcntl_add_seals(&memory, SealFlags::GROW).expect("a seal");
+        let short = write_pages(&memory, 1, &[7; 4 * PAGE_SIZE]).expect_err("it cannot grow");
+        assert_eq!(short.written, 2, "{short:?}");
+        let mut last = [0; PAGE_SIZE];
+        memory.read_exact_at(&mut last, 2 * PAGE_SIZE as u64).expect("it is there");
+        assert_eq!(last, [7; PAGE_SIZE]);
+        assert!(write_pages(&memory, 0, &[8; 3 * PAGE_SIZE]).is_ok());
     }
 }

@@ -20,7 +20,7 @@ use swaptide_sys::thread::abort_with;
 use crate::region::{RegionId, RegionPage};
 use crate::shortage::{self, ReadShortage};
 use crate::space::{Piece, Space, SpaceId};
-use crate::state::{Inner, PagerState, write_pages};
+use crate::state::{Inner, PagerState, ShortWrite, write_pages};
 use crate::store::Unloaded;
 
 /// Most pages that one fault brings in: 2 MiB.
@@ -111,8 +111,8 @@ impl Inner {
         all
     }
 
-    /// Brings a run of pages back that are all out. False when some could not be read for want of
-    /// something of this process's own: they stay out, and are to be asked for again.
+    /// Brings a run of pages back that are all out. False when some could not be read, or put in,
+    /// for want of something of this process's own: they stay out, and are to be asked for again.
     pub(crate) fn fill(
         &self,
         state: &mut PagerState,
@@ -154,30 +154,34 @@ impl Inner {
         }
         let out = region.runs(run.clone(), RegionPage::is_out);
         let goods: Vec<Range<usize>> = out.iter().flat_map(|run| between(run, &short)).collect();
+        let mut brought = Vec::with_capacity(goods.len());
+        let mut all = short.is_empty();
         for good in &goods {
             let data = &loader.buffer
                 [(good.start - run.start) * PAGE_SIZE..(good.end - run.start) * PAGE_SIZE];
             let space = site.and_then(|site| Some((state.spaces.get(&site.space)?, site.piece)));
             let done = space.map_or(0, |(space, piece)| copy_in(space, &piece, id, good, data));
-            if done < good.len()
-                && let Err(error) =
-                    write_pages(&region.memory, good.start + done, &data[done * PAGE_SIZE..])
-            {
-                // What is not there stays out, and is asked for again.
+            let rest = write_pages(&region.memory, good.start + done, &data[done * PAGE_SIZE..]);
+            let mut is_in = good.clone();
+            if let Err(ShortWrite { written, error }) = rest {
+                // What is not there stays out, and is asked for again. What is there may be written
+                // to by a program from here on: it is never put in a second time.
                 (self.log)(&format!("shared memory: no memory for a page that is wanted: {error}"));
-                continue;
+                is_in.end = good.start + done + written;
+                all = false;
             }
-            for page in good.clone() {
+            for page in is_in.clone() {
                 self.store.free(region.slot(page), region.state(page));
                 region.set(page, RegionPage::Present);
             }
-            self.count(Counter::WorkingsetRefault, good.len() as u64);
+            self.count(Counter::WorkingsetRefault, is_in.len() as u64);
+            brought.push(is_in);
         }
-        for chunk in goods.iter().flat_map(|good| good.start / 16..good.end.div_ceil(16)) {
+        for chunk in brought.iter().flat_map(|run| run.start / 16..run.end.div_ceil(16)) {
             self.activate(state, id, chunk);
         }
         self.publish(&state.counts());
-        short.is_empty()
+        all
     }
 
     /// After an attempt to load pages: ends the process where it could not read any for too long,

@@ -70,10 +70,13 @@ pub(crate) fn open_two(
     Err(Errno::BADF)
 }
 
-/// How long openings wait for calls that name a number, and these for openings. Both take
-/// microseconds; a thread that was killed in the middle, or that is interrupted there by a handler
-/// which does the other, has this long.
-const MAX_WAIT: Duration = Duration::from_secs(1);
+/// How long a call that names a number waits for openings, which take microseconds: a thread that
+/// was killed in the middle, or that is interrupted there by a handler which does the other, has
+/// this long.
+const MAX_NAMING_WAIT: Duration = Duration::from_secs(1);
+/// The same of openings. A call that names a number has it at once; what it may take long for is to
+/// close what was there.
+const MAX_OPENING_WAIT: Duration = Duration::from_millis(20);
 
 /// Threads that open something, and threads that put something at a number of their choice. Never
 /// both kinds at once.
@@ -88,18 +91,19 @@ impl Gate {
     /// No thread of the program puts anything at a number of its choice until the answer goes.
     fn open(&self) -> Opening<'_> {
         self.opening.fetch_add(1, SeqCst);
-        await_none(&self.naming);
+        await_none(&self.naming, MAX_OPENING_WAIT);
         Opening(self)
     }
 
     fn while_naming<T>(&self, call: impl FnOnce() -> T) -> T {
+        let since = now();
         loop {
             self.naming.fetch_add(1, SeqCst);
-            if self.opening.load(SeqCst) == 0 {
+            if self.opening.load(SeqCst) == 0 || now().since(since) > MAX_NAMING_WAIT {
                 break;
             }
             leave(&self.naming);
-            await_none(&self.opening);
+            await_none(&self.opening, MAX_NAMING_WAIT);
         }
         let result = call();
         leave(&self.naming);
@@ -116,13 +120,13 @@ impl Drop for Opening<'_> {
 }
 
 /// Waits until a count is 0, which it is made after the longest wait.
-fn await_none(count: &AtomicU32) {
+fn await_none(count: &AtomicU32, max_wait: Duration) {
     if count.load(SeqCst) == 0 {
         return;
     }
     let since = now();
     while count.load(SeqCst) != 0 {
-        if now().since(since) > MAX_WAIT {
+        if now().since(since) > max_wait {
             count.store(0, SeqCst);
         }
         rustix::thread::sched_yield();
@@ -321,7 +325,7 @@ mod tests {
         let gate = Gate { opening: AtomicU32::new(1), naming: AtomicU32::new(0) };
         let since = now();
         gate.while_naming(|| ());
-        assert!(now().since(since) >= MAX_WAIT);
+        assert!(now().since(since) >= MAX_NAMING_WAIT);
         gate.while_naming(|| ());
         assert_eq!(gate.opening.load(SeqCst), 0);
     }

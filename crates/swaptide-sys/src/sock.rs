@@ -364,6 +364,12 @@ impl Conn {
             .map(drop)
     }
 
+    /// Sends one packet, and never waits: `EAGAIN` when the other end has many to read.
+    pub fn send_nowait(&self, bytes: &[u8]) -> Result<(), Errno> {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        retry(|| net::send(&self.0, bytes, flags)).map(drop)
+    }
+
     /// Receives one packet: its length (0 when the other end is gone) and how many descriptors came
     /// with it. `EMSGSIZE` when it does not fit; descriptors that do not fit in `fds_out` are
     /// closed.

@@ -341,8 +341,9 @@ impl Uffd {
     /// [`take_over`]: Uffd::take_over
     pub fn serve(&self, this: u32) -> Result<bool, Errno> {
         self.file_mark(k::F_SETOWN, this)?;
-        // A mark that is taken back was a look.
-        for _ in 0..100 {
+        // A mark that is taken back was a look, in the middle of which that process may have lost
+        // its CPU.
+        for _ in 0..5000 {
             if self.file_mark(k::F_GETSIG, 0)? == 0 {
                 return Ok(true);
             }

@@ -4,7 +4,7 @@
 //! ([`swaptide_sys::aside`]). If the program chose that number then, it would get `EBUSY`, or find
 //! its descriptor closed.
 //!
-//! Locks: none. A call waits a second at most.
+//! Locks: none. A call waits two seconds at most.
 
 use std::ffi::c_int;
 

@@ -45,6 +45,9 @@ const ALL_FLAGS: usize = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
 const PROT_NONE: usize = k::PROT_NONE as usize;
 const MAP_RESERVE: usize = (k::MAP_PRIVATE | k::MAP_ANONYMOUS | k::MAP_NORESERVE) as usize;
 const MAP_FIXED: usize = k::MAP_FIXED as usize;
+/// Three quarters of all addresses: more than are free anywhere. For more than all of them the
+/// kernel answers before it looks.
+const NEVER_FITS_BYTES: usize = 3 << 45;
 /// Most pieces of one call.
 const MAX_PIECES: usize = 64;
 /// Times a call is tried that is refused although there is no reason to be seen.
@@ -147,14 +150,14 @@ fn grow_confined(
     }
 }
 
-/// Bytes of the mapping at `at`, in a range of more than one. A growth in place by one page, of
-/// which it is known that the page is mapped, changes nothing: the kernel answers `EFAULT` where it
-/// begins with more than one mapping, and something else where it does not.
+/// Bytes of the mapping at `at`, in a range of more than one, or with holes. A growth by more
+/// than is free anywhere changes nothing: the kernel answers `EFAULT` where what is to grow is not
+/// one mapping, and something else where it is.
 fn first_piece(at: usize, range: usize, call: impl Fn([usize; 5]) -> isize) -> usize {
     let (mut one, mut several) = (0, range / PAGE_SIZE);
     while one + 1 < several {
         let pages = one + (several - one) / 2;
-        match call([at, pages * PAGE_SIZE, (pages + 1) * PAGE_SIZE, 0, 0]) {
+        match call([at, pages * PAGE_SIZE, pages * PAGE_SIZE + NEVER_FITS_BYTES, 0, 0]) {
             EFAULT => several = pages,
             _ => one = pages,
         }

@@ -56,6 +56,8 @@ pub unsafe extern "C" fn pthread_create(
     let result = unsafe { real(thread, attr, run_thread, place as *mut c_void) };
     if result != 0 {
         starting::take(place);
+    } else {
+        starting::started(place);
     }
     result
 }
@@ -82,6 +84,8 @@ pub unsafe extern "C" fn thrd_create(
     let result = unsafe { real(thread, run_c11_thread, place as *mut c_void) };
     if result != 0 {
         starting::take(place);
+    } else {
+        starting::started(place);
     }
     result
 }

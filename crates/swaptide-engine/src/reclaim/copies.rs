@@ -17,8 +17,11 @@ use crate::engine::Engine;
 use crate::mm::page_table::PageState;
 use crate::mm::types::PAGES_PER_CHUNK;
 
-/// Copies dropped under one hold of the memory lock.
+/// Copies dropped under one hold of the memory lock, and chunks looked at for them.
 const COPIES_PER_HOLD: usize = 256;
+/// How often a write that finds no room is done again in place of copies: what they free may be
+/// room for no write, as where a fork shares their extents.
+const MAX_TRIES: usize = 4;
 /// Copies dropped for a write that finds no room: what is free is free in pieces, so more than it
 /// needs.
 const COPIES_PER_WRITE: usize = 2048;
@@ -26,22 +29,23 @@ const COPIES_PER_WRITE: usize = 2048;
 /// Drops the oldest copies, about `want` pages. Gives how many. The memory lock must be free.
 fn drop_oldest(engine: &Engine, want: usize) -> usize {
     let mut dropped = 0;
-    loop {
-        let some = drop_some(engine, (want - dropped).min(COPIES_PER_HOLD));
+    while dropped < want
+        && let Some(some) = drop_some(engine, (want - dropped).min(COPIES_PER_HOLD))
+    {
         dropped += some;
-        if some == 0 || dropped >= want {
-            return dropped;
-        }
     }
+    dropped
 }
 
-fn drop_some(engine: &Engine, want: usize) -> usize {
+/// Drops up to about `want` copies. `None` when there are none.
+fn drop_some(engine: &Engine, want: usize) -> Option<usize> {
     let mut guard = engine.mm.lock();
     let mm = &mut *guard;
     let mut dropped = 0;
-    while dropped < want
-        && let Some(chunk) = mm.queues.next_clean_on_areas(&mut mm.table)
-    {
+    for _ in 0..COPIES_PER_HOLD {
+        let Some(chunk) = mm.queues.next_clean_on_areas(&mut mm.table) else {
+            return (dropped > 0).then_some(dropped);
+        };
         for page in (0..PAGES_PER_CHUNK).map(|k| chunk.first().plus(k)) {
             if let PageState::PresentClean(entry) = mm.table.get(page)
                 && entry.ty() == FILE
@@ -51,8 +55,11 @@ fn drop_some(engine: &Engine, want: usize) -> usize {
                 dropped += 1;
             }
         }
+        if dropped >= want {
+            break;
+        }
     }
-    dropped
+    Some(dropped)
 }
 
 /// Where the areas are nearly full, drops a few copies. To be called now and then.
@@ -65,13 +72,14 @@ pub(crate) fn drop_where_scarce(engine: &Engine) {
 /// Writes pages to the swap areas; where those have no room, in place of copies. The memory lock
 /// must be free.
 pub(crate) fn write(engine: &Engine, pages: &[(Slot, Packed<'_>)]) -> Result<(), WriteError> {
-    loop {
+    for _ in 1..MAX_TRIES {
         match engine.devices.file.device.write(pages) {
             Err(error)
                 if error.errno == Errno::NOSPC && drop_oldest(engine, COPIES_PER_WRITE) > 0 => {}
             result => return result,
         }
     }
+    engine.devices.file.device.write(pages)
 }
 
 /// A slot for one page in the file, in place of copies if there is none else. The memory lock must

@@ -13,6 +13,7 @@ use crate::control::server::{
     Answer, ControlError, Question, REQUEST_TIMEOUT, TiersView, daemon_path, directory, path_of,
 };
 use crate::control::trust::{self, PeerPurpose};
+use crate::memctl::controller;
 use crate::report::totals::View;
 use crate::swap::areas::AreaView;
 use crate::swap::spec;
@@ -212,7 +213,9 @@ pub fn remove_device(
     name: &str,
     progress: impl FnMut(u64),
 ) -> Result<(), ControlError> {
-    ask(find(pid)?, &Question::Swapoff(name.to_owned()), progress).map(drop)
+    // Areas have absolute names; what is no device's text is a number, or will be refused.
+    let name = spec::absolute(name).unwrap_or_else(|_| name.to_owned());
+    ask(find(pid)?, &Question::Swapoff(name), progress).map(drop)
 }
 
 /// The tiers of a run; with a text, after they were changed by it.
@@ -339,7 +342,7 @@ fn ask(
         | Question::Freeze(_)
         | Question::Preload(_)
         | Question::Detach(_) => 150 * REQUEST_TIMEOUT,
-        _ => 2 * REQUEST_TIMEOUT,
+        _ => controller::REQUEST_TIMEOUT + REQUEST_TIMEOUT,
     };
     stream.set_read_timeout(Some(patience)).map_err(failed)?;
     let mut question = serde_json::to_vec(question).map_err(|error| failed(error.into()))?;

@@ -108,7 +108,9 @@ impl Holds {
             holds.push(Hold { pid, inode, uffd, conn, is_ending: false });
         }
         drop(holds);
-        let _ = wake.send(b"+", &[]);
+        // Where it has many of these to read, it is about to look, or waits for a process that
+        // keeps it: the caller must not.
+        let _ = wake.send_nowait(b"+");
     }
 
     /// What is to be said of memory whose process has ended, since this was asked last.

@@ -126,7 +126,8 @@ impl Orphans {
         }
         list.push(Arc::new(Orphan::new(pid, inode, uffd, false)));
         drop(list);
-        let _ = wake.send(b"+", &[]);
+        // As for holds: the caller must not wait.
+        let _ = wake.send_nowait(b"+");
         None
     }
 

@@ -216,7 +216,7 @@ fn reserve(
         }
         let Some(full) = full else { return Ok((taken, Arc::clone(state.extents.cipher()))) };
         drop(state);
-        if full == Full::Entirely && store.let_go_for_room() {
+        if store.let_go_for_room() {
             continue;
         }
         if full == Full::Entirely && !store.emptied.lock().is_empty() {
