@@ -26,6 +26,7 @@
 //! Locks: `scratch` (only for units), then `state`. Neither is held while the other device or the
 //! codec's compressing side runs. `figures` is read without.
 
+mod classes;
 mod pool;
 mod table;
 
