@@ -34,7 +34,7 @@ extern "C" fn reader(_: usize) {
     // As a worker.
     go_normally();
     let Some(engine) = engine() else { exit_thread() };
-    engine.read_far();
+    engine.serve_remote_reads();
 }
 
 extern "C" fn watch(_: usize) {

@@ -71,7 +71,7 @@ pub struct Start {
     pub keeps_apart: fn() -> bool,
     /// Which pages of a chunk must stay, as bits: the kernel accesses them without waiting for us.
     pub pinned: fn(ChunkNo) -> u16,
-    /// Starts a thread that runs [`Engine::read_far`]. False if there can be none.
+    /// Starts a thread that runs [`Engine::serve_remote_reads`]. False if there can be none.
     pub spawn_reader: fn() -> bool,
     /// Has other holders of the userfaultfd close it; false if that is not so within a moment.
     pub release_hold: fn() -> bool,
@@ -542,8 +542,8 @@ impl Engine {
         self.devices.free_slot(entry, Expect::Folio(folio));
     }
 
-    /// What a reader of far pages does, until the program is let go.
-    pub fn read_far(&self) {
+    /// What a thread that reads pages of servers does, until the program is let go.
+    pub fn serve_remote_reads(&self) {
         self.remote_reads.serve(
             &self.devices.file.device,
             || self.retired.load(Acquire),

@@ -6,16 +6,16 @@
 //!
 //! Owns nothing. Locks: the memory lock, for a piece of work.
 
-use swaptide_core::{FolioId, SwapEntry};
+use swaptide_core::{FolioId, SwapEntry, SwapType};
 use swaptide_store::Slot;
 use swaptide_store::codec::Packed;
 use swaptide_store::file::WriteError;
 use swaptide_sys::Errno;
 
 use crate::backing::devices::FILE;
-use crate::engine::Engine;
+use crate::engine::{Engine, Mm};
 use crate::mm::page_table::PageState;
-use crate::mm::types::PAGES_PER_CHUNK;
+use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK};
 
 /// Copies dropped under one hold of the memory lock, and chunks looked at for them.
 const COPIES_PER_HOLD: usize = 256;
@@ -25,6 +25,21 @@ const MAX_TRIES: usize = 4;
 /// Copies dropped for a write that finds no room: what is free is free in pieces, so more than it
 /// needs.
 const COPIES_PER_WRITE: usize = 2048;
+
+/// Drops the copies of a chunk's pages that slots of a type hold. Gives how many.
+pub(super) fn drop_of_chunk(engine: &Engine, mm: &mut Mm, chunk: ChunkNo, ty: SwapType) -> usize {
+    let mut dropped = 0;
+    for page in (0..PAGES_PER_CHUNK).map(|k| chunk.first().plus(k)) {
+        if let PageState::PresentClean(entry) = mm.table.get(page)
+            && entry.ty() == ty
+        {
+            mm.table.set(page, PageState::Present);
+            engine.devices.drop_swapped(entry);
+            dropped += 1;
+        }
+    }
+    dropped
+}
 
 /// Drops the oldest copies, about `want` pages. Gives how many. The memory lock must be free.
 fn drop_oldest(engine: &Engine, want: usize) -> usize {
@@ -46,15 +61,7 @@ fn drop_some(engine: &Engine, want: usize) -> Option<usize> {
         let Some(chunk) = mm.queues.next_clean_on_areas(&mut mm.table) else {
             return (dropped > 0).then_some(dropped);
         };
-        for page in (0..PAGES_PER_CHUNK).map(|k| chunk.first().plus(k)) {
-            if let PageState::PresentClean(entry) = mm.table.get(page)
-                && entry.ty() == FILE
-            {
-                mm.table.set(page, PageState::Present);
-                engine.devices.drop_swapped(entry);
-                dropped += 1;
-            }
-        }
+        dropped += drop_of_chunk(engine, mm, chunk, FILE);
         if dropped >= want {
             break;
         }

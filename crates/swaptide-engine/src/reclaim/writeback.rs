@@ -61,15 +61,7 @@ fn drop_copies(engine: &Engine) -> bool {
     while dropped < BATCH_PAGES
         && let Some(chunk) = mm.queues.next_clean(&mut mm.table)
     {
-        for page in (0..PAGES_PER_CHUNK).map(|k| chunk.first().plus(k)) {
-            if let PageState::PresentClean(entry) = mm.table.get(page)
-                && entry.ty() == POOL
-            {
-                mm.table.set(page, PageState::Present);
-                engine.devices.drop_swapped(entry);
-                dropped += 1;
-            }
-        }
+        dropped += copies::drop_of_chunk(engine, mm, chunk, POOL);
     }
     engine.publish_usage(mm);
     dropped > 0
