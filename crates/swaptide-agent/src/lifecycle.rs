@@ -258,7 +258,7 @@ fn prepare_engine(
             return Err(error.to_string());
         }
     };
-    // A userfaultfd that is made here was nobody else's before.
+    // Made here: no process that has ended had it.
     let _ = request_hold(engine);
     ENGINE_PID.store(getpid().0, Release);
     set_own_mark();

@@ -81,8 +81,7 @@ pub(crate) fn close(conn: Conn) {
     if has_timer() { bounded(|| drop(conn)) } else { close_apart(conn.into_fd()) }
 }
 
-/// Has a descriptor closed that a client sent and nobody wants, whatever it is. No thread waits for
-/// it.
+/// Has a descriptor closed that a client sent unasked, whatever it is, without waiting for that.
 pub(crate) fn close_apart(fd: OwnedFd) {
     static UNDER_WAY: AtomicUsize = AtomicUsize::new(0);
     let number = fd.into_raw_fd();

@@ -16,7 +16,6 @@ use core::sync::atomic::{
     AtomicI32, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Release,
     Ordering::SeqCst,
 };
-
 use core::time::Duration;
 
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
@@ -79,7 +78,8 @@ const MAX_NAMING_WAIT: Duration = Duration::from_secs(1);
 const MAX_OPENING_WAIT: Duration = Duration::from_millis(20);
 
 /// Threads that open something, and threads that put something at a number of their choice. Never
-/// both kinds at once.
+/// both kinds at once: each raises its own count and then looks at the other's, both in the one
+/// order of `SeqCst`, so that of two that come at once one sees the other.
 struct Gate {
     opening: AtomicU32,
     naming: AtomicU32,
@@ -96,10 +96,13 @@ impl Gate {
     }
 
     fn while_naming<T>(&self, call: impl FnOnce() -> T) -> T {
-        let since = now();
+        let mut since = None;
         loop {
             self.naming.fetch_add(1, SeqCst);
-            if self.opening.load(SeqCst) == 0 || now().since(since) > MAX_NAMING_WAIT {
+            if self.opening.load(SeqCst) == 0 {
+                break;
+            }
+            if now().since(*since.get_or_insert_with(now)) > MAX_NAMING_WAIT {
                 break;
             }
             leave(&self.naming);

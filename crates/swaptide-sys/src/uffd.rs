@@ -15,7 +15,9 @@ mod abi;
 mod features;
 mod message;
 
+use core::time::Duration;
 use linux_raw_sys::general as k;
+
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use rustix::io::Errno;
 
@@ -341,13 +343,11 @@ impl Uffd {
     /// [`take_over`]: Uffd::take_over
     pub fn serve(&self, this: u32) -> Result<bool, Errno> {
         self.file_mark(k::F_SETOWN, this)?;
-        // A mark that is taken back was a look, in the middle of which that process may have lost
-        // its CPU.
-        for _ in 0..5000 {
+        for _ in 0..MAX_LOOKS {
             if self.file_mark(k::F_GETSIG, 0)? == 0 {
                 return Ok(true);
             }
-            crate::thread::sleep(core::time::Duration::from_millis(1));
+            crate::thread::sleep(LOOK_INTERVAL);
         }
         Ok(false)
     }
@@ -411,6 +411,11 @@ impl Uffd {
         Ok(bytes / size_of::<Message>())
     }
 }
+
+/// How often [`Uffd::serve`] looks at the mark of a process that may be taking it back: that
+/// process may have lost its CPU in the middle. 5 s in all.
+const MAX_LOOKS: u32 = 5000;
+const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 
 /// The end of the addresses that a process on x86-64 has unless it asks for more.
 const END_OF_ADDRESSES: VirtAddr = VirtAddr(0x7fff_ffff_f000);

@@ -104,7 +104,7 @@ fn keep_all() -> bool {
 /// A descriptor has these flags now, and no thread has read by it yet. False if none may.
 #[inline]
 fn may_read(fd: c_int, flags: c_int) -> bool {
-    // Under a filter nobody may ask.
+    // Under a filter no hook may ask.
     flags & O_DIRECT == 0 || !(seccomp::is() || is_unpinned(fd)) || keep_all()
 }
 

@@ -65,6 +65,9 @@ struct Orphan {
     uffd: Uffd,
     /// A thread works on it, or is about to.
     is_busy: AtomicBool,
+    /// A process serves it again. A thread that had it in the queue, or works on it, leaves nothing
+    /// of it unanswered.
+    is_removed: AtomicBool,
     state: Mutex<OrphanState>,
 }
 
@@ -136,6 +139,7 @@ impl Orphans {
     pub(super) fn remove(&self, inode: Inode) {
         let mut list = self.shared.list();
         let removed: Vec<_> = list.extract_if(.., |orphan| orphan.inode == inode).collect();
+        removed.iter().for_each(|orphan| orphan.is_removed.store(true, Release));
         drop(list);
         drop(removed);
     }
@@ -216,8 +220,11 @@ fn look_for_work(shared: &Shared, woken: &Conn) -> bool {
     let list = shared.list();
     let free: Vec<_> =
         list.iter().filter(|orphan| !orphan.is_busy.load(Acquire)).map(Arc::clone).collect();
+    // A thread that works may find children.
+    let is_quiet = shared.idle.load(Relaxed) == shared.threads.load(Relaxed);
     let patience = match list.len() {
-        0 => -1,
+        0 if is_quiet => -1,
+        0 => BUSY_INTERVAL.as_millis() as libc::c_int,
         all if all > free.len() => BUSY_INTERVAL.as_millis() as libc::c_int,
         _ => POLL_INTERVAL.as_millis() as libc::c_int,
     };
@@ -242,6 +249,9 @@ fn look_for_work(shared: &Shared, woken: &Conn) -> bool {
 
 fn work_on(shared: &Shared, orphan: &Arc<Orphan>, limit: usize) {
     let mut state = orphan.state();
+    if orphan.is_removed.load(Acquire) {
+        return;
+    }
     state.is_ours = state.is_ours || orphan.uffd.take_over(orphan.pid);
     let mut children = Vec::new();
     if state.is_ours {
@@ -255,6 +265,13 @@ fn work_on(shared: &Shared, orphan: &Arc<Orphan>, limit: usize) {
              SIGBUS where it touches it",
             orphan.pid
         ));
+    }
+    if orphan.is_removed.load(Acquire) {
+        // Its process has ended meanwhile, or it would not have been read. These threads fault
+        // again, for the next reader.
+        for page in state.faults.drain(..) {
+            let _ = orphan.uffd.wake(page);
+        }
     }
     drop(state);
     let mut list = shared.list();
@@ -271,7 +288,8 @@ fn work_on(shared: &Shared, orphan: &Arc<Orphan>, limit: usize) {
 impl Orphan {
     fn new(pid: u32, inode: Inode, uffd: Uffd, is_said: bool) -> Orphan {
         let state = Mutex::new(OrphanState { is_said, ..OrphanState::default() });
-        Orphan { pid, inode, uffd, is_busy: AtomicBool::new(false), state }
+        let (is_busy, is_removed) = (AtomicBool::new(false), AtomicBool::new(false));
+        Orphan { pid, inode, uffd, is_busy, is_removed, state }
     }
 
     fn state(&self) -> MutexGuard<'_, OrphanState> {
@@ -329,6 +347,7 @@ fn page_of(addr: VirtAddr) -> VirtRange {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use swaptide_sys::sock::poll_readable;
     use swaptide_sys::uffd::Features;
 
     /// A process that touches a page of which it has the userfaultfd sent here first.
@@ -393,6 +412,24 @@ mod tests {
         orphans.remove(Inode(0));
         drop(waits);
         assert_sigbus(first);
+    }
+
+    #[test]
+    fn one_that_is_served_again_is_left_alone_by_a_thread_that_has_it_already() {
+        let (child, uffd) = process_that_touches();
+        let inode = Inode::of(&uffd).expect("stat");
+        let orphans = Orphans::default();
+        let orphan = Arc::new(Orphan::new(child as u32, inode, uffd, false));
+        orphans.shared.list().push(Arc::clone(&orphan));
+        orphans.remove(inode);
+        assert_eq!(orphans.count(), 0);
+        poll_readable(&[orphan.uffd.as_fd()], None).expect("the fault");
+        work_on(&orphans.shared, &orphan, 9);
+        let mut messages = Message::buffer::<1>();
+        assert_eq!(orphan.uffd.read_nowait(&mut messages), Ok(1), "it was read");
+        let Event::Fault { addr, .. } = messages[0].decode() else { panic!("no fault") };
+        orphan.uffd.poison(page_of(addr)).complete().expect("poison");
+        assert_sigbus(child);
     }
 
     #[test]

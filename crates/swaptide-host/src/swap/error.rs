@@ -67,6 +67,9 @@ pub enum DeviceError {
         block device"
     )]
     Rotational(String),
+    /// A file in the URL of a server, for a process in another directory.
+    #[error("{0:?}: write absolute paths in the URL; the run is in another directory")]
+    RelativeUrl(String),
     /// Only compressed memory has a codec.
     #[error("{0:?}: codec= is for zram; pages go to a file as zram packs them")]
     CodecOfFile(String),

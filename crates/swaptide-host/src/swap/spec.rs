@@ -258,9 +258,14 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
 /// A device with an absolute path, for a process in another directory.
 ///
 /// # Errors
-/// Those of [`parse`], and why the current directory is not known.
+/// Those of [`parse`], a relative path within a URL, and why the current directory is not known.
 pub fn absolute(text: &str) -> Result<String, DeviceError> {
-    parse(text)?;
+    let mut device = parse(text)?;
+    if let DeviceKind::Nbd(url) = &mut device.kind
+        && url.paths().iter().any(|path| path.is_relative())
+    {
+        return Err(DeviceError::RelativeUrl(text.to_owned()));
+    }
     let here = |rest: &str| match std::env::current_dir() {
         Ok(here) => Ok(here.display().to_string()),
         Err(error) => Err(DeviceError::Create(rest.into(), error)),

@@ -222,3 +222,18 @@ fn a_place_without_room_or_right_and_an_existing_file_are_refused() {
         assert!(refused(scratch.root().to_owned(), Some(MAX_FILE_BYTES)).contains("too small"));
     }
 }
+
+#[test]
+fn what_a_run_in_another_directory_is_told_names_the_same_files() {
+    let here = std::env::current_dir().expect("a directory").display().to_string();
+    for (text, told) in [
+        ("file:swap:1G", format!("file:{here}/swap:1G")),
+        ("file:/swap", "file:/swap".into()),
+        ("nbd://host/export,mirror=a/place", format!("nbd://host/export,mirror={here}/a/place")),
+        ("nbd+unix:///x?socket=/run/s", "nbd+unix:///x?socket=/run/s".into()),
+    ] {
+        assert_eq!(absolute(text).expect(text), told);
+    }
+    let refused = absolute("nbd+unix:///x?socket=s");
+    assert!(matches!(refused, Err(DeviceError::RelativeUrl(_))), "{refused:?}");
+}
