@@ -91,6 +91,13 @@ def pytest_addoption(parser):
         "--seed", type=int, default=1, metavar="N", help="seed of all generated data (default 1)"
     )
     group.addoption(
+        "--stretch",
+        type=float,
+        default=1,
+        metavar="N",
+        help="the long cases take N times their time (10: the longest work for ten minutes)",
+    )
+    group.addoption(
         "--limit",
         type=int,
         metavar="SECONDS",
@@ -137,7 +144,7 @@ def pytest_configure(config):
         config.option.seed,
         config.option.limit,
         config.option.keep,
-        seconds=3 if config.option.full else 1,
+        config.option.stretch,
     )
     config.pluginmanager.register(Progress(config), "swaptide-progress")
     adopt_orphans()
@@ -159,8 +166,6 @@ def pytest_itemcollected(item):
         name = f"{name}-{item.callspec.id}"
     item.case_name = name
     item.extra_keyword_matches.add(name)
-    if item.get_closest_marker("long"):
-        item.add_marker("full")
 
 
 def is_asked_for(item, config):

@@ -94,8 +94,8 @@ class Suite:
     """Seconds for every case, instead of its own limit."""
     keep: bool = False
     """Keep the files of cases that passed."""
-    seconds: int = 1
-    """How long a C program works where the case does not say."""
+    stretch: float = 1
+    """How many times their time the long cases take."""
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Case:
         self.native = suite.swaptide == NATIVE
         self.seed = suite.seed
         self.budget = options.budget
-        self.limit = suite.limit or options.limit
+        self.limit = suite.limit or options.limit * max(1, suite.stretch)
         self.python = sys.executable
         self.wall = 0.0
         self.notes = []
@@ -340,11 +340,10 @@ class Case:
             )
         return plain, swapped
 
-    def run_c(self, name, *arguments, seconds=None, megabytes=128, last=None, **how):
+    def run_c(self, name, *arguments, seconds=1, megabytes=128, last=None, **how):
         """Runs the C program `name` MB SECONDS SEED ...; its last line must be the one that says
         all was verified.
         """
-        seconds = self.suite.seconds if seconds is None else seconds
         argv = [self.binary(name), megabytes, seconds, self.seed, *arguments]
         done = self.run(argv, **how)
         lines = done.text().splitlines()
@@ -353,6 +352,10 @@ class Case:
             f"its last line is {lines[-1] if lines else None!r}, expected {expected!r}"
         )
         return done
+
+    def stretched(self, amount):
+        """An amount of work (seconds, turns) of a long case, times `--stretch`; 1 at least."""
+        return max(1, round(amount * self.suite.stretch))
 
     def binary(self, name):
         """The path of the C program `name`, compiled on first use."""

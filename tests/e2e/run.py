@@ -34,7 +34,7 @@ class Chosen:
 
 def main():
     words = sys.argv[1:]
-    with_value = ("--swaptide", "--limit", "--begin-within", "--seed")
+    with_value = ("--swaptide", "--limit", "--begin-within", "--seed", "--stretch")
     names, options = [], []
     while words:
         word = words.pop(0)

@@ -168,7 +168,7 @@ def test_circular_fuse(case):
 # It ends by SIGTERM without the check, too: what it shows is that a circular wait is no hang for
 # good.
 @pytest.mark.network
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=24, swaps=False, native=False)
 def test_circular_ends(case):
     """A forwarder hides that the server is inside. The server waits for its own pages; SIGTERM ends

@@ -324,7 +324,7 @@ def test_daemon_network(case):
 SIZES = (12, 12, 12, 24)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=384, limit=400, allowance=64, swaps=False, forks=True, native=False)
 def test_daemon_crowd(case):
     """Sixty-four programs under one daemon: the budget is held, no group is above its bound, every
@@ -490,20 +490,11 @@ def kill_at_random(case, seconds):
 
 
 @pytest.mark.network
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(
     budget=160, limit=300, needs=("nbdkit",), allowance=64, swaps=False, forks=True, native=False
 )
 def test_daemon_storm(case):
     """Programs, their supervisors, the daemon and NBD servers are killed at random: what survives
     verifies its memory, and everything comes back."""
-    kill_at_random(case, 60)
-
-
-@pytest.mark.network
-@pytest.mark.long
-@pytest.mark.swaptide(
-    budget=160, limit=900, needs=("nbdkit",), allowance=64, swaps=False, forks=True, native=False
-)
-def test_daemon_storm_long(case):
-    kill_at_random(case, 300)
+    kill_at_random(case, case.stretched(60))

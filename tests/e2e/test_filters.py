@@ -121,7 +121,7 @@ PasswordAuthentication no
     return done, served, where.read_text().strip()
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(
     budget=48, needs=("sshd", "ssh", "ssh-keygen"), allowance=64, swaps=False, forks=True
 )
@@ -204,7 +204,7 @@ def render_with_chromium(case, *options):
     assert swapped.status == 0 and swapped.text() == plain.text(), said
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(
     budget=256, limit=90, needs=("chromium", "setpriv"), allowance=256, swaps=False, forks=True
 )
@@ -213,7 +213,7 @@ def test_filter_real_chromium(case):
     render_with_chromium(case, "--in-process-gpu")
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(
     budget=256, limit=90, needs=("chromium", "setpriv"), allowance=256, swaps=False, forks=True
 )

@@ -76,7 +76,7 @@ def test_unprivileged(case, words, megabytes):
     case.run_c(*words, megabytes=megabytes)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, allowance=24, forks=True)
 @pytest.mark.parametrize(
     "words",
@@ -92,7 +92,7 @@ def test_unprivileged(case, words, megabytes):
 def test_followed(case, words):
     """As where the kernel reports no forks, with the rights of the user who runs the suite."""
     env = {**os.environ, "SWAPTIDE_TEST_FOLLOWED_FORKS": "1"}
-    case.run_c(*words, megabytes=96, seconds=20, env=env)
+    case.run_c(*words, megabytes=96, seconds=case.stretched(5), env=env)
 
 
 @pytest.mark.swaptide(budget=32, allowance=16, forks=True)

@@ -104,7 +104,7 @@ def test_regrow(case, mode):
     case.run_c("regrow", mode, megabytes=48)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(limit=240)
 @pytest.mark.parametrize(
     ("words", "megabytes"),
@@ -121,6 +121,6 @@ def test_regrow(case, mode):
     ],
 )
 def test_long(case, words, megabytes):
-    """The same, and forks and shared memory, for a minute each with more memory."""
+    """The same, and forks and shared memory, for longer and with more memory."""
     options = ["--shared"] if words[0] == "shared" else []
-    case.run_c(*words, megabytes=megabytes, seconds=60, options=options)
+    case.run_c(*words, megabytes=megabytes, seconds=case.stretched(15), options=options)

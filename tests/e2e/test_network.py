@@ -140,7 +140,7 @@ def test_network_mirror(case):
     lose_mirrored_server(case, ["threads"])
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, limit=240, needs=("nbdkit",), allowance=128, native=False)
 def test_full_network_mirror(case):
     lose_mirrored_server(case, ["threads", "single", "forks"])

@@ -86,58 +86,58 @@ def test_stress_ng(case):
 # The sizes of the promise: each at a quarter of its memory or less.
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=256, limit=900, allowance=4)
 def test_full_python(case):
     python(case, "structures.py", 300)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=256, limit=900, allowance=4)
 def test_full_walk(case):
     python(case, "walk.py", 1024)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=24, limit=1200, needs=("sort",), allowance=4)
 def test_full_sort(case):
     sort(case, 144, 96)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=19, limit=1200, needs=("sqlite3",), allowance=4)
 def test_full_sqlite(case):
     sqlite(case, 300000)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=160, limit=900, needs=("redis-server",), allowance=16, forks=True)
 def test_full_redis(case):
     redis(case, 500000)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=128, limit=900, needs=("gcc",), allowance=8, forks=True)
 def test_full_gcc(case):
     gcc(case, 4, 300)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=128, limit=900, needs=("java",), allowance=64)
 def test_full_java(case):
     java(case, "G1", 900000)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=128, limit=1200, needs=("node",), allowance=16)
 def test_full_node(case):
     node(case, 500000)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=128, limit=900, needs=("stress-ng",), allowance=8, forks=True)
 def test_full_stress_ng(case):
-    stress(case, 600, 512)
+    stress(case, case.stretched(60), 512)
 
 
 QUERIES = (
@@ -151,7 +151,7 @@ QUERIES = (
 )
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=96, limit=900, needs=("psql",), allowance=48, forks=True)
 def test_full_postgres(case, rows=600000, buffers=192):
     """A PostgreSQL whose shared buffers are larger than the budget answers as one that has the

@@ -34,7 +34,7 @@ def test_references(case, mode):
     case.run_c("references", mode, megabytes=48, seconds=1)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=16, allowance=12, native=False)
 def test_references_past_libc(case):
     """A bare vmsplice instruction is not seen: another page's bytes come out of the pipe. The limit
@@ -86,7 +86,7 @@ def test_endings_atfork(case):
     case.run_c("endings", "atfork", megabytes=24, seconds=5)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=16, limit=600, allowance=24, forks=True)
 def test_endings_thousand(case):
     case.run_c("endings", "mixed", megabytes=24, seconds=1000)

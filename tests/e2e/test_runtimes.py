@@ -43,7 +43,7 @@ def test_runtime_rust(case):
 
 
 def long(*words, id, **options):
-    return param(words, id=id, marks=[pytest.mark.long], needs=words[:1], limit=240, **options)
+    return param(words, id=id, marks=[pytest.mark.full], needs=words[:1], limit=240, **options)
 
 
 @pytest.mark.swaptide(forks=True)
@@ -83,7 +83,7 @@ def test_runtime(case, words):
     case.compare([files[word] if files[word].is_file() else word for word in words])
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=64, limit=240, allowance=16, forks=True)
 def test_runtime_go(case):
     """Go with cgo, so that it is a dynamic program; what Go links statically is refused."""
@@ -102,7 +102,7 @@ def test_runtime_go(case):
     case.compare([program, 60000])
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=64, limit=240, needs=("erl", "erlc"), allowance=16, forks=True)
 def test_runtime_erlang(case):
     """Compiled first: the virtual machine alone is under swaptide."""
@@ -115,7 +115,7 @@ def test_runtime_erlang(case):
     case.compare(["erl", "-noshell", "-pa", case.directory, "-eval", start])
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=96, limit=240, needs=("java",), allowance=48, forks=True)
 @pytest.mark.parametrize(
     "collector",

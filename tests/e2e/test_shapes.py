@@ -31,14 +31,14 @@ from harness import param
         param("others", allowance=8),
         # The same calls by another way into the kernel. guard-zero-bare shows what a limit is like:
         # nothing tells of it.
-        param("guard-zero-bare", marks=[pytest.mark.long]),
-        param("guard-zero-syscall", marks=[pytest.mark.long]),
-        param("guard-zero-process", marks=[pytest.mark.long]),
-        param("shmat-syscall", marks=[pytest.mark.long]),
-        param("free-syscall", marks=[pytest.mark.long]),
-        param("free-process", marks=[pytest.mark.long]),
-        param("lockall-syscall", allowance=24, marks=[pytest.mark.long]),
-        param("own-pager-syscall", marks=[pytest.mark.long]),
+        param("guard-zero-bare", marks=[pytest.mark.full]),
+        param("guard-zero-syscall", marks=[pytest.mark.full]),
+        param("guard-zero-process", marks=[pytest.mark.full]),
+        param("shmat-syscall", marks=[pytest.mark.full]),
+        param("free-syscall", marks=[pytest.mark.full]),
+        param("free-process", marks=[pytest.mark.full]),
+        param("lockall-syscall", allowance=24, marks=[pytest.mark.full]),
+        param("own-pager-syscall", marks=[pytest.mark.full]),
     ],
 )
 def test_shapes(case, mode):

@@ -12,7 +12,7 @@ import pytest
 from harness import Failure, param
 from sources import debian_source
 
-pytestmark = [pytest.mark.long]
+pytestmark = [pytest.mark.full]
 
 # Tests that depend on time fail now and then on a busy machine, with and without swaptide: what
 # fails is tried again, alone, this many times.

@@ -37,7 +37,7 @@ def run_in_cgroup(case, tenths, workload, *arguments):
 
 
 def long(*values, **options):
-    return param(11, *values, marks=[pytest.mark.long], **options)
+    return param(11, *values, marks=[pytest.mark.full], **options)
 
 
 @pytest.mark.swaptide(limit=240, native=False)
@@ -79,7 +79,7 @@ def test_tight(case, tenths, workload, arguments):
     run_in_cgroup(case, tenths, workload, *arguments)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=96, allowance=8, native=False)
 def test_tight_cgroup(case):
     """Real programs in a memory cgroup that ends them a tenth past the budget: none is ended."""

@@ -17,10 +17,10 @@ def test_torture(case, mode, seconds):
     case.run_c("torture", mode, megabytes=96, seconds=seconds)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=48, limit=900, allowance=192, forks=True)
 def test_full_torture_sends(case):
-    case.run_c("torture", "sends", megabytes=192, seconds=600)
+    case.run_c("torture", "sends", megabytes=192, seconds=case.stretched(60))
 
 
 def run_with_failing_area(case, number, seconds, mode, seed):
@@ -70,26 +70,26 @@ def test_own_memory(case):
         )
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=48, limit=2400, allowance=192, forks=True)
 def test_full_torture(case):
-    """Ten minutes of it: half a minute each with another seed, every fourth time two at once. And
-    five with devices that fail.
+    """A minute of it: a quarter each with another seed, every fourth time two at once. And half a
+    minute with devices that fail.
     """
-    for turn in range(20):
+    for turn in range(case.stretched(4)):
         seeds = [case.seed * 1000 + turn, case.seed * 1000 + 500 + turn][
             : 2 if turn % 4 == 1 else 1
         ]
         mode = "single" if turn % 4 == 3 else "threads"
         for program in [
-            case.start([case.binary("torture"), 192, 30, seed, mode]) for seed in seeds
+            case.start([case.binary("torture"), 192, 15, seed, mode]) for seed in seeds
         ]:
             done = program.finish()
             assert f"OK torture {mode}" in done.text(), (
                 f"it did not end with OK: {done.text()[-300:]!r}"
             )
         if turn % 2 == 0 and not case.native:
-            run_with_failing_area(case, turn, 30, mode, case.seed * 1000 + turn)
+            run_with_failing_area(case, turn, 15, mode, case.seed * 1000 + turn)
 
 
 # While a server is away there is nowhere to go.
@@ -108,17 +108,17 @@ def test_torture_network(case):
 
 
 @pytest.mark.network
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, limit=2400, allowance=160, forks=True, native=False)
 def test_full_torture_network(case):
-    """Ten minutes of it, each time with another seed. Prints what happened."""
+    """A minute of it, each time with another seed. Prints what happened."""
     sums = {}
-    for turn in range(16):
+    for turn in range(case.stretched(len(PLANS))):
         plan = list(PLANS)[turn % len(PLANS)]
         mode = "single" if turn // len(PLANS) % 2 else "threads"
         program = ("heap", mode) if plan == "lies" else ("torture", mode)
         seed = case.seed * 1000 + turn
-        counts, done = run_with_mishaps(case, turn, plan, program, 96, 25, seed)
+        counts, done = run_with_mishaps(case, turn, plan, program, 96, 60 // len(PLANS), seed)
         for kind, n in counts.items():
             sums[kind] = sums.get(kind, 0) + n
         case.note(

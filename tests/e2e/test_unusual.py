@@ -99,7 +99,7 @@ BEYOND = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.swaptide(budget=64, limit=3600, needs=("stress-ng",), swaps=False)
 def test_full_stressors(case):
     """Each stressor ends as it does without swaptide, verifies what it did, and stays within its
