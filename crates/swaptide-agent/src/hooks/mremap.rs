@@ -308,6 +308,13 @@ fn in_pieces(
                     moved.start.0,
                 ]);
             }
+            // The rest of the reservation, which nothing came into; what is before it may be
+            // another's by now.
+            let rest = offset + len;
+            if rest < new_len {
+                // SAFETY: it was mapped above, and the program knows none of its addresses.
+                unsafe { syscall6(SYS_MUNMAP, [target + rest, new_len - rest, 0, 0, 0, 0]) };
+            }
             return word;
         }
     }

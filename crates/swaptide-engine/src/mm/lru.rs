@@ -85,6 +85,8 @@ impl Queues {
                 }
                 keeps
             });
+            // At least half is free afterwards, or the next ones would look at all of them again.
+            self.kept_on_areas.reserve(self.kept_on_areas.len());
         }
         self.kept_on_areas.push_back(chunk);
     }
