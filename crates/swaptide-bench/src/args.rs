@@ -37,6 +37,10 @@ pub struct BenchArgs {
     /// Touches in a random phase [default: 60000; 20000 for sweep; all pages for again]
     #[arg(long)]
     pub touches: Option<usize>,
+    /// Numbers of threads, separated by commas [default: 1,2,4,8]
+    #[arg(long, value_name = "NUMBERS", value_parser = clap::value_parser!(u16).range(1..=1024),
+        value_delimiter = ',')]
+    pub threads: Vec<u16>,
     /// End a phase after this many seconds [default: 300; 60 for sweep]
     #[arg(long)]
     pub seconds_cap: Option<u64>,
@@ -70,6 +74,8 @@ pub enum Benchmark {
     Within,
     /// The start of `true`, with and without swaptide
     Startup,
+    /// fill, seq, random and a mixed phase with several numbers of threads
+    Threads,
     /// More data than compressed memory holds: fill, seq and random during write-back to a file
     Pressure,
     /// Pages in compressed memory per page of RAM, after 10 s without a touch

@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use crate::args::{BenchArgs, Benchmark, PeerArg};
-use crate::benchmarks::{costs, overhead, sweep, throughput};
+use crate::benchmarks::{costs, overhead, sweep, threads, throughput};
 use crate::peers::kernel::KernelPeer;
 use crate::peers::restore::{Machine, Restorer};
 use crate::run::Runner;
@@ -34,17 +34,23 @@ fn bench(args: &BenchArgs) -> Result<(), Failed> {
         return Err(Failed(2, format!("--swap-dir {}: not a directory", args.swap_dir.display())));
     }
     let sweeps = args.name == Benchmark::Sweep;
+    let threaded = args.name == Benchmark::Threads;
     let flags = [
         (sweeps && args.ram.is_some(), "--ram: a sweep takes its budgets from --budgets"),
         (sweeps && args.strict_budget, "--strict-budget: a sweep measures the bare budget anyway"),
         (!sweeps && !args.budgets.is_empty(), "--budgets: only for sweep; give --ram SIZE"),
         (!sweeps && args.ratio.len() > 1, "--ratio: several only for sweep"),
+        (!threaded && !args.threads.is_empty(), "--threads: only for threads"),
+        (threaded && args.strict_budget, "--strict-budget: not for threads"),
     ];
     if let Some((_, message)) = flags.iter().find(|(wrong, _)| *wrong) {
         return Err(Failed(2, (*message).into()));
     }
     let machine = Machine::real();
     let peers = chosen_peers(args, &machine)?;
+    if threaded && peers.len() > 1 {
+        return Err(Failed(2, "--peer: threads compares with one peer".into()));
+    }
     let restorer = Restorer::new(machine);
     restorer.watch_signals()?;
     let runs = args.runs.unwrap_or(if sweeps { 1 } else { 3 });
@@ -60,6 +66,7 @@ fn bench(args: &BenchArgs) -> Result<(), Failed> {
         Benchmark::Again => {
             throughput::memory(&session, Phase::Again, &[Phase::Fill, Phase::Random, Phase::Again])
         }
+        Benchmark::Threads => threads::threads(&session),
         Benchmark::Pressure => throughput::pressure(&session),
         Benchmark::Pool => throughput::pool(&session),
         Benchmark::Within => overhead::within(&session),

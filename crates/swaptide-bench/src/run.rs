@@ -33,6 +33,10 @@ pub struct Workload {
     pub touches: usize,
     /// Limit of time of one phase.
     pub seconds_cap: u64,
+    /// Threads of the program, each with its part of the data.
+    pub threads: u16,
+    /// Whether each touch of a random phase is timed.
+    pub latency: bool,
     /// What the kernel's zswap may take of the machine's memory, in percent.
     pub zswap_percent: u32,
     /// How long nothing is touched before the pool is looked at.
@@ -98,6 +102,11 @@ impl RunOutcome {
     /// Throughput of a phase in MB/s.
     pub(crate) fn phase_mb_per_s(&self, phase: Phase) -> Option<f64> {
         self.phases.iter().find(|p| p.phase == phase).map(PhaseResult::mb_per_s)
+    }
+
+    /// The time that 99 of 100 touches of a phase stay within, in microseconds.
+    pub(crate) fn phase_p99_us(&self, phase: Phase) -> Option<f64> {
+        self.phases.iter().find(|p| p.phase == phase)?.p99_us
     }
 
     /// Throughput of all phases together in MB/s.
@@ -289,6 +298,12 @@ impl Runner {
             "--ratio",
             job.content.name(),
         ]);
+        if job.threads > 1 {
+            command.args(["--threads", &job.threads.to_string()]);
+        }
+        if job.latency {
+            command.arg("--latency");
+        }
         if let Some(procs) = join {
             command.arg("--join").arg(procs);
         }

@@ -106,6 +106,13 @@ impl SideRuns {
     }
 }
 
+/// The runs of a peer and of swaptide.
+pub(crate) struct Alternated {
+    /// With each size of folio; at least one came to its end.
+    pub(crate) theirs: Vec<(Folios, SideRuns)>,
+    pub(crate) ours: SideRuns,
+}
+
 impl Session<'_> {
     pub(crate) fn job(&self, data: u64, phases: &[Phase]) -> Workload {
         let (touches, seconds_cap) =
@@ -119,21 +126,22 @@ impl Session<'_> {
             repeat: 1,
             touches,
             seconds_cap,
+            threads: 1,
+            latency: false,
             zswap_percent: 50,
             settle: Duration::ZERO,
             look: false,
         }
     }
 
-    /// The runs of `peer` and of swaptide, in turns.
-    fn compare_with(
+    /// The runs of `peer` with each size of folio and of swaptide, in turns.
+    pub(crate) fn alternate(
         &self,
         peer: KernelPeer,
         job: &Workload,
         limit: u64,
-        better: Better,
         value: &dyn Fn(&RunOutcome) -> Result<f64, String>,
-    ) -> Result<(Pairing, bool), Failed> {
+    ) -> Result<Alternated, Failed> {
         let machine = self.runner.restorer.machine();
         let cgroups = peer.check(machine)?;
         let choices = Folios::choices(machine);
@@ -174,9 +182,22 @@ impl Session<'_> {
             let outcome = self.runner.swaptide(job, ram)?;
             ours.add(value(&outcome)?, ram, &outcome);
         }
+        Ok(Alternated { theirs: choices.into_iter().zip(theirs).collect(), ours })
+    }
+
+    /// The comparison with `peer`, and whether a phase was cut short.
+    fn compare_with(
+        &self,
+        peer: KernelPeer,
+        job: &Workload,
+        limit: u64,
+        better: Better,
+        value: &dyn Fn(&RunOutcome) -> Result<f64, String>,
+    ) -> Result<(Pairing, bool), Failed> {
+        let Alternated { theirs, ours } = self.alternate(peer, job, limit, value)?;
         let mut sides = Vec::new();
         let mut absent = None;
-        for (folios, runs) in choices.iter().zip(&theirs) {
+        for (folios, runs) in &theirs {
             match &runs.gave_up {
                 None => sides.push(runs.side(Some(*folios))?),
                 Some(e) => {
@@ -194,7 +215,8 @@ impl Session<'_> {
         }
         let mut sides = sides.into_iter();
         let peer_side = sides.next().ok_or_else(|| Failed(1, "no folio size to measure".into()))?;
-        let capped = theirs.iter().chain([&ours]).flat_map(|r| &r.outcomes).any(RunOutcome::capped);
+        let runs = theirs.iter().map(|(_, runs)| runs).chain([&ours]);
+        let capped = runs.flat_map(|r| &r.outcomes).any(RunOutcome::capped);
         let pair = Pairing {
             name: peer.name().into(),
             peer: peer_side,
@@ -283,6 +305,7 @@ impl Session<'_> {
             strict: None,
             pairs: vec![],
             points: vec![],
+            threads: vec![],
             machine: json!({
                 "kernel": kernel, "cpu": cpu, "cpus": cpus, "memory_bytes": kib.map(|k| k * 1024),
                 "cgroup_version": cgroup, "load_before": load,

@@ -3,4 +3,5 @@
 pub(crate) mod costs;
 pub(crate) mod overhead;
 pub(crate) mod sweep;
+pub(crate) mod threads;
 pub(crate) mod throughput;

@@ -12,6 +12,7 @@ use crate::report::points::{self, Point};
 pub(crate) use crate::report::side::SWAPTIDE;
 pub use crate::report::side::{Side, Spread, human};
 use crate::report::side::{digits, round};
+use crate::report::threads::{self, ThreadsRow};
 
 /// A peer, and swaptide in the runs that alternated with it.
 #[derive(Debug, Clone, PartialEq)]
@@ -75,6 +76,8 @@ pub struct BenchReport {
     pub pairs: Vec<Pairing>,
     /// The budgets of a sweep.
     pub points: Vec<Point>,
+    /// Each phase with each number of threads.
+    pub threads: Vec<ThreadsRow>,
     /// The machine.
     pub machine: Value,
     /// What a reader must know.
@@ -130,16 +133,21 @@ impl BenchReport {
         if !self.points.is_empty() {
             all["points"] = self.points.iter().map(Point::json).collect();
         }
+        if !self.threads.is_empty() {
+            all["threads"] = self.threads.iter().map(ThreadsRow::json).collect();
+        }
         all
     }
 
     /// The table a person reads.
     pub fn text(&self) -> String {
         let mut out = format!("swaptide bench {}: {}\n", self.name, self.title);
-        if self.points.is_empty() {
-            self.rows(&mut out);
-        } else {
+        if !self.points.is_empty() {
             points::table(&self.points, &mut out);
+        } else if !self.threads.is_empty() {
+            threads::table(&self.threads, &mut out);
+        } else {
+            self.rows(&mut out);
         }
         for note in &self.notes {
             let _ = writeln!(out, "note: {note}");

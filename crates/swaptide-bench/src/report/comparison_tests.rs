@@ -30,6 +30,7 @@ fn report(better: Better, pairs: Vec<Pairing>) -> BenchReport {
         strict: None,
         pairs,
         points: vec![],
+        threads: vec![],
         machine: json!({"kernel": "6.18"}),
         notes: vec!["a note".into()],
         failed: vec![],

@@ -4,3 +4,4 @@ pub(crate) mod comparison;
 pub(crate) mod points;
 pub(crate) mod side;
 pub(crate) mod svg;
+pub(crate) mod threads;

@@ -7,6 +7,7 @@ use plotters::prelude::*;
 
 use crate::report::comparison::{BenchReport, SWAPTIDE, Side, human};
 use crate::report::points::{self, Point};
+use crate::report::threads::{self, ThreadsRow, ThreadsSide};
 
 const INK: RGBColor = RGBColor(40, 44, 52);
 const OURS: RGBColor = RGBColor(18, 110, 170);
@@ -20,11 +21,18 @@ type Drawn = Result<(), Box<dyn std::error::Error>>;
 pub fn draw(report: &BenchReport) -> Result<String, String> {
     let mut text = String::new();
     {
-        let panels = points::contents(&report.points).len() as u32;
-        let width = if panels == 0 { 820 } else { 410 * panels.max(2) };
+        let panels =
+            points::contents(&report.points).len() + threads::phases(&report.threads).len();
+        let width = if panels == 0 { 820 } else { 410 * (panels as u32).max(2) };
         let area = SVGBackend::with_string(&mut text, (width, 430)).into_drawing_area();
         let drawn = area.fill(&WHITE).map_err(Into::into).and_then(|()| {
-            if report.points.is_empty() { bars(&area, report) } else { curves(&area, report) }
+            if !report.points.is_empty() {
+                curves(&area, report)
+            } else if !report.threads.is_empty() {
+                by_threads(&area, report)
+            } else {
+                bars(&area, report)
+            }
         });
         drawn
             .and_then(|()| area.present().map_err(Into::into))
@@ -192,11 +200,66 @@ fn curves(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
     Ok(())
 }
 
+/// A panel for each phase: throughput against the number of threads.
+fn by_threads(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
+    let title = format!("{}, {} of data", caption(report), human(report.data));
+    let area = area.titled(&title, ("sans-serif", 20))?;
+    let most = f64::from(report.threads.iter().map(|row| row.threads).max().unwrap_or(1));
+    let phases = threads::phases(&report.threads);
+    for (panel, phase) in area.split_evenly((1, phases.len())).iter().zip(phases) {
+        let rows = || report.threads.iter().filter(move |row| row.phase == phase);
+        let sides = |row: &ThreadsRow| [Some(row.ours.clone()), row.theirs.clone()];
+        let top = rows().flat_map(sides).flatten().map(|side| side.stats.max).fold(1.0, f64::max);
+        let mut chart = ChartBuilder::on(panel)
+            .caption(phase.name(), ("sans-serif", 16, &INK))
+            .margin(12)
+            .x_label_area_size(42)
+            .y_label_area_size(58)
+            .build_cartesian_2d((0.9..most * 1.1).log_scale().base(2.0), 0.0..top * 1.15)?;
+        chart
+            .configure_mesh()
+            .x_desc("threads")
+            .y_desc(&report.unit)
+            .y_label_formatter(&tick)
+            .x_label_formatter(&tick)
+            .label_style(("sans-serif", 14, &INK))
+            .light_line_style(WHITE)
+            .draw()?;
+        let ours = |row: &ThreadsRow| Some(row.ours.clone());
+        let theirs = |row: &ThreadsRow| row.theirs.clone();
+        let of_side: [(&dyn Fn(&ThreadsRow) -> Option<ThreadsSide>, RGBColor); 2] =
+            [(&ours, OURS), (&theirs, THEIRS[0])];
+        for (side, colour) in of_side {
+            let line: Vec<(f64, f64)> = rows()
+                .filter_map(|row| Some((f64::from(row.threads), side(row)?.stats.median)))
+                .collect();
+            // The size of folio is the better of each row: a peer is named without it.
+            let Some(name) = rows().find_map(side).map(|side| side.name) else { continue };
+            let name = name.split(' ').next().unwrap_or_default().to_owned();
+            chart
+                .draw_series(LineSeries::new(line.clone(), colour.stroke_width(3)))?
+                .label(name)
+                .legend(move |(x, y)| {
+                    PathElement::new([(x, y), (x + 22, y)], colour.stroke_width(3))
+                });
+            chart.draw_series(line.into_iter().map(|at| Circle::new(at, 4, colour.filled())))?;
+        }
+        chart
+            .configure_series_labels()
+            .position(SeriesLabelPosition::LowerRight)
+            .label_font(("sans-serif", 14, &INK))
+            .border_style(INK.mix(0.3))
+            .background_style(WHITE)
+            .draw()?;
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::report::comparison::{Better, Pairing, Spread};
-    use crate::workload::phases::PageContent;
+    use crate::workload::phases::{PageContent, Phase};
 
     fn side(median: f64, limit: u64) -> Side {
         let stats = Spread { median, min: median * 0.9, max: median * 1.1 };
@@ -225,6 +288,7 @@ mod tests {
             strict: None,
             pairs: vec![],
             points: vec![],
+            threads: vec![],
             machine: serde_json::Value::Null,
             notes: vec![],
             failed: vec![],
@@ -248,6 +312,29 @@ mod tests {
         {
             assert!(svg.contains(text), "{text} is not in the plot");
         }
+    }
+
+    #[test]
+    fn each_phase_with_threads_has_a_panel() {
+        let mut report = report();
+        for phase in [Phase::Seq, Phase::Random] {
+            for threads in [1, 2, 4, 8] {
+                let one = |name: &str, median| ThreadsSide {
+                    name: name.into(),
+                    stats: Spread { median, min: median, max: median },
+                    p99_us: None,
+                };
+                let ours = one(SWAPTIDE, 100.0 * f64::from(threads));
+                let theirs = Some(one("kernel-zram lz4 64K", 200.0));
+                report.threads.push(ThreadsRow { threads, phase, ours, theirs });
+            }
+        }
+        let svg = draw(&report).unwrap();
+        assert_eq!(svg.matches("<circle").count(), 16);
+        for text in ["kernel-zram", "swaptide", "threads", "random"] {
+            assert!(svg.contains(text), "{text} is not in the plot");
+        }
+        assert!(!svg.contains("64K"));
     }
 
     #[test]

@@ -123,6 +123,8 @@ pub enum Phase {
     Random,
     /// The same pages in the same order once more; check four words of each.
     Again,
+    /// As random, and every second page is written again.
+    Mixed,
     /// Read every page, in order; check every word.
     Verify,
     /// Push every page out, by a hint.
@@ -143,6 +145,7 @@ impl Phase {
             Phase::Seq => "seq",
             Phase::Random => "random",
             Phase::Again => "again",
+            Phase::Mixed => "mixed",
             Phase::Verify => "verify",
             Phase::Out => "out",
             Phase::Fork => "fork",
@@ -163,6 +166,9 @@ pub struct PhaseResult {
     pub seconds: f64,
     /// Whether it ended early, at the limit of time.
     pub capped: bool,
+    /// The time that 99 of 100 touches stay within, in microseconds, where it was asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub p99_us: Option<f64>,
 }
 
 impl PhaseResult {

@@ -45,6 +45,12 @@ pub struct BenchWorkArgs {
     /// End a phase early after this many seconds
     #[arg(long, default_value_t = 600)]
     pub seconds_cap: u64,
+    /// Threads, each with its part of the data
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: u16,
+    /// Also measure how long each touch of a random phase takes
+    #[arg(long)]
+    pub latency: bool,
     /// Join this cgroup first (its cgroup.procs)
     #[arg(long)]
     pub join: Option<PathBuf>,
@@ -91,61 +97,133 @@ impl WorkData {
         }
         let seconds = begin.elapsed().as_secs_f64();
         std::thread::sleep(Duration::from_secs(1));
-        Ok(PhaseResult { phase: Phase::Out, pages: self.pages as u64, seconds, capped: false })
+        let pages = self.pages as u64;
+        Ok(PhaseResult { phase: Phase::Out, pages, seconds, capped: false, p99_us: None })
     }
 
-    fn page(&self, index: usize) -> &[u64] {
-        &self.words[self.start + index * WORDS..][..WORDS]
-    }
-
-    fn page_mut(&mut self, index: usize) -> &mut [u64] {
-        &mut self.words[self.start + index * WORDS..][..WORDS]
-    }
-
-    fn run(&mut self, phase: Phase, touches: usize, cap: Duration) -> Result<PhaseResult, String> {
-        let (n, content) = (self.pages, self.content);
+    fn run(&mut self, phase: Phase, pace: &Pace) -> Result<PhaseResult, String> {
         match phase {
             Phase::Out => return self.push_out(),
             Phase::Fork => return forks(),
             _ => {}
         }
-        let touches =
-            if matches!(phase, Phase::Random | Phase::Again) { touches.min(n) } else { n };
+        let content = self.content;
+        let words = &mut self.words[self.start..][..self.pages * WORDS];
+        let per_thread = self.pages.div_ceil(pace.threads);
         let begin = Instant::now();
+        let parts: Vec<_> = std::thread::scope(|scope| {
+            let work = |(at, words)| {
+                let part = DataPart { content, first: at * per_thread, words };
+                move || part.run(phase, pace, begin)
+            };
+            let mut parts = words.chunks_mut(per_thread * WORDS).enumerate().map(work);
+            // The first part is this thread's: one thread starts no other.
+            let own = parts.next();
+            let others: Vec<_> = parts.map(|part| scope.spawn(part)).collect();
+            let own = own.map(|part| part());
+            let join = |other: std::thread::ScopedJoinHandle<'_, _>| {
+                other.join().unwrap_or_else(|_| Err("a thread of the workload panicked".into()))
+            };
+            own.into_iter().chain(others.into_iter().map(join)).collect()
+        });
+        let seconds = begin.elapsed().as_secs_f64();
+        let mut all = TouchResult::default();
+        for part in parts {
+            let part = part?;
+            all.pages += part.pages;
+            all.capped |= part.capped;
+            all.touch_ns.extend(part.touch_ns);
+        }
+        let TouchResult { pages, capped, touch_ns } = all;
+        Ok(PhaseResult { phase, pages, seconds, capped, p99_us: p99_us(touch_ns) })
+    }
+}
+
+/// How a phase is done.
+struct Pace {
+    /// In a random phase, of all threads together.
+    touches: usize,
+    cap: Duration,
+    threads: usize,
+    latency: bool,
+}
+
+/// One thread's part of the data, and what it does with it.
+struct DataPart<'a> {
+    content: PageContent,
+    /// Index of its first page in all of the data.
+    first: usize,
+    words: &'a mut [u64],
+}
+
+#[derive(Default)]
+struct TouchResult {
+    pages: u64,
+    capped: bool,
+    /// Of each touch, where it was asked for.
+    touch_ns: Vec<u32>,
+}
+
+impl DataPart<'_> {
+    fn run(mut self, phase: Phase, pace: &Pace, begin: Instant) -> Result<TouchResult, String> {
+        let n = self.words.len() / WORDS;
+        let is_random = matches!(phase, Phase::Random | Phase::Again | Phase::Mixed);
+        let touches = if is_random { (pace.touches / pace.threads).clamp(1, n) } else { n };
+        let is_timed = is_random && pace.latency;
+        let mut touch_ns = Vec::with_capacity(if is_timed { touches } else { 0 });
         let mut done = 0;
         while done < touches {
-            if done % PAGES_PER_LOOK == 0 && begin.elapsed() >= cap {
+            if done % PAGES_PER_LOOK == 0 && begin.elapsed() >= pace.cap {
                 break;
             }
-            let (index, right) = match phase {
-                Phase::Fill => {
-                    content.fill_page(self.page_mut(done), done);
-                    (done, true)
-                }
-                Phase::Seq => (done, content.check_page(self.page(done), done)),
-                Phase::Verify => (done, content.check_whole_page(self.page(done), done)),
-                Phase::Random | Phase::Again => {
-                    let index = scatter(done, n);
-                    (index, content.check_page(self.page(index), index))
-                }
-                Phase::Out | Phase::Fork | Phase::Redis | Phase::Bgsave => {
-                    return Err(format!("{phase:?} touches no pages"));
-                }
-            };
+            let place = if is_random { scatter(done, n) } else { done };
+            let touched = is_timed.then(Instant::now);
+            let right = self.touch(phase, place, done)?;
+            touch_ns.extend(
+                touched.map(|at| u32::try_from(at.elapsed().as_nanos()).unwrap_or(u32::MAX)),
+            );
             if !right {
                 return Err(format!(
-                    "page {index} of {n} does not hold what was written to it (phase {phase:?})"
+                    "page {} does not hold what was written to it (phase {phase:?}, page {place} \
+                    of {n} of its thread)",
+                    self.first + place
                 ));
             }
             done += 1;
         }
-        Ok(PhaseResult {
-            phase,
-            pages: done as u64,
-            seconds: begin.elapsed().as_secs_f64(),
-            capped: done < touches,
+        Ok(TouchResult { pages: done as u64, capped: done < touches, touch_ns })
+    }
+
+    /// Touches a page, the `done`th of the phase. Whether it held what it should.
+    fn touch(&mut self, phase: Phase, place: usize, done: usize) -> Result<bool, String> {
+        let (content, index) = (self.content, self.first + place);
+        let page = &mut self.words[place * WORDS..][..WORDS];
+        Ok(match phase {
+            Phase::Fill => {
+                content.fill_page(page, index);
+                true
+            }
+            Phase::Seq | Phase::Random | Phase::Again => content.check_page(page, index),
+            Phase::Mixed => {
+                let right = content.check_page(page, index);
+                if done % 2 == 1 {
+                    content.fill_page(page, index);
+                }
+                right
+            }
+            Phase::Verify => content.check_whole_page(page, index),
+            Phase::Out | Phase::Fork | Phase::Redis | Phase::Bgsave => {
+                return Err(format!("{phase:?} touches no pages"));
+            }
         })
     }
+}
+
+/// The time that 99 of 100 stay within, in microseconds; `None` of none.
+fn p99_us(mut ns: Vec<u32>) -> Option<f64> {
+    let at = (ns.len() * 99 / 100).min(ns.len().checked_sub(1)?);
+    let (_, value, _) = ns.select_nth_unstable(at);
+    Some(f64::from(*value) / 1e3)
 }
 
 /// Forks one after the other.
@@ -172,7 +250,8 @@ fn forks() -> Result<PhaseResult, String> {
         // What a fork leaves to be done afterwards is not the next one's.
         std::thread::sleep(Duration::from_millis(200));
     }
-    Ok(PhaseResult { phase: Phase::Fork, pages: FORKS_PER_PHASE, seconds, capped: false })
+    let pages = FORKS_PER_PHASE;
+    Ok(PhaseResult { phase: Phase::Fork, pages, seconds, capped: false, p99_us: None })
 }
 
 /// Runs the phases. Exit status: 0, 2 for arguments that make no sense, 3 where a page was wrong.
@@ -198,6 +277,12 @@ pub fn main(args: &BenchWorkArgs) -> u8 {
         Err(e) => return status(2, e),
     };
     let cap = Duration::from_secs(args.seconds_cap);
+    let pace = Pace {
+        touches: args.touches,
+        cap,
+        threads: usize::from(args.threads),
+        latency: args.latency,
+    };
     let mut server = None;
     // A capped fill leaves pages that later phases would rightly find wrong: they end with it.
     let mut unfilled = false;
@@ -219,7 +304,7 @@ pub fn main(args: &BenchWorkArgs) -> u8 {
                 (Phase::Redis | Phase::Bgsave, _) => {
                     Err("there is one server, and it is started first".into())
                 }
-                _ => data.run(phase, args.touches, cap),
+                _ => data.run(phase, &pace),
             };
             match done {
                 Ok(result) => {
@@ -266,40 +351,69 @@ mod tests {
         }
     }
 
+    fn pace(threads: usize) -> Pace {
+        Pace { touches: 100, cap: Duration::from_secs(60), threads, latency: threads > 1 }
+    }
+
+    fn page(data: &mut WorkData, index: usize) -> &mut [u64] {
+        &mut data.words[data.start + index * WORDS..][..WORDS]
+    }
+
     #[test]
     fn phases_pass_on_right_data_and_find_a_wrong_page() {
         for content in PageContent::value_variants() {
-            passes_and_finds(*content);
+            for threads in [1, 2, 3, 8, 299, 301] {
+                passes_and_finds(*content, threads);
+            }
         }
     }
 
-    fn passes_and_finds(content: PageContent) {
+    fn passes_and_finds(content: PageContent, threads: usize) {
         let mut data = WorkData::new(300 * PAGE as u64, content).unwrap();
         assert_eq!(data.words.as_ptr().wrapping_add(data.start) as usize % PAGE, 0);
-        let minute = Duration::from_secs(60);
-        for (phase, pages) in
-            [(Phase::Fill, 300), (Phase::Seq, 300), (Phase::Random, 100), (Phase::Verify, 300)]
-        {
-            let result = data.run(phase, 100, minute).unwrap();
-            assert_eq!((result.pages, result.capped), (pages, false));
+        // Each of many threads touches one page at least, and each of a few its share.
+        let parts = 300_usize.div_ceil(300_usize.div_ceil(threads));
+        let touches = ((100 / threads).max(1) * parts) as u64;
+        for (phase, pages) in [
+            (Phase::Fill, 300),
+            (Phase::Seq, 300),
+            (Phase::Random, touches),
+            (Phase::Mixed, touches),
+            (Phase::Verify, 300),
+        ] {
+            let result = data.run(phase, &pace(threads)).unwrap();
+            assert_eq!((result.pages, result.capped), (pages, false), "{threads} threads");
+            let is_timed = threads > 1 && matches!(phase, Phase::Random | Phase::Mixed);
+            assert_eq!(result.p99_us.is_some(), is_timed, "{phase:?}");
         }
         // A page that holds another page's content, and one that reads as zeros: what swapping
         // wrongly would do.
-        let other = data.page(5).to_vec();
-        data.page_mut(77).copy_from_slice(&other);
-        assert!(data.run(Phase::Seq, 0, minute).unwrap_err().starts_with("page 77 of 300"));
-        data.page_mut(77).fill(0);
-        assert!(data.run(Phase::Seq, 0, minute).unwrap_err().starts_with("page 77 of 300"));
-        content.fill_page(data.page_mut(77), 77);
-        data.page_mut(0).fill(0);
-        assert!(data.run(Phase::Verify, 0, minute).unwrap_err().starts_with("page 0 of 300"));
+        let other = page(&mut data, 5).to_vec();
+        page(&mut data, 77).copy_from_slice(&other);
+        assert!(data.run(Phase::Seq, &pace(threads)).unwrap_err().starts_with("page 77 does not"));
+        page(&mut data, 77).fill(0);
+        assert!(data.run(Phase::Seq, &pace(threads)).unwrap_err().starts_with("page 77 does not"));
+        content.fill_page(page(&mut data, 77), 77);
+        page(&mut data, 0).fill(0);
+        let error = data.run(Phase::Verify, &pace(threads)).unwrap_err();
+        assert!(error.starts_with("page 0 does not"), "{error}");
     }
 
     #[test]
     fn a_time_limit_ends_a_phase() {
         let mut data = WorkData::new(64 * PAGE as u64, PageContent::Four).unwrap();
-        let result = data.run(Phase::Fill, 0, Duration::ZERO).unwrap();
+        let result = data.run(Phase::Fill, &Pace { cap: Duration::ZERO, ..pace(1) }).unwrap();
         assert_eq!((result.pages, result.capped), (0, true));
+    }
+
+    #[test]
+    fn the_p99_is_what_99_of_100_stay_within() {
+        assert_eq!(p99_us(vec![]), None);
+        assert_eq!(p99_us(vec![7000]), Some(7.0));
+        let mut ns: Vec<u32> = (1..=1000).map(|n| n * 1000).rev().collect();
+        assert_eq!(p99_us(ns.clone()), Some(991.0));
+        ns.truncate(50);
+        assert_eq!(p99_us(ns), Some(1000.0));
     }
 
     #[test]

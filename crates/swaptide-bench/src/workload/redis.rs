@@ -72,7 +72,13 @@ impl Server {
         let seconds = begin.elapsed().as_secs_f64();
         Ok((
             server,
-            PhaseResult { phase: Phase::Redis, pages: data / PAGE as u64, seconds, capped: false },
+            PhaseResult {
+                phase: Phase::Redis,
+                pages: data / PAGE as u64,
+                seconds,
+                capped: false,
+                p99_us: None,
+            },
         ))
     }
 
@@ -141,7 +147,8 @@ impl Server {
             return Err("BGSAVE failed; the server's log says why".into());
         }
         let dump = std::fs::metadata(self.directory.join("dump.rdb")).map_or(0, |file| file.len());
-        Ok(PhaseResult { phase: Phase::Bgsave, pages: dump / PAGE as u64, seconds, capped })
+        let pages = dump / PAGE as u64;
+        Ok(PhaseResult { phase: Phase::Bgsave, pages, seconds, capped, p99_us: None })
     }
 }
 
