@@ -22,7 +22,7 @@
 //!    mark and the number of holders are one word, and a lease begins at a word of zero.
 
 use std::sync::atomic::{
-    Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst, fence,
+    AtomicU16, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst, fence,
 };
 
 use crate::area::{Area, AreaId, AreaMask, AreaState, ExtentPlace, MAX_AREAS, NewArea, Spot};
@@ -45,6 +45,33 @@ impl Sequence {
     fn at(self, place: u32) -> AreaId {
         AreaId((self.numbers >> (4 * place) & 15) as u8)
     }
+}
+
+/// An extent that no process held, taken and counted into its area. Given back on drop.
+struct TakenExtent<'a> {
+    extent: ExtentId,
+    refs: &'a AtomicU16,
+    area: &'a Area,
+}
+
+impl TakenExtent<'_> {
+    /// The process at `index` holds it from now on.
+    fn keep(self, segment: &Segment, index: SlotIndex) {
+        segment.set_held(index, self.extent);
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for TakenExtent<'_> {
+    fn drop(&mut self) {
+        // Uncounted where it was counted, whichever area has the number now.
+        self.area.used.fetch_sub(1, SeqCst);
+        self.refs.fetch_sub(1, SeqCst);
+    }
+}
+
+fn is_open(state: AreaState) -> bool {
+    state == AreaState::Open
 }
 
 impl Segment {
@@ -286,45 +313,48 @@ impl Segment {
             let extent = ExtentId(first.saturating_add(number));
             // The numbers may be those of another area by now: read while its place was being given
             // away.
-            let refs = self.extent_refs.get(extent.0 as usize)?;
-            if refs.load(Relaxed) == 0 && refs.compare_exchange(0, 1, SeqCst, Relaxed).is_ok() {
-                area.used.fetch_add(1, SeqCst);
-                if area.state() != AreaState::Open || area.changed_since(generation) {
-                    // Uncounted where it was counted, whichever area has the number now.
-                    area.used.fetch_sub(1, SeqCst);
-                    refs.fetch_sub(1, SeqCst);
-                    return None;
-                }
+            if self.extent_refs.get(extent.0 as usize)?.load(Relaxed) != 0 {
+                continue;
+            }
+            if let Some(taken) = self.take_unheld(extent, area, generation, is_open) {
                 area.hint.store(number + 1, Relaxed);
-                self.set_held(index, extent);
+                taken.keep(self, index);
                 return Some(extent);
+            }
+            if area.state() != AreaState::Open || area.changed_since(generation) {
+                return None;
             }
         }
         None
     }
 
+    /// Takes an extent that no process holds. The area is counted in before it is looked at, and
+    /// stays if it is in a state that `allows` does, and still the one whose extent this is.
+    fn take_unheld<'a>(
+        &'a self,
+        extent: ExtentId,
+        area: &'a Area,
+        generation: u32,
+        allows: impl FnOnce(AreaState) -> bool,
+    ) -> Option<TakenExtent<'a>> {
+        let refs = &self.extent_refs[extent.0 as usize];
+        refs.compare_exchange(0, 1, SeqCst, Relaxed).ok()?;
+        area.used.fetch_add(1, SeqCst);
+        let taken = TakenExtent { extent, refs, area };
+        let stays = allows(area.state())
+            && !area.changed_since(generation)
+            && area.range().contains(&extent.0);
+        stays.then_some(taken)
+    }
+
     /// Holds an extent again that no process holds, so that what lies there can be freed. False
     /// where somebody does, or its area is not open.
     pub(crate) fn retake_extent(&self, index: SlotIndex, extent: ExtentId) -> bool {
-        let refs = &self.extent_refs[extent.0 as usize];
         let Some((_, area)) = self.area_of(extent) else { return false };
-        let generation = area.generation();
-        if refs.compare_exchange(0, 1, SeqCst, Relaxed).is_err() {
-            return false;
-        }
-        // As in a lease: counted in, the area stays, if it is open and still the one whose extent
-        // this is.
-        area.used.fetch_add(1, SeqCst);
-        if area.state() != AreaState::Open
-            || area.changed_since(generation)
-            || !area.range().contains(&extent.0)
-        {
-            area.used.fetch_sub(1, SeqCst);
-            refs.fetch_sub(1, SeqCst);
-            return false;
-        }
-        self.set_held(index, extent);
-        true
+        let taken = self.take_unheld(extent, area, area.generation(), is_open);
+        let is_taken = taken.is_some();
+        taken.into_iter().for_each(|taken| taken.keep(self, index));
+        is_taken
     }
 
     /// Makes the process at `index` a further holder of an extent that the caller holds.
@@ -348,23 +378,13 @@ impl Segment {
     /// bytes on the device goes in there, for otherwise the extent could be leased and written in
     /// between. True when `f` ran.
     pub fn while_unheld(&self, extent: ExtentId, f: impl FnOnce()) -> bool {
-        let refs = &self.extent_refs[extent.0 as usize];
         let Some((_, area)) = self.area_of(extent) else { return false };
-        let generation = area.generation();
-        if refs.compare_exchange(0, 1, SeqCst, Relaxed).is_err() {
-            return false;
-        }
-        // Counted in, the area stays: if it is still the one whose extent this is.
-        area.used.fetch_add(1, SeqCst);
-        let stays = area.state() != AreaState::None
-            && !area.changed_since(generation)
-            && area.range().contains(&extent.0);
-        if stays {
+        let is_there = |state| state != AreaState::None;
+        let taken = self.take_unheld(extent, area, area.generation(), is_there);
+        if taken.is_some() {
             f();
         }
-        area.used.fetch_sub(1, SeqCst);
-        refs.fetch_sub(1, SeqCst);
-        stays
+        taken.is_some()
     }
 
     /// True when only one process holds the extent.

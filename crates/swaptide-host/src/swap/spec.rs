@@ -175,77 +175,7 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
     if cipher.is_some() && device.starts_with("zram:") {
         return Err(DeviceError::CipherOfZram(text.to_owned()));
     }
-    let size =
-        |size: &str| parse_bytes(size).map_err(|error| DeviceError::Size(text.to_owned(), error));
-    let kind = if let Some(rest) = device.strip_prefix("zram:") {
-        let mut parts = rest.split(',');
-        let bytes = at_least(text, size(parts.next().unwrap_or_default())?, MIN_POOL_BYTES)?;
-        let (mut choice, mut level, mut acceptance) =
-            (Choice::default(), None, PoolAcceptance::default());
-        for part in parts {
-            let wrong = || DeviceError::Option(text.to_owned(), part.to_owned());
-            let (name, value) = part.split_once('=').ok_or_else(wrong)?;
-            let percent = || {
-                value.parse().ok().filter(|percent| (1..=100).contains(percent)).ok_or_else(wrong)
-            };
-            match name {
-                "codec" => {
-                    let found = Choice::ALL.into_iter().find(|choice| choice.name() == value);
-                    choice = found
-                        .ok_or_else(|| DeviceError::Codec(text.to_owned(), value.to_owned()))?;
-                }
-                "level" => {
-                    let found = value.parse().ok().and_then(Level::new);
-                    level =
-                        Some(found.ok_or_else(|| {
-                            DeviceError::Level(text.to_owned(), value.to_owned())
-                        })?);
-                }
-                "max_pool_percent" => acceptance.max_pool_percent = Some(percent()?),
-                "accept_threshold_percent" => {
-                    acceptance.accept_threshold_percent = Some(percent()?)
-                }
-                _ => return Err(wrong()),
-            }
-        }
-        if level.is_some() && !choice.has_zstd() {
-            return Err(DeviceError::LevelOfNone(text.to_owned()));
-        }
-        DeviceKind::Zram {
-            bytes,
-            codec: Scheme { choice, level: level.unwrap_or_default() },
-            acceptance,
-        }
-    } else if device
-        .strip_prefix("file:")
-        .and_then(|rest| rest.rsplit_once(",codec="))
-        .is_some_and(|(_, tail)| !tail.contains('/'))
-    {
-        return Err(DeviceError::CodecOfFile(text.to_owned()));
-    } else if let Some(rest) = device.strip_prefix("file:") {
-        match rest.rsplit_once(':') {
-            _ if rest.is_empty() => return Err(DeviceError::Syntax(text.to_owned())),
-            // Colons may be in a path: what follows the last one is a size unless a path continues
-            // there.
-            Some(("", tail)) if !tail.contains('/') => {
-                return Err(DeviceError::Syntax(text.to_owned()));
-            }
-            Some((path, tail)) if !tail.contains('/') => {
-                let bytes = at_least(text, size(tail)?, MIN_FILE_BYTES)?;
-                if bytes > MAX_FILE_BYTES {
-                    return Err(DeviceError::TooLarge(text.to_owned()));
-                }
-                DeviceKind::File { path: PathBuf::from(path), bytes: Some(bytes) }
-            }
-            _ => DeviceKind::File { path: PathBuf::from(rest), bytes: None },
-        }
-    } else if Url::is_meant(device) {
-        DeviceKind::Nbd(device.parse().map_err(DeviceError::Url)?)
-    } else if device.starts_with('/') {
-        DeviceKind::Block { path: PathBuf::from(device) }
-    } else {
-        return Err(DeviceError::Syntax(text.to_owned()));
-    };
+    let kind = parse_kind(text, device)?;
     if mirror.is_some() && !matches!(kind, DeviceKind::Nbd(_)) {
         return Err(DeviceError::Mirror(text.to_owned(), "only NBD exports have one".into()));
     }
@@ -253,6 +183,85 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
         return Err(DeviceError::Rotational(text.to_owned()));
     }
     Ok(Device { kind, priority, mirror, plain: cipher == Some("none"), rotational })
+}
+
+/// The device without what any device may have.
+fn parse_kind(text: &str, device: &str) -> Result<DeviceKind, DeviceError> {
+    if let Some(rest) = device.strip_prefix("zram:") {
+        return parse_zram(text, rest);
+    }
+    if let Some(rest) = device.strip_prefix("file:") {
+        return parse_file(text, rest);
+    }
+    if Url::is_meant(device) {
+        return device.parse().map(DeviceKind::Nbd).map_err(DeviceError::Url);
+    }
+    if device.starts_with('/') {
+        return Ok(DeviceKind::Block { path: PathBuf::from(device) });
+    }
+    Err(DeviceError::Syntax(text.to_owned()))
+}
+
+fn parse_zram(text: &str, rest: &str) -> Result<DeviceKind, DeviceError> {
+    let mut parts = rest.split(',');
+    let bytes =
+        at_least(text, parse_size(text, parts.next().unwrap_or_default())?, MIN_POOL_BYTES)?;
+    let (mut choice, mut level, mut acceptance) =
+        (Choice::default(), None, PoolAcceptance::default());
+    for part in parts {
+        let wrong = || DeviceError::Option(text.to_owned(), part.to_owned());
+        let (name, value) = part.split_once('=').ok_or_else(wrong)?;
+        let percent =
+            || value.parse().ok().filter(|percent| (1..=100).contains(percent)).ok_or_else(wrong);
+        match name {
+            "codec" => {
+                let found = Choice::ALL.into_iter().find(|choice| choice.name() == value);
+                choice =
+                    found.ok_or_else(|| DeviceError::Codec(text.to_owned(), value.to_owned()))?;
+            }
+            "level" => {
+                let found = value.parse().ok().and_then(Level::new);
+                level = Some(
+                    found.ok_or_else(|| DeviceError::Level(text.to_owned(), value.to_owned()))?,
+                );
+            }
+            "max_pool_percent" => acceptance.max_pool_percent = Some(percent()?),
+            "accept_threshold_percent" => acceptance.accept_threshold_percent = Some(percent()?),
+            _ => return Err(wrong()),
+        }
+    }
+    if level.is_some() && !choice.has_zstd() {
+        return Err(DeviceError::LevelOfNone(text.to_owned()));
+    }
+    Ok(DeviceKind::Zram {
+        bytes,
+        codec: Scheme { choice, level: level.unwrap_or_default() },
+        acceptance,
+    })
+}
+
+fn parse_file(text: &str, rest: &str) -> Result<DeviceKind, DeviceError> {
+    if rest.rsplit_once(",codec=").is_some_and(|(_, tail)| !tail.contains('/')) {
+        return Err(DeviceError::CodecOfFile(text.to_owned()));
+    }
+    match rest.rsplit_once(':') {
+        _ if rest.is_empty() => Err(DeviceError::Syntax(text.to_owned())),
+        // Colons may be in a path: what follows the last one is a size unless a path continues
+        // there.
+        Some(("", tail)) if !tail.contains('/') => Err(DeviceError::Syntax(text.to_owned())),
+        Some((path, tail)) if !tail.contains('/') => {
+            let bytes = at_least(text, parse_size(text, tail)?, MIN_FILE_BYTES)?;
+            if bytes > MAX_FILE_BYTES {
+                return Err(DeviceError::TooLarge(text.to_owned()));
+            }
+            Ok(DeviceKind::File { path: PathBuf::from(path), bytes: Some(bytes) })
+        }
+        _ => Ok(DeviceKind::File { path: PathBuf::from(rest), bytes: None }),
+    }
+}
+
+fn parse_size(text: &str, size: &str) -> Result<u64, DeviceError> {
+    parse_bytes(size).map_err(|error| DeviceError::Size(text.to_owned(), error))
 }
 
 /// A device with an absolute path, for a process in another directory.
