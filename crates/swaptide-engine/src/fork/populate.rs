@@ -15,18 +15,18 @@ use std::time::Duration;
 
 use swaptide_core::{SlotContent as TableSlot, SwapEntry};
 use swaptide_ipc::Counter;
-use swaptide_store::file::{FileDevice, Stamp};
+use swaptide_store::file::{FileDevice, ReadError, Stamp};
 use swaptide_store::{Page, Slot};
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::sock::{Conn, poll_readable};
-use swaptide_sys::thread::{now, sleep, yield_now};
+use swaptide_sys::thread::{Nanos, now, sleep, yield_now};
 use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
 use swaptide_sys::{AsFd, Errno};
 
 use crate::backing::devices::POOL;
 use crate::backing::remote_queue::READ_RETRY_DELAYS;
-use crate::engine::Engine;
+use crate::engine::{Engine, Mm};
 use crate::events::brought::Brought;
 use crate::events::reader::{Fault, LATE_EVENT_TIMEOUT};
 use crate::fault::load::is_worth_another;
@@ -498,6 +498,60 @@ fn copy_to(path: &mut FaultPath, child: &mut UnmanagedChild, page: PageNo) -> Op
     copy_read(path, child, page, &ReadBatch::new())
 }
 
+/// What the load of a swapped page into the handler's copy buffer came to.
+enum LoadedCopy {
+    Filled,
+    Lost,
+    /// This process was short of something; since then.
+    OutOfMeans(ReadError, Nanos),
+    RetryAfter(Duration),
+}
+
+/// Loads a swapped page into the handler's copy buffer. `pauses`: those left before reads that fail
+/// are given up.
+fn load_for_copy(
+    path: &mut FaultPath,
+    mm: &Mm,
+    entry: SwapEntry,
+    ahead: &ReadBatch,
+    pauses: &mut impl Iterator<Item = Duration>,
+) -> LoadedCopy {
+    let devices = &path.engine.devices;
+    // SAFETY: the buffer is the handler's own.
+    let buffer = unsafe { path.copy.slice_mut(0, PAGE_SIZE) };
+    let out: &mut Page = buffer.try_into().expect("a page's bytes");
+    if let TableSlot::Folio(folio) = devices.slots(entry.ty()).lookup(entry.offset()) {
+        let frame = mm.frame_of(entry, folio);
+        // SAFETY: the frame is full while the memory lock is held.
+        out.copy_from_slice(unsafe { &*mm.staging.addr(frame).as_ptr::<Page>() });
+        return LoadedCopy::Filled;
+    }
+    let slot = Slot(entry.offset().0);
+    if entry.ty() == POOL {
+        return match devices.pool.load(slot, out, &mut path.loader.unpacker) {
+            Ok(_) => LoadedCopy::Filled,
+            Err(_) => LoadedCopy::Lost,
+        };
+    }
+    let device = &devices.file.device;
+    if let Some(page) = ahead.find(entry, device) {
+        out.copy_from_slice(page);
+        return LoadedCopy::Filled;
+    }
+    let began = now();
+    match device.read(&mut [(slot, out)]) {
+        Ok(()) => {
+            path.loader.shortage.end();
+            LoadedCopy::Filled
+        }
+        Err(error) if error.is_own_shortage() => LoadedCopy::OutOfMeans(error, began),
+        Err(error) if is_worth_another(&error, device) => {
+            pauses.next().map_or(LoadedCopy::Lost, LoadedCopy::RetryAfter)
+        }
+        Err(_) => LoadedCopy::Lost,
+    }
+}
+
 /// The same where some was read ahead.
 fn copy_read(
     path: &mut FaultPath,
@@ -534,69 +588,27 @@ fn copy_read(
                 poisoned
             }
             (None, PageState::Swapped(entry)) => {
-                // SAFETY: the buffer is the handler's own.
-                let buffer = unsafe { path.copy.slice_mut(0, PAGE_SIZE) };
-                let out: &mut Page = buffer.try_into().expect("a page's bytes");
-                let loaded = match engine.devices.slots(entry.ty()).lookup(entry.offset()) {
-                    TableSlot::Folio(folio) => {
-                        let frame = mm.frame_of(entry, folio);
-                        // SAFETY: the frame is full while the memory lock is held.
-                        out.copy_from_slice(unsafe { &*mm.staging.addr(frame).as_ptr::<Page>() });
-                        true
-                    }
-                    _ if entry.ty() == POOL => engine
-                        .devices
-                        .pool
-                        .load(Slot(entry.offset().0), out, &mut path.loader.unpacker)
-                        .is_ok(),
-                    _ => match ahead.find(entry, &engine.devices.file.device) {
-                        Some(page) => {
-                            out.copy_from_slice(page);
-                            true
-                        }
-                        None => {
-                            let device = &engine.devices.file.device;
-                            let began = now();
-                            match device.read(&mut [(Slot(entry.offset().0), out)]) {
-                                Ok(()) => {
-                                    path.loader.shortage.end();
-                                    true
-                                }
-                                Err(error) if error.is_own_shortage() => {
-                                    drop(mm);
-                                    path.loader.wait_for_means(&error, began);
-                                    continue;
-                                }
-                                Err(error) if is_worth_another(&error, device) => {
-                                    match pauses.next() {
-                                        Some(pause) => {
-                                            drop(mm);
-                                            sleep(pause);
-                                            continue;
-                                        }
-                                        None => false,
-                                    }
-                                }
-                                Err(_) => false,
-                            }
-                        }
-                    },
-                };
-                if loaded {
-                    // SAFETY: the buffer is the handler's own; the destination is another
+                match load_for_copy(path, &mm, entry, ahead, &mut pauses) {
+                    // SAFETY: the buffer is the handler's own, and full; the destination is another
                     // process's missing page.
-                    unsafe {
-                        child.uffd.copy_pages(
-                            place.addr(),
-                            path.copy.as_ptr(),
-                            PAGE_SIZE,
-                            true,
-                            false,
-                        )
+                    LoadedCopy::Filled => unsafe {
+                        let from = path.copy.as_ptr();
+                        child.uffd.copy_pages(place.addr(), from, PAGE_SIZE, true, false)
+                    },
+                    LoadedCopy::Lost => {
+                        engine.count(Counter::PagesPoisoned, 1);
+                        child.uffd.poison(range)
                     }
-                } else {
-                    engine.count(Counter::PagesPoisoned, 1);
-                    child.uffd.poison(range)
+                    LoadedCopy::OutOfMeans(error, began) => {
+                        drop(mm);
+                        path.loader.wait_for_means(&error, began);
+                        continue;
+                    }
+                    LoadedCopy::RetryAfter(pause) => {
+                        drop(mm);
+                        sleep(pause);
+                        continue;
+                    }
                 }
             }
             (None, PageState::Poisoned) => child.uffd.poison(range),

@@ -74,6 +74,39 @@ impl BackingPage {
     }
 }
 
+/// Notes why a page stays, so that it is not tried again at once.
+fn note_unmoved(engine: &Engine, mm: &mut Mm, page: PageNo, error: Errno) {
+    match error {
+        // Freed lazily, without an event: the program's next touch gets zeros.
+        Errno::NOENT => forget_content(engine, mm, page),
+        Errno::BUSY => {
+            engine.count(Counter::PagesBusy, 1);
+            // What was faulted for writing since the last fork is this process's own: it is in use
+            // elsewhere (pinned for input or output, say).
+            let is_own = mm.table.chunk(page.chunk()).own >> page.in_chunk() & 1 == 1;
+            if !is_own {
+                mm.table.share(page);
+                mm.queues.shared(&mut mm.table, page.chunk());
+            }
+        }
+        Errno::FAULT if mm.staging.is_guard(page) => {
+            // A guard was installed past libc, and discarded the contents.
+            engine.known.guarded.store(true, Relaxed);
+            forget_content(engine, mm, page);
+        }
+        // Locked or protected memory.
+        Errno::INVAL => mm.table.update(page.chunk(), |c| c.flags |= UNMOVABLE),
+        _ => engine.count(Counter::PagesBusy, 1),
+    }
+}
+
+/// The page has no content any more, and what is kept of it is not needed.
+fn forget_content(engine: &Engine, mm: &mut Mm, page: PageNo) {
+    if let PageState::PresentClean(entry) = mm.table.set(page, PageState::Empty) {
+        engine.devices.drop_swapped(entry);
+    }
+}
+
 /// A run that is refused because it crosses into another mapping goes chunk by chunk, and such a
 /// chunk page by page: how many pages next.
 fn within_mapping(page: PageNo, attempt: usize) -> usize {
@@ -242,46 +275,14 @@ impl Batch {
                 // After a part the true reason shows at the next try.
                 _ if done > 0 || at >= run.len => {}
                 None => {}
-                Some(Errno::NOENT) => {
-                    // The program's page is gone without an event: freed lazily. Its next touch
-                    // gets zeros.
-                    if let PageState::PresentClean(entry) = mm.table.set(page, PageState::Empty) {
-                        engine.devices.drop_swapped(entry);
-                    }
-                    at += 1;
-                }
                 Some(Errno::AGAIN) if again < 4 => again += 1,
                 Some(Errno::AGAIN) => {
                     self.refused = true;
                     break;
                 }
-                Some(Errno::BUSY) => {
-                    engine.count(Counter::PagesBusy, 1);
-                    // What was faulted for writing since the last fork is this process's own:
-                    // somebody holds it (pinned for input or output, say).
-                    let is_own = mm.table.chunk(page.chunk()).own >> page.in_chunk() & 1 == 1;
-                    if !is_own {
-                        mm.table.share(page);
-                        mm.queues.shared(&mut mm.table, page.chunk());
-                    }
-                    at += 1;
-                }
                 Some(Errno::INVAL) if attempt > 1 => most = within_mapping(page, attempt),
-                Some(Errno::FAULT) if mm.staging.is_guard(page) => {
-                    // A guard was installed past libc, and discarded the contents (see `guards`).
-                    engine.known.guarded.store(true, Relaxed);
-                    if let PageState::PresentClean(entry) = mm.table.set(page, PageState::Empty) {
-                        engine.devices.drop_swapped(entry);
-                    }
-                    at += 1;
-                }
-                Some(Errno::INVAL) => {
-                    // Locked or protected memory: the chunk is not tried again at once.
-                    mm.table.update(page.chunk(), |c| c.flags |= UNMOVABLE);
-                    at += 1;
-                }
-                Some(_) => {
-                    engine.count(Counter::PagesBusy, 1);
+                Some(error) => {
+                    note_unmoved(engine, mm, page, error);
                     at += 1;
                 }
             }
