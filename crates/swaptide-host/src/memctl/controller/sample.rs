@@ -73,6 +73,27 @@ struct ProcessSample {
     most: u64,
 }
 
+/// A process without an engine, of which only the memory it uses is known.
+fn unmanaged(group: usize, used: u64) -> Process {
+    Process {
+        group,
+        standing: Standing::Unmanaged,
+        used,
+        pressure: 0,
+        fixed: 0,
+        swapped: 0,
+        limit: 0,
+        growth: 0,
+        kept: 0,
+    }
+}
+
+/// What a process of a copy-on-write group keeps: of compressed memory its own part, at least half;
+/// and a little to work with.
+fn kept_bytes(pool: u64, shared: u64, fixed: u64) -> u64 {
+    pool - shared.min(pool / 2) + fixed.min(policy::FLOOR_BYTES) + policy::FLOOR_BYTES
+}
+
 impl Watch {
     /// Takes over what is seen now, `elapsed` after the last look; gives the bytes by which it has
     /// grown.
@@ -206,17 +227,7 @@ impl Watches {
         };
         let used = tree.used(pid) + member.slot.map_or(0, of_shared);
         let Some(index) = member.slot else {
-            return Process {
-                group,
-                standing: Standing::Unmanaged,
-                used,
-                pressure: 0,
-                fixed: 0,
-                swapped: 0,
-                limit: 0,
-                growth: 0,
-                kept: 0,
-            };
+            return unmanaged(group, used);
         };
         let slot = self.segment.slot(index);
         let standing = standing(slot);
@@ -227,9 +238,7 @@ impl Watches {
             kept.totals.refused += 1;
         }
         let (shared, pool) = (tree.shared(pid), ProcSlot::bytes(&slot.usage.pool_bytes));
-        let was = self.by_slot.get(&index).is_some_and(|watch| watch.pid == pid && watch.of_family);
-        let enough = if was { MIN_COW_GROUP_BYTES / 2 } else { MIN_COW_GROUP_BYTES };
-        let of_family = shared >= enough && pool >= enough;
+        let of_family = self.is_of_family(index, pid, shared.min(pool));
         // What goes out of a process that has the same as another says only that it is to have
         // less.
         let counts = if of_family {
@@ -278,13 +287,7 @@ impl Watches {
         let fixed = moves.iter().fold(used, |rest, bytes| rest.saturating_sub(*bytes));
         // A process that waits for a slow device moves few bytes, and wants what is out no less.
         let pressure = watch.pressure.max(watch.stalled_lately.of_bytes(swapped));
-        // Of compressed memory its own part, at least half; and a little to work with.
-        let own = pool - shared.min(pool / 2);
-        let kept = if of_family {
-            (own + fixed.min(policy::FLOOR_BYTES) + policy::FLOOR_BYTES).min(used)
-        } else {
-            0
-        };
+        let kept = if of_family { kept_bytes(pool, shared, fixed).min(used) } else { 0 };
         Process {
             group,
             standing,
@@ -296,6 +299,13 @@ impl Watches {
             growth: growth as u64,
             kept,
         }
+    }
+
+    /// Whether a process has as much in common with others as one of their copy-on-write group.
+    /// `common`: bytes of compressed memory that are shared. One that was has half to lose.
+    fn is_of_family(&self, index: SlotIndex, pid: u32, common: u64) -> bool {
+        let was = self.by_slot.get(&index).is_some_and(|watch| watch.pid == pid && watch.of_family);
+        common >= if was { MIN_COW_GROUP_BYTES / 2 } else { MIN_COW_GROUP_BYTES }
     }
 
     /// What a process has of pages that others have too.
