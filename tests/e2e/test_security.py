@@ -466,6 +466,17 @@ def test_security_scribble(case):
 
 
 @pytest.mark.swaptide(budget=32, native=False)
+def test_security_inject(case):
+    """A program asks for every failure that tests can have: the supervisor, which is the pager of
+    its shared memory, goes by its own environment, and so does the engine. All pages come back.
+    """
+    areas = ["--swap", "zram:2M", "--swap", f"file:{case.directory}:256M"]
+    done = hostile(case, "inject", "64", str(case.seed), options=["--shared", *areas])
+    stats, errors = done.report["stats"], done.report["errors"]
+    assert stats["pswpin"] > 1000 and errors["pages_poisoned"] == 0, f"{stats}, {errors}"
+
+
+@pytest.mark.swaptide(budget=32, native=False)
 def test_security_sockets(case):
     """The run's socket is for those that descend from its supervisor: not for others of its user,
     nor for root in a container with its network.

@@ -22,6 +22,7 @@ pub use self::memory::{FrameOwners, Mm, MmClocks, VmaChanges};
 use crate::EngineError;
 use crate::backing::devices::{Devices, OpenArea};
 use crate::backing::remote_queue::RemoteReads;
+use crate::fault_injection::Injection;
 use crate::memcg::acceptance::{Acceptance, Verdict};
 use crate::memcg::charge::Charge;
 use crate::memcg::pool_sizing::{PoolSample, PoolSizer};
@@ -189,6 +190,8 @@ pub struct Engine {
     swap_full: SwapFull,
     /// What the engine was started with.
     pub start: Start,
+    /// What a test wants to fail.
+    pub injection: Injection,
     own: OwnNames,
 }
 
@@ -274,6 +277,7 @@ impl Engine {
                 cancelled: (0..frames.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
             },
             swap_full: SwapFull::default(),
+            injection: Injection::of(&start.segment.header),
             start,
             own: OwnNames { uffd: AtomicPtr::new(Box::into_raw(Box::new(uffd))), index },
         })
@@ -547,7 +551,7 @@ impl Engine {
         self.remote_reads.serve(
             &self.devices.file.device,
             || self.retired.load(Acquire),
-            &self.start.segment.header.injection.fail,
+            self.injection,
             self.start.log,
         );
     }

@@ -117,7 +117,7 @@ impl Handler {
                 answers = answers.wrapping_add(1);
                 let path = &mut self.pager.path;
                 path.worker.balance(engine);
-                path.tests.after_answer(&engine.start.segment.header, &engine.workers.fails);
+                path.tests.after_answer(&engine.workers.fails);
             }
         }
     }

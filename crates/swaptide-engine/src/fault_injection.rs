@@ -1,11 +1,12 @@
 //! Failures that tests ask for, by words of the segment's header.
 //!
 //! Owns: the counts after which a failure is due. Nothing here does anything in a run that no test
-//! has set up: each hook is a look at a word that is 0.
+//! has set up: each hook is a look at a word that is 0. An engine reads the header's words once, at
+//! its start ([`Injection`]): what a process of the run writes there later fails nothing.
 //!
 //! Locks: none.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Acquire, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
 use swaptide_ipc::Header;
@@ -34,15 +35,68 @@ const SHORT_READS: u32 = 60;
 const SMALL_POOL: u32 = 16;
 const SMALL_POOL_BYTES: usize = 1 << 20;
 
-/// Bytes that compressed memory has address space for, if a test wants to see its end.
-pub(crate) fn pool_room(header: &Header) -> Option<usize> {
-    (header.injection.fail.load(Relaxed) == SMALL_POOL).then_some(SMALL_POOL_BYTES)
+/// What tests want to fail, as the header's words were at one time.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Injection {
+    /// As [`swaptide_ipc::InjectionConfig`] says of the words of these names.
+    pub(crate) fail: u32,
+    pub(crate) stale_every: u32,
+    pub(crate) part_every: u32,
+    pub(crate) io_fault_every: u32,
 }
 
-/// Whether a read of a swap area shall fail as for want of memory. `reads`: those of the process so
-/// far.
-pub fn is_read_short(header: &Header, reads: &AtomicU32) -> bool {
-    match header.injection.fail.load(Relaxed) {
+impl Injection {
+    /// What the words say now.
+    pub(crate) fn of(header: &Header) -> Injection {
+        let words = &header.injection;
+        Injection {
+            fail: words.fail.load(Relaxed),
+            stale_every: words.stale_every.load(Relaxed),
+            part_every: words.part_every.load(Relaxed),
+            io_fault_every: words.io_fault_every.load(Relaxed),
+        }
+    }
+
+    /// Whether the failure of this number is wanted.
+    pub fn wants(self, fail: u32) -> bool {
+        self.fail == fail
+    }
+
+    /// True when a test looks at what happens after a timeout: it does not want to wait long for
+    /// it.
+    pub(crate) fn shortens_timeouts(self) -> bool {
+        self.fail != 0
+    }
+
+    /// Bytes that compressed memory has address space for, if a test wants to see its end.
+    pub(crate) fn pool_room(self) -> Option<usize> {
+        self.wants(SMALL_POOL).then_some(SMALL_POOL_BYTES)
+    }
+
+    /// True when workers shall map and unmap memory without pause.
+    pub(crate) fn churns_own_mappings(self) -> bool {
+        self.wants(OWN_MAPPINGS)
+    }
+
+    /// Ends the calling thread, which reads from servers, if a test wants that.
+    pub(crate) fn end_remote_reader(self) {
+        if self.wants(REMOTE_READER_EXITS) {
+            exit_thread();
+        }
+    }
+
+    /// Stands still for good if a test wants it here.
+    pub(crate) fn stand_still(self, at: Standstill) {
+        while self.wants(at as u32) {
+            sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+/// Whether a read of a swap area shall fail as for want of memory, where a test wants the failure
+/// of this number. `reads`: those of the process so far.
+pub fn is_read_short(fail: u32, reads: &AtomicU32) -> bool {
+    match fail {
         SHORT_FOR_A_WHILE => reads.fetch_add(1, Relaxed) < SHORT_READS,
         SHORT_FOR_GOOD => true,
         _ => false,
@@ -66,31 +120,6 @@ pub(crate) enum Standstill {
 /// Faults before an engine ends that a test wants to end.
 const FAULTS_BEFORE_FAILURE: u32 = 500;
 
-/// Stands still while the test wants it.
-pub(crate) fn stand_still(header: &Header, at: Standstill) {
-    while header.injection.fail.load(Acquire) == at as u32 {
-        sleep(Duration::from_millis(100));
-    }
-}
-
-/// True when a test looks at what happens after a timeout: it does not want to wait long for it.
-pub(crate) fn shortens_timeouts(header: &Header) -> bool {
-    header.injection.fail.load(Relaxed) != 0
-}
-
-/// Ends the calling thread, which reads from servers, if a test wants that. `fail`: the header's
-/// word.
-pub(crate) fn end_remote_reader(fail: &AtomicU32) {
-    if fail.load(Relaxed) == REMOTE_READER_EXITS {
-        exit_thread();
-    }
-}
-
-/// True when workers shall map and unmap memory without pause.
-pub(crate) fn churns_own_mappings(header: &Header) -> bool {
-    header.injection.fail.load(Relaxed) == OWN_MAPPINGS
-}
-
 /// Fails in a worker, if a test wants that. `fails`: set by [`HandlerFaults::after_answer`].
 ///
 /// # Panics
@@ -101,57 +130,49 @@ pub(crate) fn fail_worker(fails: &AtomicBool) {
 
 /// What tests want of the handler's faults.
 pub(crate) struct HandlerFaults {
+    wanted: Injection,
     /// Faults until this engine ends (0: never).
     fails_in: u32,
     /// Loads of several pages so far; one in `stale_every` counts as out of date (0: none).
     large_loads: u32,
-    stale_every: u32,
     /// The same of fills that end half way.
     large_fills: u32,
-    part_every: u32,
 }
 
 impl HandlerFaults {
-    /// What the header's words ask for.
-    pub(crate) fn new(header: &Header) -> HandlerFaults {
-        let ends =
-            (HANDLER_PANICS..=HANDLER_OUT_OF_MEMORY).contains(&header.injection.fail.load(Relaxed));
-        HandlerFaults {
-            fails_in: if ends { FAULTS_BEFORE_FAILURE } else { 0 },
-            large_loads: 0,
-            stale_every: header.injection.stale_every.load(Relaxed),
-            large_fills: 0,
-            part_every: header.injection.part_every.load(Relaxed),
-        }
+    pub(crate) fn new(wanted: Injection) -> HandlerFaults {
+        let ends = (HANDLER_PANICS..=HANDLER_OUT_OF_MEMORY).contains(&wanted.fail);
+        let fails_in = if ends { FAULTS_BEFORE_FAILURE } else { 0 };
+        HandlerFaults { wanted, fails_in, large_loads: 0, large_fills: 0 }
     }
 
     /// True when this load of several pages is to be taken as out of date.
     pub(crate) fn is_stale(&mut self) -> bool {
         self.large_loads = self.large_loads.wrapping_add(1);
-        self.stale_every != 0 && self.large_loads.is_multiple_of(self.stale_every)
+        self.wanted.stale_every != 0 && self.large_loads.is_multiple_of(self.wanted.stale_every)
     }
 
     /// How many of `len` pages (more than 1) are filled: half of them, as if an event were unread
     /// by then, or all.
     pub(crate) fn part_of(&mut self, len: usize) -> usize {
-        if len < 2 || self.part_every == 0 {
+        if len < 2 || self.wanted.part_every == 0 {
             return len;
         }
         self.large_fills = self.large_fills.wrapping_add(1);
-        len / (1 + usize::from(self.large_fills.is_multiple_of(self.part_every)))
+        len / (1 + usize::from(self.large_fills.is_multiple_of(self.wanted.part_every)))
     }
 
     /// A fault was answered. `worker_fails` is what [`fail_worker`] looks at.
-    pub(crate) fn after_answer(&mut self, header: &Header, worker_fails: &AtomicBool) {
+    pub(crate) fn after_answer(&mut self, worker_fails: &AtomicBool) {
         if self.fails_in > 0 {
-            self.count_down(header, worker_fails);
+            self.count_down(worker_fails);
         }
     }
 
     #[cold]
-    fn count_down(&mut self, header: &Header, worker_fails: &AtomicBool) {
+    fn count_down(&mut self, worker_fails: &AtomicBool) {
         self.fails_in -= 1;
-        match header.injection.fail.load(Relaxed) {
+        match self.wanted.fail {
             _ if self.fails_in > 0 => {}
             HANDLER_PANICS => panic!("a check failed (injected)"),
             WORKER_PANICS => worker_fails.store(true, Relaxed),

@@ -553,10 +553,14 @@ mod tests {
             + offset_of!(Header, areas)
             + offset_of!(AreaTable, slots)
             + crate::area::MIRROR_AT;
+        let fail = offset_of!(Segment, header)
+            + offset_of!(Header, injection)
+            + offset_of!(InjectionConfig, fail);
         let full = offset_of!(ProcSlot, counters) + 8 * Counter::SwapFull as usize;
         let names = [
             ("SEGMENT_HEADER", size_of::<Header>()),
             ("SEGMENT_SLOTS_END", offset_of!(Header, slots_end)),
+            ("SEGMENT_FAIL", fail),
             ("SEGMENT_MIRROR", mirror),
             ("SEGMENT_PROCS", offset_of!(Segment, procs)),
             ("SEGMENT_SLOT", size_of::<ProcSlot>()),

@@ -35,6 +35,9 @@ pub struct PagerSettings {
     pub open: FileOpener,
     /// Tells of what went wrong.
     pub log: fn(&str),
+    /// What a test wants to fail: a number of `fault_injection` of the engine, or 0. Not the
+    /// segment's word, which any process of the run can write.
+    pub fail: u32,
     /// Closes a connection that a client made. What a client has left in it must keep no thread.
     pub close: fn(Conn),
 }
@@ -68,12 +71,13 @@ impl SharedMemoryPager {
     /// # Errors
     /// When there is no slot in the segment, no memory, or no thread.
     pub fn start(settings: PagerSettings) -> Result<SharedMemoryPager, Errno> {
-        let PagerSettings { segment, open, log, close } = settings;
+        let PagerSettings { segment, open, log, fail, close } = settings;
         let index = segment.claim(std::process::id(), 0).ok_or(Errno::NOSPC)?;
         let inner = Arc::new(Inner {
             segment,
             index,
-            store: Store::new(segment, index, open)?,
+            store: Store::new(segment, index, open, fail)?,
+            fail,
             log,
             close,
             state: Mutex::new(PagerState::default()),

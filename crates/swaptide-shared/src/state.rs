@@ -60,6 +60,8 @@ pub(crate) struct Inner {
     pub segment: &'static Segment,
     pub index: SlotIndex,
     pub store: Store,
+    /// What a test wants to fail.
+    pub fail: u32,
     pub log: fn(&str),
     pub close: fn(Conn),
     pub state: Mutex<PagerState>,

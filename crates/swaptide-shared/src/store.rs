@@ -43,7 +43,8 @@ struct SharedExtents {
     open: FileOpener,
     /// Held over any change of what is held: it must not change while it moves to another group.
     change: Arc<Mutex<()>>,
-    /// Reads so far, where a test counts them.
+    /// What a test wants to fail, and reads so far, where it counts them.
+    fail: u32,
     reads: Arc<AtomicU32>,
 }
 
@@ -100,7 +101,7 @@ impl AreaDirectory for SharedExtents {
     }
 
     fn injected_fault(&self, _area: u8, writes: bool) -> Option<InjectedFault> {
-        let is_short = !writes && is_read_short(&self.segment.header, &self.reads);
+        let is_short = !writes && is_read_short(self.fail, &self.reads);
         is_short.then_some(InjectedFault::Fails(Errno::NOMEM))
     }
 }
@@ -150,7 +151,8 @@ pub enum PutOutcome {
 }
 
 impl Store {
-    /// Compressed memory, and a part of the swap areas.
+    /// Compressed memory, and a part of the swap areas. `fail`: what a test wants to fail, see
+    /// [`PagerSettings::fail`](crate::PagerSettings::fail).
     ///
     /// # Errors
     /// When the address space for compressed memory is refused.
@@ -158,6 +160,7 @@ impl Store {
         segment: &'static Segment,
         index: SlotIndex,
         open: FileOpener,
+        fail: u32,
     ) -> Result<Store, Errno> {
         let pool = Zram::new(SLOTS).map_err(|_| Errno::NOMEM)?;
         let mut key = [0u8; 32];
@@ -166,8 +169,8 @@ impl Store {
         }
         let mut salt = [0u8; 8];
         rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty())?;
-        let areas =
-            SharedExtents { segment, index, open, change: Arc::default(), reads: Arc::default() };
+        let (change, reads) = (Arc::default(), Arc::default());
+        let areas = SharedExtents { segment, index, open, change, fail, reads };
         let file = FileDevice::over(
             Box::new(areas.clone()),
             key,
@@ -402,7 +405,7 @@ mod tests {
     use swaptide_sys::mem::{SharedMap, memfd_create};
     use swaptide_sys::page::PAGE_SIZE;
 
-    /// The word of the segment by which the first 60 reads fail as for want of memory.
+    /// The number by which the first 60 reads fail as for want of memory.
     const SHORT_FOR_A_WHILE: u32 = 14;
 
     fn segment() -> &'static Segment {
@@ -412,7 +415,7 @@ mod tests {
     }
 
     /// A store over one area, whose descriptor is not to be had while `lacks` is set.
-    fn store(lacks: &Arc<AtomicBool>) -> (&'static Segment, Store) {
+    fn store(lacks: &Arc<AtomicBool>, fail: u32) -> (&'static Segment, Store) {
         let segment = segment();
         let id = segment.add_area(NewArea::of_file(0, 4)).expect("an area");
         let index = segment.claim(std::process::id(), 0).expect("a slot");
@@ -426,7 +429,7 @@ mod tests {
                 Ok(file.try_clone().unwrap().into())
             }
         });
-        (segment, Store::new(segment, index, open).expect("a store"))
+        (segment, Store::new(segment, index, open, fail).expect("a store"))
     }
 
     fn load(store: &Store, slots: &[Slot]) -> (Unloaded, Vec<Page>) {
@@ -442,11 +445,10 @@ mod tests {
 
     #[test]
     fn a_page_is_not_lost_for_want_of_memory() {
-        let (segment, store) = store(&Arc::default());
+        let (_, store) = store(&Arc::default(), SHORT_FOR_A_WHILE);
         let slots = [Slot(3), Slot(4), Slot(900)];
         let contents = slots.map(|slot| [slot.0 as u8; PAGE_SIZE]);
         assert!(store.write(&[0, 1, 2].map(|at| (slots[at], &contents[at]))));
-        segment.header.injection.fail.store(SHORT_FOR_A_WHILE, Relaxed);
         let (unloaded, _) = load(&store, &slots);
         assert!(unloaded.failed.is_empty() && !unloaded.has_read, "{unloaded:?}");
         assert_eq!(unloaded.short, slots);
@@ -464,9 +466,21 @@ mod tests {
     }
 
     #[test]
+    fn no_process_of_the_run_has_reads_fail_by_what_it_writes_to_the_segment() {
+        let (segment, store) = store(&Arc::default(), 0);
+        assert!(store.write(&[(Slot(3), &[3; PAGE_SIZE])]));
+        for fail in 0..=32 {
+            segment.header.injection.fail.store(fail, Relaxed);
+            let (unloaded, pages) = load(&store, &[Slot(3)]);
+            assert!(unloaded.has_read && unloaded.short.is_empty(), "{fail}: {unloaded:?}");
+            assert_eq!(pages[0][..], [3; PAGE_SIZE]);
+        }
+    }
+
+    #[test]
     fn a_page_is_not_lost_for_want_of_a_descriptor() {
         let lacks = Arc::new(AtomicBool::new(false));
-        let (segment, store) = store(&lacks);
+        let (segment, store) = store(&lacks, 0);
         let slot = Slot(7);
         assert!(store.write(&[(slot, &[7; PAGE_SIZE])]));
         // What was opened is forgotten, as in an area that is opened for the first time.

@@ -9,7 +9,6 @@
 //! Owns nothing. Everything here runs with the state's lock held.
 
 use std::ops::Range;
-use std::sync::atomic::Ordering::Relaxed;
 
 use swaptide_ipc::Counter;
 use swaptide_store::codec::Unpacker;
@@ -187,8 +186,7 @@ impl Inner {
     /// After an attempt to load pages: ends the process where it could not read any for too long,
     /// for want of something of its own.
     fn follow_shortage(&self, so_far: &mut ReadShortage, unloaded: &Unloaded) {
-        let is_test = self.segment.header.injection.fail.load(Relaxed) != 0;
-        let bound = shortage::bound(is_test);
+        let bound = shortage::bound(self.fail != 0);
         if let Some(error) = &unloaded.shortage {
             if !so_far.is_any() {
                 (self.log)(&format!(

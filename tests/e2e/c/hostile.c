@@ -9,6 +9,8 @@
  *     requests N       N requests from the wrong process, half, long, with descriptors, never sent,
  *                      over and over
  *     scribble SECONDS writes random words all over the segment
+ *     inject MB        asks for each failure that tests can have, and reads shared memory that is
+ *                      out meanwhile
  *     ask SOCKET BYTE  asks at another run's socket, and says what it got
  *     fill MB          writes incompressible memory beyond its limit on the size of files
  *     lock MB SECONDS  locks memory and waits
@@ -337,6 +339,27 @@ static int scribble(double seconds, uint64_t seed) {
     return 0;
 }
 
+/* Engines and the pager of shared memory go by what the run was started with. */
+static int inject(size_t megabytes, uint64_t seed) {
+    drop_privileges();
+    size_t length, pages = megabytes << 8;
+    uint32_t *fail = word(segment(&length), offset("SEGMENT_FAIL"));
+    volatile uint64_t *region = mmap(NULL, pages * PAGE, PROT_READ | PROT_WRITE,
+                                     MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    MUST(region != MAP_FAILED);
+    for (size_t page = 0; page < pages; page++)
+        for (size_t at = 0; at < WORDS; at++)
+            region[page * WORDS + at] = word_of(key_of(seed, page, 1), at);
+    for (uint32_t number = 16; number > 0; number--) {
+        __atomic_store_n(fail, number, __ATOMIC_SEQ_CST);
+        for (size_t page = number % 4; page < pages; page += 4)
+            if (region[page * WORDS + 7] != word_of(key_of(seed, page, 1), 7))
+                die("page %zu is wrong", page);
+    }
+    puts("OK inject");
+    return 0;
+}
+
 static int fill(size_t megabytes, int ignore) {
     struct rlimit limit = {1 << 20, 1 << 20};
     MUST(setrlimit(RLIMIT_FSIZE, &limit) == 0);
@@ -449,6 +472,7 @@ int main(int count, char **words) {
     if (!strcmp(mode, "follow")) return follow(first);
     if (!strcmp(mode, "race")) return race(first, atoi(second));
     if (!strcmp(mode, "requests")) return requests(atoi(first), atoi(second));
+    if (!strcmp(mode, "inject")) return inject(atoi(first), atoi(second));
     if (!strcmp(mode, "scribble")) return scribble(atof(first), atoi(second));
     return 2;
 }

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::time::Duration;
 
+use swaptide_engine::Engine;
 use swaptide_engine::event_loop::Handler;
 use swaptide_engine::fork::Decline;
 use swaptide_ipc::{ProcState, Segment, SlotIndex};
@@ -16,7 +17,7 @@ use crate::lifecycle::{
     PARENT, salt, same_pid_namespace, serve, wait_for_supervisor, wait_for_wake,
 };
 use crate::log;
-use crate::process::{ENGINE, empty_table, inherited_engine, known_segment, request_hold, segment};
+use crate::process::{ENGINE, empty_table, inherited_engine, request_hold, segment};
 use crate::threads::start_workers;
 
 /// Set to 1 by a forked child's handler when it serves faults; a futex word.
@@ -62,9 +63,9 @@ const SILENT_CHILD: u32 = 7;
 const STUCK_CHILD: u32 = 8;
 
 /// Stands still where a test asks for it at this stage.
-fn inject_standstill(stage: u32) {
+fn inject_standstill(engine: &Engine, stage: u32) {
     let seconds = if stage == SILENT_CHILD { 4 } else { u64::MAX };
-    if known_segment().is_some_and(|segment| segment.header.injection.fail.load(Relaxed) == stage) {
+    if engine.injection.wants(stage) {
         sleep(Duration::from_secs(seconds));
     }
 }
@@ -87,7 +88,7 @@ pub(crate) extern "C" fn child_handler_main(_: usize) {
     set_name(c"swaptide");
     // A fault is a thread that waits.
     go_first();
-    inject_standstill(SILENT_CHILD);
+    inject_standstill(engine, SILENT_CHILD);
     let decline = |end, why| match engine.decline(end, why) {
         Ok(whole) => {
             disown();
@@ -124,7 +125,7 @@ pub(crate) extern "C" fn child_handler_main(_: usize) {
         Ok(None) => return refused(),
         Err(errno) => stop(errno),
     };
-    inject_standstill(STUCK_CHILD);
+    inject_standstill(engine, STUCK_CHILD);
     let handler = match Handler::inherited(engine, index, salt(), &mut left) {
         Ok(handler) => Box::leak(Box::new(handler)),
         Err(error) => {

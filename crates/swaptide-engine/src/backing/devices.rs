@@ -40,7 +40,7 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::thread::now;
 
 use crate::EngineError;
-use crate::fault_injection::{is_read_short, pool_room};
+use crate::fault_injection::{Injection, is_read_short};
 
 /// Swap type of compressed memory.
 pub(crate) const POOL: SwapType = SwapType::new(0).expect("a swap type");
@@ -96,6 +96,7 @@ struct SegmentExtents {
     barred: Arc<[AtomicU64; MAX_AREAS]>,
     /// Reads and writes so far, where a test counts them.
     transfers: Arc<[AtomicU32; 2]>,
+    injection: Injection,
 }
 
 impl SegmentExtents {
@@ -242,11 +243,10 @@ impl AreaDirectory for SegmentExtents {
     }
 
     fn injected_fault(&self, area: u8, writes: bool) -> Option<InjectedFault> {
-        let header = &self.segment.header;
-        if !writes && is_read_short(header, &self.transfers[0]) {
+        if !writes && is_read_short(self.injection.fail, &self.transfers[0]) {
             return Some(InjectedFault::Fails(Errno::NOMEM));
         }
-        let every = header.injection.io_fault_every.load(Relaxed);
+        let every = self.injection.io_fault_every;
         if every == 0 || area != 0 {
             return None;
         }
@@ -432,7 +432,8 @@ impl Devices {
         open: OpenArea,
         salt: u64,
     ) -> Result<Devices, EngineError> {
-        let pool = match pool_room(&segment.header) {
+        let injection = Injection::of(&segment.header);
+        let pool = match injection.pool_room() {
             Some(bytes) => Zram::with_room(POOL_SLOTS, bytes),
             None => Zram::new(POOL_SLOTS),
         };
@@ -454,6 +455,7 @@ impl Devices {
             shunned: Arc::default(),
             barred: Arc::default(),
             transfers: Arc::default(),
+            injection,
         };
         let device = FileDevice::over(Box::new(areas.clone()), key, salt, Box::new(areas.clone()));
         let file = FileTier {

@@ -41,7 +41,7 @@ use swaptide_sys::page::{PAGE_SIZE, VirtAddr};
 use swaptide_sys::thread::{Nanos, Tid, gettid, lives, now, sleep};
 
 use crate::backing::shortage::OwnShortage;
-use crate::fault_injection::end_remote_reader;
+use crate::fault_injection::Injection;
 use crate::mm::types::PAGES_PER_CHUNK;
 
 /// What lies between the attempts to read a page before it is given up, but for the first two,
@@ -344,7 +344,7 @@ impl RemoteReads {
         &self,
         device: &FileDevice,
         has_ended: impl Fn() -> bool,
-        test: &AtomicU32,
+        test: Injection,
         log: fn(&str),
     ) {
         if let Some(cpus) = &*self.cpus.lock() {
@@ -369,8 +369,8 @@ impl RemoteReads {
                 self.idle.fetch_sub(1, AcqRel);
                 continue;
             }
-            end_remote_reader(test);
-            self.read(device, &mut orders, test.load(Relaxed) != 0, log);
+            test.end_remote_reader();
+            self.read(device, &mut orders, test.shortens_timeouts(), log);
             self.queue.lock().back.extend(orders.drain(..));
             // The handler acquires it, and looks into the queue after that.
             if !self.signalled.swap(true, AcqRel) {

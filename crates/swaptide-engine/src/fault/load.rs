@@ -35,7 +35,6 @@ use crate::backing::remote_queue::READ_RETRY_DELAYS;
 use crate::backing::shortage::OwnShortage;
 use crate::backing::snapshot::{PageLocation, Snapshot};
 use crate::engine::{Engine, Mm};
-use crate::fault_injection::shortens_timeouts;
 use crate::memcg::pool_sizing::Loads;
 use crate::mm::types::PageNo;
 use crate::readahead::policy::ReadaheadLimits;
@@ -233,8 +232,8 @@ impl Loader {
     /// A read that began at `began` has failed for want of something of this process's own: waits a
     /// moment.
     pub(crate) fn wait_for_means(&mut self, error: &ReadError, began: Nanos) {
-        let start = &self.engine.start;
-        self.shortage.pause(error, began, shortens_timeouts(&start.segment.header), start.log);
+        let (is_test, log) = (self.engine.injection.shortens_timeouts(), self.engine.start.log);
+        self.shortage.pause(error, began, is_test, log);
     }
 
     /// True when what the last load could not have is to be loaded again.

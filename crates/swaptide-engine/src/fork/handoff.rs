@@ -33,7 +33,7 @@ use swaptide_sys::{AsFd, BorrowedFd, Errno};
 use crate::engine::Engine;
 use crate::events::reader::Fault;
 use crate::fault::path::FaultPath;
-use crate::fault_injection::{Standstill, shortens_timeouts, stand_still};
+use crate::fault_injection::Standstill;
 use crate::fork::help::attend_hints;
 use crate::fork::populate::{UnmanagedChild, can_answer, copy_at, copy_page, lay_out, recipient};
 use crate::fork::prepare::ForkServer;
@@ -97,7 +97,7 @@ impl ForkServer {
         let mut done_at = None;
         let mut has_child = false;
         let mut patience = Deadline::new(bound(engine, HELLO_TIMEOUT));
-        stand_still(&engine.start.segment.header, Standstill::HandingOver);
+        engine.injection.stand_still(Standstill::HandingOver);
         if channel.is_none() {
             (engine.start.log)(
                 "no channel to a forked child: it gets all its memory at once and is not \
@@ -322,7 +322,7 @@ impl ForkServer {
 }
 
 fn bound(engine: &Engine, usual: Duration) -> Duration {
-    if shortens_timeouts(&engine.start.segment.header) { IN_TESTS } else { usual }
+    if engine.injection.shortens_timeouts() { IN_TESTS } else { usual }
 }
 
 /// Waits a moment for a message of this process or a child.

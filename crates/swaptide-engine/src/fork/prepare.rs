@@ -26,7 +26,7 @@ use crate::events::reader::Interrupted;
 use crate::events::reader::LATE_EVENT_TIMEOUT;
 use crate::fault::complete::complete;
 use crate::fault::path::FaultPath;
-use crate::fault_injection::{Standstill, stand_still};
+use crate::fault_injection::Standstill;
 use crate::fork::allow_fork::{allow_fork_of_regions, deny_fork, list_grown, list_left};
 use crate::fork::child_uffd::receive_child_uffd;
 use crate::fork::help::Forker;
@@ -76,7 +76,6 @@ impl ForkServer {
     /// A thread is about to fork. Returns when the fork is over.
     pub(crate) fn fork(&mut self, pager: &mut Pager) {
         let engine = pager.path.engine;
-        let header = &engine.start.segment.header;
         let forker = engine.fork.forker.load(Acquire);
         if !has_free_descriptor(engine) {
             // The event of a fork could not be read.
@@ -87,7 +86,7 @@ impl ForkServer {
         pager.path.reader.cpu.leave(now());
         // The last fork's end may have been told after its hand-over.
         pager.path.reader.fork.is_done = false;
-        stand_still(header, Standstill::BeforeFork);
+        engine.injection.stand_still(Standstill::BeforeFork);
         self.park_workers(pager);
         while pager.path.worker.store_waiting(engine) {}
         engine.mm.lock().staging.trim(0);
@@ -114,7 +113,7 @@ impl ForkServer {
         self.list_then = engine.mm.lock().regions.changes();
         pager.path.reader.fork.has_applied = false;
         engine.fork.set(PREPARED);
-        stand_still(header, Standstill::Prepared);
+        engine.injection.stand_still(Standstill::Prepared);
         self.await_child(pager, forker, conn.as_ref());
         self.torn |= pager.path.reader.fork.is_torn;
         if let Some(child) = pager.path.reader.fork.child.take() {

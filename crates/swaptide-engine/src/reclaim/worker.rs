@@ -368,7 +368,7 @@ impl Worker {
                 keeper.watch(engine);
                 keeper.look(engine);
             }
-            if fault_injection::churns_own_mappings(&engine.start.segment.header) {
+            if engine.injection.churns_own_mappings() {
                 map_and_unmap(engine);
             }
             let idle = self.work(engine, keeper.as_mut());
@@ -642,7 +642,7 @@ impl Housekeeping {
     }
 }
 
-/// What a test wants: see [`fault_injection::churns_own_mappings`].
+/// What a test wants: see [`fault_injection::Injection::churns_own_mappings`].
 ///
 /// # Panics
 /// If any of it is taken for the program's.

@@ -22,6 +22,8 @@ pub struct SharedPager {
     segment: &'static Segment,
     areas: Arc<dyn AreaOpener>,
     wanted: bool,
+    /// What a test wants to fail in it.
+    fail: u32,
     /// `None` inside: it could not be started.
     pager: OnceLock<Option<SharedMemoryPager>>,
 }
@@ -33,8 +35,9 @@ impl SharedPager {
         segment: &'static Segment,
         areas: Arc<dyn AreaOpener>,
         wanted: bool,
+        fail: u32,
     ) -> &'static SharedPager {
-        Box::leak(Box::new(SharedPager { segment, areas, wanted, pager: OnceLock::new() }))
+        Box::leak(Box::new(SharedPager { segment, areas, wanted, fail, pager: OnceLock::new() }))
     }
 
     /// Answers a process's request that concerns shared memory. Without a pager it is hung up on,
@@ -55,7 +58,8 @@ impl SharedPager {
         let open = Arc::new(move |id: AreaId| areas.open(id));
         // This process has no standard error: what goes wrong shows in the counters.
         let log = |_: &str| {};
-        SharedMemoryPager::start(PagerSettings { segment: self.segment, open, log, close }).ok()
+        let (segment, fail) = (self.segment, self.fail);
+        SharedMemoryPager::start(PagerSettings { segment, open, log, fail, close }).ok()
     }
 
     /// Bytes of shared memory that count for a slot: all of them, if it is the pager's.

@@ -18,13 +18,23 @@ const ENV_STALE: &str = "SWAPTIDE_TEST_STALE";
 const ENV_PART: &str = "SWAPTIDE_TEST_PART";
 /// Test hook: every Nth transfer of the first swap area fails.
 const ENV_MISHAPS: &str = "SWAPTIDE_TEST_MISHAPS";
-/// How engines end, for tests.
+/// What fails, for tests: in engines, and in the supervisor.
 const ENV_FAIL: &str = "SWAPTIDE_TEST_FAIL";
 /// The share of a process's limit that compressed memory may take where a file stands behind it, in
 /// percent.
 const POOL_PERCENT: u32 = 60;
 /// The same where there is nothing behind it.
 const POOL_PERCENT_ALONE: u32 = 75;
+
+fn test_setting(name: &str) -> Option<u32> {
+    std::env::var(name).ok().and_then(|text| text.parse().ok())
+}
+
+/// What a test wants to fail, as the environment says; 0 for nothing. The supervisor goes by this
+/// alone: the segment's word is for engines, and any process of the run can write it.
+pub(crate) fn wanted_failure() -> u32 {
+    test_setting(ENV_FAIL).unwrap_or(0)
+}
 
 /// Writes what stands fixed into a fresh segment, which is one from then on.
 pub(crate) fn set_up_header(
@@ -40,12 +50,11 @@ pub(crate) fn set_up_header(
     space.acceptance.store(segment);
     let namespace = rustix::fs::stat(c"/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
     header.pid_namespace.store(namespace, Relaxed);
-    let test_setting = |name| std::env::var(name).ok().and_then(|text| text.parse().ok());
     header.injection.slots_max.store(test_setting(ENV_SLOTS).unwrap_or(0), Relaxed);
     header.injection.stale_every.store(test_setting(ENV_STALE).unwrap_or(0), Relaxed);
     header.injection.part_every.store(test_setting(ENV_PART).unwrap_or(0), Relaxed);
     header.injection.io_fault_every.store(test_setting(ENV_MISHAPS).unwrap_or(0), Relaxed);
-    header.injection.fail.store(test_setting(ENV_FAIL).unwrap_or(0), Relaxed);
+    header.injection.fail.store(wanted_failure(), Relaxed);
     let followed = doctor::forks().map_err(io::Error::other)? == Forks::Followed;
     header.followed_forks.store(followed.into(), Relaxed);
     header

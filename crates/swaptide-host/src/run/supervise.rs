@@ -52,7 +52,7 @@ use crate::run::descriptors::{inherited_descriptors, leave_directory, release_st
 use crate::run::doctor::{self, Forks};
 use crate::run::inheritance::Inheritance;
 use crate::run::launcher::Launcher;
-use crate::run::segment::set_up_header;
+use crate::run::segment::{set_up_header, wanted_failure};
 use crate::run::supervisor::{Prepared, RunMode, Supervisor};
 use crate::run::target;
 use crate::signals;
@@ -247,6 +247,7 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         strict: config.strict,
         users,
         shared: config.shared,
+        fail: wanted_failure(),
         follows_forks,
         started,
         inherited_fds,

@@ -75,6 +75,8 @@ pub(super) struct Prepared {
     pub(super) strict: bool,
     pub(super) users: Users,
     pub(super) shared: bool,
+    /// What a test wants to fail. As for `follows_forks`, what the segment says does not count.
+    pub(super) fail: u32,
     /// This run follows forks, for the kernel does not report them. Decided before the program
     /// begins; what the segment says later does not count.
     pub(super) follows_forks: bool,
@@ -106,7 +108,7 @@ impl Prepared {
     /// of shared memory needs.
     fn keep(&mut self, front: u32) -> SideServices {
         raise_descriptor_limit();
-        let shared = SharedPager::new(self.segment, self.place.areas(), self.shared);
+        let shared = SharedPager::new(self.segment, self.place.areas(), self.shared, self.fail);
         let RunMode::Alone { areas, groups, group } = &mut self.place else {
             return SideServices { shared: Some(shared), ..SideServices::default() };
         };
@@ -285,8 +287,7 @@ impl Supervisor {
 
     fn attend_forks(&mut self) {
         // A test that has something fail wants to see what comes of it.
-        let is_test = self.prepared.segment.header.injection.fail.load(Relaxed) != 0;
-        for pid in self.followed.attend(if is_test {
+        for pid in self.followed.attend(if self.prepared.fail != 0 {
             fork_tracer::REGISTER_TIMEOUT / 15
         } else {
             fork_tracer::REGISTER_TIMEOUT
