@@ -574,6 +574,56 @@ mod tests {
     }
 
     #[test]
+    fn the_document_of_the_segment_has_every_word() {
+        let document = include_str!("../../../docs/segment.md");
+        let sources = [
+            include_str!("layout.rs"),
+            include_str!("area.rs"),
+            include_str!("group.rs"),
+            include_str!("counters.rs"),
+        ];
+        let words_of = |structure: &str| {
+            let begins = format!("struct {structure} {{\n");
+            let body =
+                sources.iter().find_map(|source| source.split_once(&begins)).expect("source");
+            let lines = body.1.lines().take_while(|line| *line != "}");
+            let fields = lines.filter_map(|line| line.trim_start().split_once(": "));
+            let words: Vec<&str> = fields
+                .filter(|(_, kind)| kind.contains("Atomic"))
+                .filter_map(|(name, _)| name.rsplit(' ').next())
+                .collect();
+            assert!(!words.is_empty(), "{structure} has no words");
+            words
+        };
+        for (heading, structures) in [
+            (
+                "Header",
+                &["Header", "PoolConfig", "SwapInConfig", "InjectionConfig", "AreaTable"][..],
+            ),
+            ("Areas", &["Area", "AreaSpan", "ExportWords", "Segment"]),
+            ("Slots", &["ProcSlot", "ProcControl", "ProcUsage", "FaultHistogram"]),
+            ("Groups", &["GroupSlot", "Groups"]),
+        ] {
+            let begins = format!("\n## {heading}");
+            let section = document.split_once(&begins).expect("its heading").1;
+            let section = section.split("\n## ").next().unwrap_or_default();
+            let quoted: Vec<&str> = section
+                .split('`')
+                .skip(1)
+                .step_by(2)
+                .flat_map(|name| {
+                    name.split(|letter: char| !(letter == '_' || letter.is_alphanumeric()))
+                })
+                .collect();
+            for structure in structures {
+                for word in words_of(structure) {
+                    assert!(quoted.contains(&word), "{heading}: no row has {structure}::{word}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn an_unset_segment_is_refused() {
         let fd = memfd_create(c"test", Segment::BYTES as u64).expect("memfd");
         let map = SharedMap::map(std::os::fd::AsFd::as_fd(&fd), Segment::BYTES).expect("map");
