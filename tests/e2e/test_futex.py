@@ -34,6 +34,7 @@ def test_futex(case, mode):
         "trap",
         "errno",
         "strict",
+        "hole",
         # The process is let go before it forks.
         param("fork", allowance=128, forks=True),
         param("bare", allowance=128, forks=True),

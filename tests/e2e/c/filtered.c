@@ -5,7 +5,8 @@
  *     filtered MB SECONDS SEED MODE      MODE: kill, trap, errno (what the filter does with other
  *                                       calls), fork (as kill), strict, bare (as kill, with
  *                                       children past libc), race (other threads' attempts to set
- *                                       one fail meanwhile) */
+ *                                       one fail meanwhile), hole (as kill, with nothing behind
+ *                                       what is to grow) */
 #include "common.h"
 
 #include <linux/filter.h>
@@ -38,6 +39,7 @@ static const int allowed[] = {SYS_read,
                               SYS_wait4,
                               SYS_newfstatat,
                               SYS_fstat,
+                              SYS_getpid, /* of die() */
                               SYS_gettid,
                               SYS_sched_yield,
                               SYS_getrandom,
@@ -136,6 +138,37 @@ static void bare_child(void) {
     _exit(3);
 }
 
+static unsigned char *map_at(unsigned char *at, size_t pages) {
+    unsigned char *got =
+        mmap(at, pages * PAGE, PROT_READ | PROT_WRITE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+    if (got != at) die("%p is not free: %s", (void *)at, strerror(errno));
+    return got;
+}
+
+/* A range that ends where nothing is mapped, or has a hole, does not grow, and nothing is mapped
+ * there afterwards. The program lies at a fixed address: nearly all addresses are free above this
+ * one. */
+static void hole(void) {
+    enum { PAGES = 64 };
+    unsigned char *at = map_at((unsigned char *)(64ul << 30), PAGES), *behind = NULL;
+    for (size_t page = 0; page < PAGES; page++)
+        fill_page(at + page * PAGE, key_of(given.seed, page, 6));
+    for (int round = 0; round < 2; round++) {
+        for (int flags = 0; flags <= MREMAP_MAYMOVE; flags += MREMAP_MAYMOVE) {
+            void *grown = mremap(at, 3 * PAGES * PAGE, 8 * PAGES * PAGE, flags);
+            if (grown != MAP_FAILED || errno != EFAULT)
+                die("round %d: it has grown at %p: %s", round, grown, strerror(errno));
+            for (size_t page = 0; page < PAGES; page++)
+                check_page(at + page * PAGE, key_of(given.seed, page, 6), "page before a hole");
+        }
+        if (round == 1) fill_page(behind, key_of(given.seed, 0, 7));
+        MUST(munmap(map_at(at + PAGES * PAGE, PAGES), PAGES * PAGE) == 0);
+        MUST(munmap(map_at(at + (1ul << 40), 1), PAGE) == 0);
+        if (round == 0) behind = map_at(at + 2 * PAGES * PAGE, PAGES);
+    }
+}
+
 static atomic_int is_over;
 
 /* Fails to set a filter, again and again. */
@@ -207,6 +240,7 @@ int main(int count, char **words) {
     confine(strcmp(given.mode, "trap") == 0    ? SECCOMP_RET_TRAP
             : strcmp(given.mode, "errno") == 0 ? SECCOMP_RET_ERRNO | EPERM
                                                : SECCOMP_RET_KILL_PROCESS);
+    if (strcmp(given.mode, "hole") == 0) hole();
     pthread_t thread[3];
     for (size_t i = 0; i < 3; i++) MUST(pthread_create(&thread[i], NULL, mover, (void *)i) == 0);
     for (int i = 0; strcmp(given.mode, "bare") == 0 && i < 3; i++) bare_child();

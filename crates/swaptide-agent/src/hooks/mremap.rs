@@ -45,9 +45,11 @@ const ALL_FLAGS: usize = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
 const PROT_NONE: usize = k::PROT_NONE as usize;
 const MAP_RESERVE: usize = (k::MAP_PRIVATE | k::MAP_ANONYMOUS | k::MAP_NORESERVE) as usize;
 const MAP_FIXED: usize = k::MAP_FIXED as usize;
-/// Three quarters of all addresses: more than are free anywhere. For more than all of them the
-/// kernel answers before it looks.
-const NEVER_FITS_BYTES: usize = 3 << 45;
+/// All addresses of a program with four levels of page tables. A mapping of so many bytes does not
+/// fit in place: it ends behind the last address, or meets the stack. For more the kernel answers
+/// before it looks at what is to grow. Fewer can be free: in a program at fixed addresses nearly
+/// all are, and memory with `MAP_NORESERVE` is refused for nothing else.
+const NEVER_FITS_BYTES: usize = (1 << 47) - PAGE_SIZE;
 /// Most pieces of one call.
 const MAX_PIECES: usize = 64;
 /// Times a call is tried that is refused although there is no reason to be seen.
@@ -150,16 +152,22 @@ fn grow_confined(
     }
 }
 
-/// Bytes of the mapping at `at`, in a range of more than one, or with holes. A growth by more
-/// than is free anywhere changes nothing: the kernel answers `EFAULT` where what is to grow is not
-/// one mapping, and something else where it is.
+/// Bytes of the mapping at `at`, in a range of more than one, or with holes. A growth that fits
+/// nowhere changes nothing: the kernel answers `EFAULT` where what is to grow is not one mapping,
+/// and something else where it is.
 fn first_piece(at: usize, range: usize, call: impl Fn([usize; 5]) -> isize) -> usize {
-    let (mut one, mut several) = (0, range / PAGE_SIZE);
+    let (mut one, mut several) = (0, range.min(NEVER_FITS_BYTES) / PAGE_SIZE);
     while one + 1 < several {
         let pages = one + (several - one) / 2;
-        match call([at, pages * PAGE_SIZE, pages * PAGE_SIZE + NEVER_FITS_BYTES, 0, 0]) {
-            EFAULT => several = pages,
-            _ => one = pages,
+        let word = call([at, pages * PAGE_SIZE, NEVER_FITS_BYTES, 0, 0]);
+        if word == EFAULT {
+            several = pages;
+            continue;
+        }
+        one = pages;
+        if word >= 0 {
+            // Five levels of page tables, and a mapping above the stack.
+            call([at, NEVER_FITS_BYTES, pages * PAGE_SIZE, 0, 0]);
         }
     }
     one * PAGE_SIZE
