@@ -158,7 +158,7 @@ static void hole(void) {
         for (int flags = 0; flags <= MREMAP_MAYMOVE; flags += MREMAP_MAYMOVE) {
             void *grown = mremap(at, 3 * PAGES * PAGE, 8 * PAGES * PAGE, flags);
             if (grown != MAP_FAILED || errno != EFAULT)
-                die("round %d: it has grown at %p: %s", round, grown, strerror(errno));
+                die("round %d: the answer is %p, %s", round, grown, strerror(errno));
             for (size_t page = 0; page < PAGES; page++)
                 check_page(at + page * PAGE, key_of(given.seed, page, 6), "page before a hole");
         }

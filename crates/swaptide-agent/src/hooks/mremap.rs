@@ -45,6 +45,7 @@ const ALL_FLAGS: usize = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
 const PROT_NONE: usize = k::PROT_NONE as usize;
 const MAP_RESERVE: usize = (k::MAP_PRIVATE | k::MAP_ANONYMOUS | k::MAP_NORESERVE) as usize;
 const MAP_FIXED: usize = k::MAP_FIXED as usize;
+const MAP_FIXED_NOREPLACE: usize = k::MAP_FIXED_NOREPLACE as usize;
 /// All addresses of a program with four levels of page tables. A mapping of so many bytes does not
 /// fit in place: it ends behind the last address, or meets the stack. For more the kernel answers
 /// before it looks at what is to grow. Fewer can be free: in a program at fixed addresses nearly
@@ -307,7 +308,10 @@ fn in_pieces(
         if word < 0 {
             for moved in &pieces[..at] {
                 // What cannot go back stays where it is: the program is told of an error and its
-                // data is nowhere else.
+                // data is nowhere else. Another thread may have got these addresses meanwhile.
+                if keeps_old == 0 && !reserve(*moved) {
+                    continue;
+                }
                 let _ = call([
                     target + moved.start.0 - old,
                     moved.len(),
@@ -335,6 +339,15 @@ fn in_pieces(
     target as isize
 }
 
+/// Takes a range for the caller if nothing is mapped there.
+fn reserve(range: VirtRange) -> bool {
+    let flags = MAP_RESERVE | MAP_FIXED_NOREPLACE;
+    let start = range.start.0;
+    // SAFETY: nothing is mapped over.
+    let word = unsafe { syscall6(SYS_MMAP, [start, range.len(), PROT_NONE, flags, usize::MAX, 0]) };
+    word == start as isize
+}
+
 /// Gives up what lies behind the first `new_len` bytes.
 fn shrink(old: usize, new_len: usize, old_len: usize) -> isize {
     if new_len == old_len {
@@ -358,6 +371,64 @@ mod tests {
         }
         for old in ["6.8.0", "6.16.12-arch1", "5.19", "6", ""] {
             assert!(!is_since_6_17(old.as_bytes()), "{old}");
+        }
+    }
+
+    const MAP_ANON: usize = (k::MAP_PRIVATE | k::MAP_ANONYMOUS) as usize;
+    const READ_WRITE: usize = (k::PROT_READ | k::PROT_WRITE) as usize;
+
+    /// Maps pages and writes a byte to the first.
+    fn map(at: usize, pages: usize, byte: u8) -> usize {
+        let (len, flags) = (pages * PAGE_SIZE, MAP_ANON | MAP_FIXED_NOREPLACE);
+        // SAFETY: nothing is mapped over.
+        let got = unsafe { syscall6(SYS_MMAP, [at, len, READ_WRITE, flags, usize::MAX, 0]) };
+        assert_eq!(got, at as isize);
+        // SAFETY: mapped above.
+        unsafe { (at as *mut u8).write(byte) };
+        at
+    }
+
+    fn byte(at: usize) -> u8 {
+        // SAFETY: callers name what is mapped, or the test ends by SIGSEGV.
+        unsafe { (at as *const u8).read_volatile() }
+    }
+
+    #[test]
+    fn pieces_go_back_but_not_over_others() {
+        let kernel = |a: [usize; 5]| {
+            // SAFETY: the ranges are this test's own.
+            unsafe { syscall6(SYS_MREMAP, [a[0], a[1], a[2], a[3], a[4], 0]) }
+        };
+        for is_taken in [false, true] {
+            // Where the kernel puts nothing by itself.
+            let at = map((64 << 30) + usize::from(is_taken) * (1 << 30), 2, 7);
+            let pieces = [at, at + PAGE_SIZE].map(|start| VirtRange {
+                start: VirtAddr(start),
+                end: VirtAddr(start + PAGE_SIZE),
+            });
+            let moved_to = std::cell::Cell::new(0);
+            let call = |a: [usize; 5]| {
+                if a[0] == at {
+                    moved_to.set(a[4]);
+                    return kernel(a);
+                }
+                if a[0] != at + PAGE_SIZE {
+                    return kernel(a);
+                }
+                // It does not grow in place, nor does it move.
+                if is_taken && a[3] != 0 {
+                    map(at, 1, 9);
+                }
+                -(linux_raw_sys::errno::ENOMEM as isize)
+            };
+            let flags = MREMAP_MAYMOVE;
+            assert!(in_pieces(&pieces, 4 * PAGE_SIZE, flags, 0, call) < 0);
+            if is_taken {
+                assert_eq!(byte(at), 9, "what another thread has mapped");
+                assert_eq!(byte(moved_to.get()), 7, "the piece is where it was moved to");
+            } else {
+                assert_eq!(byte(at), 7);
+            }
         }
     }
 
