@@ -67,8 +67,34 @@ pub(crate) fn take(place: usize) -> (usize, *mut c_void) {
 mod tests {
     use super::*;
 
+    /// Tests use all entries.
+    static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
+    #[test]
+    fn entries_of_threads_that_have_started_are_free_in_a_forked_child() {
+        let _alone = ALONE.lock();
+        let place = place_for(1, std::ptr::null_mut()).expect("a free entry");
+        started(place);
+        assert_ne!(WAITING[place].creator.load(Relaxed), 0, "the new thread's");
+        forked();
+        assert_eq!(WAITING[place].creator.load(Relaxed), 0, "no thread here takes it");
+        // A new thread may be faster than the call that made it; the entry may be another's then.
+        let place = place_for(1, std::ptr::null_mut()).expect("a free entry");
+        take(place);
+        started(place);
+        assert_eq!(WAITING[place].creator.load(Relaxed), 0);
+        let others = || place_for(2, std::ptr::null_mut());
+        let other = std::thread::scope(|scope| scope.spawn(others).join()).expect("no panic");
+        assert_eq!(other, Some(place));
+        let before = WAITING[place].creator.load(Relaxed);
+        started(place);
+        assert_eq!(WAITING[place].creator.load(Relaxed), before);
+        take(place);
+    }
+
     #[test]
     fn entries_of_other_threads_are_free_in_a_forked_child() {
+        let _alone = ALONE.lock();
         let fill = || while place_for(1, std::ptr::null_mut()).is_some() {};
         let own = place_for(1, std::ptr::null_mut()).expect("a free entry");
         std::thread::scope(|scope| scope.spawn(fill).join()).expect("no panic");

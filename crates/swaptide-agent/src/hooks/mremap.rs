@@ -46,7 +46,7 @@ const PROT_NONE: usize = k::PROT_NONE as usize;
 const MAP_RESERVE: usize = (k::MAP_PRIVATE | k::MAP_ANONYMOUS | k::MAP_NORESERVE) as usize;
 const MAP_FIXED: usize = k::MAP_FIXED as usize;
 const MAP_FIXED_NOREPLACE: usize = k::MAP_FIXED_NOREPLACE as usize;
-/// All addresses of a program with four levels of page tables. A mapping of so many bytes does not
+/// All addresses of a program with four levels of page tables. A mapping of this size does not
 /// fit in place: it ends behind the last address, or meets the stack. For more the kernel answers
 /// before it looks at what is to grow. Fewer can be free: in a program at fixed addresses nearly
 /// all are, and memory with `MAP_NORESERVE` is refused for nothing else.

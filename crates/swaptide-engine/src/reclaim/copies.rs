@@ -79,14 +79,24 @@ pub(crate) fn drop_where_scarce(engine: &Engine) {
 /// Writes pages to the swap areas; where those have no room, in place of copies. The memory lock
 /// must be free.
 pub(crate) fn write(engine: &Engine, pages: &[(Slot, Packed<'_>)]) -> Result<(), WriteError> {
+    in_place_of_copies(
+        || engine.devices.file.device.write(pages),
+        || drop_oldest(engine, COPIES_PER_WRITE),
+    )
+}
+
+/// A write that is done again while it finds no room and copies are dropped for it.
+fn in_place_of_copies(
+    write: impl Fn() -> Result<(), WriteError>,
+    drop_copies: impl Fn() -> usize,
+) -> Result<(), WriteError> {
     for _ in 1..MAX_TRIES {
-        match engine.devices.file.device.write(pages) {
-            Err(error)
-                if error.errno == Errno::NOSPC && drop_oldest(engine, COPIES_PER_WRITE) > 0 => {}
+        match write() {
+            Err(error) if error.errno == Errno::NOSPC && drop_copies() > 0 => {}
             result => return result,
         }
     }
-    engine.devices.file.device.write(pages)
+    write()
 }
 
 /// A slot for one page in the file, in place of copies if there is none else. The memory lock must
@@ -97,5 +107,41 @@ pub(crate) fn alloc_slot(engine: &Engine, folio: FolioId) -> Option<SwapEntry> {
         if entry.is_some() || drop_oldest(engine, COPIES_PER_WRITE) == 0 {
             return entry;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    /// A write that fails with `errno` before its try `room_at`. Gives whether it went well, the
+    /// tries, and the copies dropped.
+    fn tries(errno: Errno, room_at: u32, copies: usize) -> (bool, u32, usize) {
+        let (tried, dropped) = (Cell::new(0), Cell::new(0));
+        let write = || {
+            tried.set(tried.get() + 1);
+            assert!(tried.get() < 100, "it never ends");
+            let slot = Slot(7);
+            if tried.get() < room_at { Err(WriteError { slot, errno }) } else { Ok(()) }
+        };
+        let drop_copies = || {
+            let some = (copies - dropped.get()).min(COPIES_PER_WRITE);
+            dropped.set(dropped.get() + some);
+            some
+        };
+        let result = in_place_of_copies(write, drop_copies);
+        (result.is_ok(), tried.get(), dropped.get())
+    }
+
+    #[test]
+    fn a_write_without_room_drops_copies_a_few_times() {
+        assert_eq!(tries(Errno::NOSPC, 1, 1 << 20), (true, 1, 0), "there is room");
+        assert_eq!(tries(Errno::NOSPC, 3, 1 << 20), (true, 3, 2 * COPIES_PER_WRITE));
+        assert_eq!(tries(Errno::NOSPC, 3, 10), (false, 2, 10), "there are no more copies");
+        assert_eq!(tries(Errno::IO, 3, 1 << 20), (false, 1, 0), "copies do not help");
+        // What they free is room for no write.
+        assert_eq!(tries(Errno::NOSPC, u32::MAX, 1 << 20), (false, 4, 3 * COPIES_PER_WRITE));
     }
 }
