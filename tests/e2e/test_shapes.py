@@ -29,8 +29,12 @@ from harness import param
         param("dont-moved", forks=True, allowance=16),
         "own-pager",
         param("others", allowance=8),
-        # The same calls by another way into the kernel. guard-zero-bare shows what a limit is like:
-        # nothing tells of it.
+        # What happens past libc, where nothing tells of a call.
+        param("free-bare", allowance=16, marks=[pytest.mark.full]),
+        "lockall-bare",
+        param("wipe-bare", forks=True),
+        "own-pager-bare",
+        # The same calls by another way into the kernel.
         param("guard-zero-bare", marks=[pytest.mark.full]),
         param("guard-zero-syscall", marks=[pytest.mark.full]),
         param("guard-zero-process", marks=[pytest.mark.full]),

@@ -9,7 +9,8 @@
  * churn    20,000 threads on stacks of their own: afterwards that memory can go out
  * files    a limit of 0, then 1, on open files
  * inode    writes to standard error, a file, what is out: it holds the file's inode lock meanwhile
- * bare     the same operations by a bare instruction: what happens is in docs/semantics.md */
+ * bare     futex operations, and words of a thread, by a bare instruction: what happens is in
+ *          docs/semantics.md */
 #include "common.h"
 
 #include <fcntl.h>
@@ -585,7 +586,66 @@ static long bare_futex(uint32_t *word, int operation) {
     return result;
 }
 
+static long bare_call(long number, void *first, size_t second) {
+    long result;
+    __asm__ volatile("syscall"
+                     : "=a"(result)
+                     : "a"(number), "D"(first), "S"(second)
+                     : "rcx", "r11", "memory");
+    return result;
+}
+
+enum { WORD, LIST = 16, ENTRIES = 20, ALL = 64 };
+
+/* The word that the kernel clears, and a robust list, of which no hook has seen anything. */
+static void *with_bare_words(void *given_area) {
+    unsigned char *area = given_area;
+    struct robust_head *head = (struct robust_head *)(area + LIST * PAGE);
+    for (size_t i = 0; i < 3; i++) {
+        void **entry = (void **)(area + (ENTRIES + 4 * i) * PAGE);
+        *entry = i < 2 ? (void *)(area + (ENTRIES + 4 * i + 4) * PAGE) : (void *)head;
+        list_word[i] = (uint32_t *)(entry + 4);
+        *list_word[i] = (uint32_t)syscall(SYS_gettid);
+    }
+    *head = (struct robust_head){area + ENTRIES * PAGE, 32, NULL};
+    *(uint32_t *)area = (uint32_t)syscall(SYS_gettid);
+    MUST(bare_call(SYS_set_tid_address, area, 0) > 0);
+    MUST(bare_call(SYS_set_robust_list, head, sizeof *head) == 0);
+    atomic_store((atomic_int *)(area + ALL * PAGE), (int)syscall(SYS_gettid));
+    while (atomic_load((atomic_int *)(area + ALL * PAGE) + 1) == 0) usleep(1000);
+    bare_call(SYS_exit, NULL, 0);
+    return NULL;
+}
+
+/* What a thread named past libc is not written as it ends. */
+static void bare_words(void) {
+    unsigned char *area = filled(ALL + 1);
+    atomic_int *number = (atomic_int *)(area + ALL * PAGE), *go = number + 1;
+    atomic_store(number, 0);
+    atomic_store(go, 0);
+    pthread_t thread;
+    MUST(pthread_create(&thread, NULL, with_bare_words, area) == 0);
+    while (atomic_load(number) == 0) usleep(1000);
+    pid_t tid = atomic_load(number);
+    out(area, ALL, area);
+    for (size_t i = 0; managed && i < 3; i++) MUST(!present(list_word[i]));
+    MUST(!managed || !present(area + LIST * PAGE));
+    atomic_store(go, 1);
+    double end = now() + 10;
+    while (syscall(SYS_tgkill, getpid(), tid, 0) == 0) {
+        if (now() > end) die("a thread does not end");
+        usleep(1000);
+    }
+    uint32_t left = managed ? (uint32_t)tid : 0;
+    uint32_t marked = managed ? (uint32_t)tid : FUTEX_OWNER_DIED;
+    if (*(volatile uint32_t *)area != left) die("the word is %x", *(uint32_t *)area);
+    for (size_t i = 0; i < 3; i++)
+        if ((*(volatile uint32_t *)list_word[i] & ~FUTEX_WAITERS) != marked)
+            die("robust word %zu is %x", i, *list_word[i]);
+}
+
 static void bare(void) {
+    bare_words();
     unsigned char *area = filled(64);
     uint32_t *word = (uint32_t *)(area + PAGE);
     *word = 0;

@@ -290,10 +290,10 @@ static void shm(void) {
     }
 }
 
-/* Freed lazily, and used again: it goes out like any other memory. */
+/* Freed lazily, and used again: it goes out like any other memory. Past libc it stays. */
 static void lazy(void) {
-    enum { ROUNDS = 16 };
-    unsigned char *arena[ROUNDS];
+    const uint64_t ROUNDS = way == BARE ? 3 : 16;
+    unsigned char *arena[16];
     for (uint64_t round = 0; round < ROUNDS; round++) {
         arena[round] = map(LEN);
         fill(arena[round], PAGES, round);
@@ -309,14 +309,35 @@ static void lazy(void) {
     }
     for (int i = 0; i < 2; i++) check(ballast, 0, given.megabytes << 6, 7, "page of the ballast");
     size_t stay = 0;
-    for (int round = 0; round < ROUNDS - 2; round++) stay += out(arena[round], PAGES);
-    if (stay > PAGES / 8) die("%zu pages that were freed lazily and used again never go out", stay);
+    for (uint64_t round = 0; round < ROUNDS - 2; round++) stay += out(arena[round], PAGES);
+    if (way == BARE) {
+        if (managed && stay < PAGES / 2) die("only %zu pages stay", stay);
+    } else if (stay > PAGES / 8)
+        die("%zu pages that were freed lazily and used again never go out", stay);
     for (uint64_t round = 0; round < ROUNDS; round++)
         check(arena[round], 0, PAGES, round + 100, "page that was freed lazily and used again");
 }
 
+/* Locked past libc, memory goes out nevertheless, and what is out is found again. */
+static void lockall_bare(void) {
+    unsigned char *at = area(9);
+    /* Not filled at once, or swaptide's own reservations were as well. */
+    MUST(call(SYS_mlockall, MCL_CURRENT | MCL_FUTURE | 4 /* ONFAULT */, 0, 0) == 0);
+    check(at, 0, PAGES, 9, "page of memory that was locked while it was out");
+    MUST(there(at, PAGES) == PAGES);
+    size_t stay = PAGES;
+    for (int i = 0; managed && i < 10 && stay == PAGES; i++) {
+        check(ballast, 0, given.megabytes << 8, 7, "page of the ballast, locked past libc");
+        stay = there(at, PAGES);
+    }
+    if (managed && stay == PAGES) die("all of it stays");
+    check(at, 0, PAGES, 9, "page of memory that was locked past libc");
+    MUST(munlockall() == 0);
+}
+
 /* All memory locked: it stays, and so do its contents. */
 static void lockall(void) {
+    if (way == BARE) return lockall_bare();
     unsigned char *at = area(9);
     MUST((way == LIBC ? mlockall(MCL_CURRENT | MCL_FUTURE)
                       : (int)call(SYS_mlockall, MCL_CURRENT | MCL_FUTURE, 0, 0)) == 0);
@@ -374,9 +395,22 @@ static void wipe(void) {
     /* What was out before is brought in, and is the child's as zeros. */
     unsigned char *secret = area(11);
     MUST(advise(secret, 64 * PAGE, MADV_WIPEONFORK) == 0);
-    check(secret, 0, 64, 11, "page that a child finds empty");
+    if (way != BARE) check(secret, 0, 64, 11, "page that a child finds empty");
     pid_t child = fork();
     MUST(child >= 0);
+    if (child == 0 && way == BARE) {
+        /* What was out is found: its parent's contents or zeros, and no others. */
+        size_t found = 0;
+        for (size_t page = 0; page < 64; page++) {
+            uint64_t key = key_of(given.seed, page, 11);
+            int is_old = *(volatile uint64_t *)(secret + page * PAGE + 8) == word_of(key, 1);
+            check_page(secret + page * PAGE, is_old ? key : 0, "page of the parent's, in a child");
+            found += is_old && word_of(key, 1) != 0;
+        }
+        if (!managed != !found) die("%zu pages of the parent's in a child", found);
+        check(secret, 64, PAGES - 64, 11, "page in a child");
+        _exit(0);
+    }
     if (child == 0) {
         check_zero(secret, 0, 64, "page in a child that is to find zeros");
         check(secret, 64, PAGES - 64, 11, "page in a child");
@@ -531,7 +565,35 @@ static int control(int fd, unsigned long request, void *argument) {
                        : (int)call(SYS_ioctl, fd, (long)request, (long)argument);
 }
 
+/* Past libc the kernel refuses what is managed, or out. What was there stays. */
+static void own_pager_bare(void) {
+    unsigned char *at = area(12), *own = map(PAGE * 16);
+    MUST(bare(SYS_madvise, (long)own, PAGE * 16, MADV_NOHUGEPAGE, 0, 0) == 0);
+    int fd = (int)syscall(SYS_userfaultfd, O_CLOEXEC);
+    struct uffdio_api api = {.api = UFFD_API, .features = 1 << 16 /* MOVE */};
+    MUST(fd >= 0 && ioctl(fd, UFFDIO_API, &api) == 0);
+    /* Too small to be managed. */
+    struct uffdio_register range = {.range = {(uintptr_t)own, PAGE * 8},
+                                    .mode = UFFDIO_REGISTER_MODE_MISSING};
+    MUST(ioctl(fd, UFFDIO_REGISTER, &range) == 0);
+    struct {
+        uint64_t dst, src, len, mode;
+        int64_t moved;
+    } move = {(uintptr_t)own, (uintptr_t)at, 8 * PAGE, 0, 0};
+    int answer = control(fd, _IOWR(0xaa, 5, move), &move), why = errno;
+    if (managed) MUST(answer == -1 && why == ENOENT);
+    if (!managed) MUST(answer == 0);
+    check(managed ? at : own, 0, 8, 12, "page that was to be moved away");
+    range.range = (struct uffdio_range){(uintptr_t)at, LEN / 2};
+    answer = control(fd, UFFDIO_REGISTER, &range), why = errno;
+    if (managed) MUST(answer == -1 && why == EBUSY);
+    if (!managed) MUST(answer == 0);
+    close(fd);
+    check(at, 8, PAGES - 8, 12, "page of memory that the program was not to page itself");
+}
+
 static void own_pager(void) {
+    if (way == BARE) return own_pager_bare();
     unsigned char *at = area(12), *source = area(13);
     struct pager pager = {.fd = (int)syscall(SYS_userfaultfd, O_CLOEXEC), .base = at};
     struct uffdio_api api = {.api = UFFD_API, .features = 1 << 16 /* MOVE */};
