@@ -11,7 +11,8 @@
  *     scribble SECONDS writes random words all over the segment
  *     inject MB        asks for each failure that tests can have, and reads shared memory that is
  *                      out meanwhile
- *     ask SOCKET BYTE  asks at another run's socket, and says what it got
+ *     ask SOCKET WORD...  asks at another run's socket (its own for -), and says what it got. WORD:
+ *                      the request's letter and the number of bytes behind it
  *     fill MB          writes incompressible memory beyond its limit on the size of files
  *     lock MB SECONDS  locks memory and waits
  *     follow PROGRAM   asks that its fork be followed, and executes a copy of this program
@@ -67,6 +68,30 @@ static int asked(const char *request, size_t length) {
     int fd = send(s, request, length, MSG_NOSIGNAL) == (ssize_t)length ? answer(s) : -1;
     close(s);
     return fd;
+}
+
+/* One request, as large as it has to be and with a descriptor: nothing is wrong with it. */
+static const char *outcome(const char *word) {
+    char request[64] = {word[0]}, control[CMSG_SPACE(sizeof(int))] = {0};
+    struct iovec vector = {request, 1 + strtoul(word + 1, NULL, 10)};
+    MUST(vector.iov_len <= sizeof request);
+    struct msghdr header = {.msg_iov = &vector, .msg_iovlen = 1};
+    int null = open("/dev/null", O_RDWR | O_CLOEXEC), s = connected();
+    MUST(null >= 0);
+    if (s < 0) return "no socket";
+    if (strchr("HJK", word[0])) {
+        header.msg_control = control;
+        header.msg_controllen = sizeof control;
+        struct cmsghdr *first = CMSG_FIRSTHDR(&header);
+        *first = (struct cmsghdr){CMSG_LEN(sizeof(int)), SOL_SOCKET, SCM_RIGHTS};
+        memcpy(CMSG_DATA(first), &null, sizeof null);
+    }
+    if (sendmsg(s, &header, MSG_NOSIGNAL) < 0) return "refused";
+    ssize_t got = recv(s, request, sizeof request, 0);
+    int is_held = got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK);
+    close(s);
+    close(null);
+    return got > 0 ? "given" : is_held ? "held" : "refused";
 }
 
 static char *segment(size_t *length) {
@@ -446,9 +471,8 @@ int main(int count, char **words) {
                *second = count > 3 ? words[3] : "1";
     socket_name = getenv("SWAPTIDE_SOCKET");
     if (!strcmp(mode, "ask")) {
-        socket_name = first;
-        int fd = asked(second, 1);
-        puts(fd < 0 ? "refused" : "given");
+        if (strcmp(first, "-")) socket_name = first;
+        for (int i = 3; i < count; i++) printf("%c %s\n", words[i][0], outcome(words[i]));
         return 0;
     }
     if (!strcmp(mode, "fill")) return fill(atoi(first), atoi(second));
