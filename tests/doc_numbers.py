@@ -8,7 +8,11 @@
 4. README.md names the least versions and has 150 lines at most; docs/bench.svg shows its table.
 5. Links between documents resolve, headings too, and a path like `fault/path.rs` names a file. A
    comment that names a document, "TITLE" names a heading of that file.
-6. Each end-to-end case that docs/semantics.md names exists (where pytest is installed).
+6. Each end-to-end case that a document names exists, and docs/semantics.md marks those that only
+   `./check --full` runs (where pytest is installed). Cases are the names in the last column of the
+   tables of docs/semantics.md and docs/kernel-references.md; names with a hyphen in those, in
+   docs/testing.md, docs/security.md and docs/bench.md; and what follows the word "case" anywhere.
+7. The words in the first column of docs/segment.md are fields of the segment.
 
 Exit status 1, and a line for each error, where there is one.
 """
@@ -300,30 +304,79 @@ def is_source(name):
 FILES = [*(ROOT / "crates").glob("*/**/*.rs"), *(ROOT / "fuzz").glob("**/*.rs")]
 
 
+def segment():
+    """The words of docs/segment.md are fields of swaptide-ipc's structures."""
+    field = re.compile(r"^ +(?:pub(?:\([\w: ]+\))? )?([a-z]\w*): ", re.M)
+    sources = (ROOT / "crates/swaptide-ipc/src").rglob("*.rs")
+    known = {name for path in sources for name in field.findall(path.read_text())}
+    for line in (ROOT / "docs/segment.md").read_text().splitlines():
+        for word in re.findall(r"`([a-z_.]+)`", line.split("|")[1] if line[:1] == "|" else ""):
+            if not known.issuperset(word.split(".")):
+                yield f"docs/segment.md: there is no word {word} in the segment"
+
+
 def cases():
-    """End-to-end cases that docs/semantics.md names."""
+    """End-to-end cases that documents name."""
     if importlib.util.find_spec("pytest") is None:
         print("cases: left out, there is no pytest")
         return
     run = [sys.executable, str(ROOT / "tests/e2e/run.py"), "--list"]
     out = subprocess.run(run, capture_output=True, text=True, check=False).stdout
-    known = [line.split()[0] for line in out.splitlines() if line.strip()]
-    if len(known) < 200:
-        yield f"tests/e2e/run.py --list named only {len(known)} cases"
+    listed = [line.split() for line in out.splitlines() if "::" in line]
+    is_full = {words[0]: words[-1] == "full" for words in listed}
+    if len(is_full) < 200:
+        yield f"tests/e2e/run.py --list named only {len(is_full)} cases"
         return
-    for line in (ROOT / "docs/semantics.md").read_text().splitlines():
-        last = line.rstrip("| ").rpartition("|")[2] if line.startswith("|") else ""
-        for name in re.findall(r"(?<![\w/-]) `([a-z0-9-]+\*?)`", last):
-            if not any(fnmatch.fnmatch(case, name) for case in known) and name not in BENCHES:
-                yield f"docs/semantics.md: there is no case {name}"
+    for path in documents():
+        shown = str(path.relative_to(ROOT))
+        for name, is_marked in named_cases(shown, path.read_text()):
+            matched = [full for case, full in is_full.items() if fnmatch.fnmatch(case, name)]
+            if not matched:
+                yield f"{shown}: there is no case {name}"
+            elif shown == "docs/semantics.md" and all(matched) and not is_marked:
+                yield f"{shown}: {name} is not marked *full*, but only `./check --full` runs it"
 
 
-BENCHES = ("bgsave",)
+# Documents with names of cases, and whether the last column of their tables has nothing else.
+NAMING = {
+    "docs/semantics.md": True,
+    "docs/kernel-references.md": True,
+    "docs/testing.md": False,
+    "docs/security.md": False,
+    "docs/bench.md": False,
+}
+# What looks like a case in these documents.
+NOT_CASES = ("bgsave", "growth-move")
+
+
+def named_cases(shown, text):
+    """Names of end-to-end cases, or patterns of them, that a document has; each with whether it
+    stands behind `*full*:`, or before `(*full*)`, or outside of a table."""
+    for line in text.splitlines():
+        if line.startswith("    "):
+            continue
+        last = len(line)
+        if line.startswith("|") and NAMING.get(shown):
+            last = line.rstrip("| ").rfind("|")
+        before = ""
+        for match in re.finditer(r"(?<![^\s(])`(-?[a-z0-9][a-z0-9-]+\*?)`", line):
+            name, head, rest = match[1], line[: match.start()], line[match.end() :]
+            if re.match("-..", name):
+                # `references-tee`, `-splice`: the same first word.
+                name = before.partition("-")[0] + name if "-" in before else ""
+            before = name
+            # In the last column a word before it says what else it is: `swaptide-store` `file`.
+            is_alone = match.start() > last and not re.search(r"[\w/-] $", head)
+            is_case = is_alone or "-" in name and shown in NAMING or re.search(r"\bcases? $", head)
+            if is_case and not name.startswith("swaptide") and name not in NOT_CASES:
+                is_marked = "*full*:" in head or rest.startswith(" (*full*)")
+                yield name, is_marked or not is_alone
 
 
 def main():
     source = Source(ROOT)
-    errors = [*tuning(source), *cited(source), *phrases(source), *readme(), *links(), *cases()]
+    errors = [*tuning(source), *cited(source), *phrases(source), *readme(), *links()]
+    errors += [*segment(), *cases()]
     for error in errors:
         print(error)
     if not errors:

@@ -29,7 +29,8 @@ class Chosen:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session):
         for item in session.items if self.is_list else ():
-            print(item.case_name, item.nodeid)
+            full = ["full"] if item.get_closest_marker("full") else []
+            print(item.case_name, item.nodeid, *full)
 
 
 def main():

@@ -2,7 +2,7 @@
 """Measures stress-ng's memory stressors without and with swaptide and prints a table.
 
 For each stressor of the classes vm and memory: the exit status, what --verify said, the bogo
-operations, and the peak of memory (from the report, and sampled from outside). `cases_unusual.py`
+operations, and the peak of memory (from the report, and sampled from outside). `test_unusual.py`
 runs the same under stated bounds. Usage: stressors.py --swaptide PATH [--ram MIB] [--seconds N]
 [--json FILE] [STRESSOR...]
 """

@@ -38,8 +38,7 @@ def test_references(case, mode):
 @pytest.mark.swaptide(budget=16, allowance=12, native=False)
 def test_references_past_libc(case):
     """A bare vmsplice instruction is not seen: another page's bytes come out of the pipe. The limit
-    assert wrong > 0, "nothing came out wrong: is this still a limit (docs/semantics.md)?"
-    program that calls libc (references-vmsplice)."""
+    is in docs/kernel-references.md. A program that calls libc is right (references-vmsplice)."""
     wrong = 0
     for _ in range(4):
         done = case.run_c("references", "raw", megabytes=48, seconds=2)

@@ -18,7 +18,7 @@
  *     follow PROGRAM   asks that its fork be followed, and executes a copy of this program
  *                      instead, as `born`
  *     born             forks, and sees whether its child begins where it should
- * The offsets in the segment are given by SEGMENT_* in the environment (see cases_security.py).
+ * The offsets in the segment are given by SEGMENT_* in the environment (see test_security.py).
  */
 #include "common.h"
 #include <dirent.h>

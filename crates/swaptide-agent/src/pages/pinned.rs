@@ -214,8 +214,8 @@ pub(crate) fn pinned_pages(chunk: ChunkNo) -> u16 {
     let mut mask = 0;
     for level in &LEVELS[..=DEEPEST_LEVEL.load(Acquire)] {
         for place in window(level, chunk) {
-            // With [`settle`]: the engine says that it chooses and then looks, the other pins and
-            // then looks whether it chooses. One of them sees the other.
+            // With `await_taking`: the engine announces that it chooses and then looks here; the
+            // other thread pins and then looks whether the engine chooses. One sees the other.
             let entry = PinnedEntry(place.load(SeqCst));
             let at = entry.page().0.wrapping_sub(first);
             if entry.0 == 0 || at >= PAGES_PER_CHUNK {
