@@ -10,7 +10,8 @@
   workspace declares is used by a crate.
 - Documented: docs/dependencies.md names every direct dependency in the section of its crate.
 
-Advisories are not checked: their database has to be fetched, and this check works offline.
+Advisories are not checked: their database has to be fetched, and this check works offline
+(docs/adr/0013-own-check-of-dependencies.md).
 
 Usage: dependencies.py          Exit status 1, and a line for each error, where there is one.
 """

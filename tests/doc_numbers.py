@@ -59,8 +59,6 @@ PHRASES = [
     ("docs/semantics.md", r"pushed below (\d+) to \d+ MiB", "CROWDED_FLOOR_BYTES // 2**20"),
     ("docs/semantics.md", r"pushed below \d+ to (\d+) MiB", "FLOOR_BYTES // 2**20"),
     ("docs/semantics.md", r"fewer than (\d+) open files", "MIN_OPEN_FILES"),
-    ("docs/semantics.md", r"silent for (\d+ s) gets all", "HELLO_TIMEOUT"),
-    ("docs/semantics.md", r"take over in (\d+ s) is killed", "TAKEOVER_TIMEOUT"),
     ("docs/semantics.md", r"every look of (\d+ s)", "MAX_EXCESS_TIME"),
     ("docs/semantics.md", r"mappings below (\d+ KiB)", "MIN_BYTES"),
     ("docs/semantics.md", r"shared mappings of (\d+ MiB) and more", "MIN_REGION_BYTES"),

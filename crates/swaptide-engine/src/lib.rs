@@ -27,11 +27,9 @@
 //! 4. Whatever cannot be brought back is poisoned and counted, or the process ends with a message.
 //!    Nothing becomes zeros.
 //!
-//! # Lock order
-//! `Engine::mm` (page table, regions, staging, queues) → the swap layer's cluster lock → its list
-//! lock → a store device's own lock → the allocator's lock → the registry of own mappings. The
-//! trash of staging frames comes after `Engine::mm` or alone. A worker compresses and writes with
-//! none of them held.
+//! # Locks
+//! `Engine::mm` guards the page table, regions, staging frames and queues. A worker compresses and
+//! writes without any lock. `ARCHITECTURE.md` has the order of all locks.
 
 // The module docs lead a reader into the code, private parts too.
 #![allow(rustdoc::private_intra_doc_links)]

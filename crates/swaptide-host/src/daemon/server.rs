@@ -22,7 +22,8 @@
 //! 2. A configuration file with a mistake changes nothing, at the start as later.
 //! 3. Only root and the daemon's own user see or control groups and runs that are not theirs.
 //!
-//! Locks: none here; the threads of clients ask the controller through its channel.
+//! Locks: the state's directory, held while the controller is asked through its channel and while
+//! files are written; below it that of the areas, then the list of areas. `users` alone.
 
 use std::fs::Permissions;
 use std::io;
