@@ -1,5 +1,5 @@
 //! The supervisor's side of a segment into which a hostile process has written: it neither ends nor
-//! stands still, and gives out no extent that is not there. Each input ends with looks of the
+//! hangs, and gives out no extent that is not there. Each input ends with looks of the
 //! keeper, which reads all that the supervisor reads: areas, tree, budget, `--strict`, groups,
 //! totals, and what `ctl` and `top` show. The keeper has one run, whose root this process is.
 #![no_main]

@@ -62,7 +62,7 @@ def run_with_mishaps(case, number, plan, program, megabytes, seconds, seed):
     """One program with one server. Gives what went wrong there, and how the program ended."""
     mishaps, others = PLANS[plan]
     if seconds < 10:
-        # What is stood still for is not what the case is short for.
+        # Time in which the servers are stopped does not count.
         mishaps = {
             **{kind: 0.4 if kind in ("away", "hangs") else n for kind, n in mishaps.items()},
             "latest": 0.06,

@@ -121,7 +121,7 @@ class Server:
         self.data[offset : offset + size] = b"\xa5" * size
 
     def do_later(self, command, offset, size, payload):
-        """Keeps a write or a trim that its client will not hear of."""
+        """Keeps a write or a trim that its client will not learn of."""
         with self.lock:
             self.ghosts.append((offset, b"\xa5" * size if command == TRIM else payload))
 

@@ -53,7 +53,7 @@ def test_detach(case):
     and what they fork later is managed again.
     """
     # Of a process that is about to fork, several times: the fork may come in when its workers are
-    # about to stand still.
+    # about to be quiesced.
     for program, mode in (
         ("torture", "threads"),
         ("torture", "single"),

@@ -225,8 +225,8 @@ def test_fork_full_table(case):
 
 @pytest.mark.swaptide(budget=24, swaps=False, native=False)
 def test_fork_fails(case):
-    """A child that is silent for long is given its memory, and its parent goes on; one that has its
-    userfaultfd and never takes over is killed, and said to be.
+    """A child that is silent for long is given its memory, and its parent continues; one that has
+    its userfaultfd and never takes over is killed, and said to be.
     """
     expected = {7: ("child 0", ""), 8: ("child 9", "was killed")}
     started = {}
@@ -252,7 +252,7 @@ def test_fork_fails(case):
 @pytest.mark.swaptide(budget=24, forks=True, complaint="does not register its memory")
 def test_fork_birth(case):
     """A child of a followed fork that never arms its memory is killed, and said to be; its parent
-    goes on.
+    continues.
     """
     done = case.run_c(
         "forklock", "once", megabytes=48, seconds=1, env={**os.environ, "SWAPTIDE_TEST_FAIL": "13"}
@@ -292,7 +292,7 @@ IGNORES = """if True:
 
 
 def end_in_stages(case, stages):
-    """SIGTERM to the run ends it in every stage of a fork at which the handler stands still for
+    """SIGTERM to the run ends it in every stage of a fork at which the handler waits for
     good. A program that ignores the signal lives.
     """
     programs = {}
@@ -371,7 +371,7 @@ print("tried", tried)
 
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)
 def test_fork_door(case):
-    """Where pidfd_getfd is not permitted, as in containers, forks go on and their children are
+    """Where pidfd_getfd is not permitted, as in containers, forks work and their children are
     managed; and another user who connects to every visible socket is given nothing."""
     thief = subprocess.Popen(
         [case.python, "-c", THIEF], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -149,7 +149,7 @@ def test_full_network_mirror(case):
 @pytest.mark.swaptide(budget=16, limit=120, needs=("nbdkit",), allowance=128, native=False)
 def test_far(case):
     """A server that takes 20 ms to answer: threads wait for it at the same time, and a thread
-    that needs nothing of it does not wait, though it stands still for 3 s.
+    that needs nothing of it does not wait, though it is stopped for 3 s.
     """
     server = Server(case, filters=["--filter=delay"], parameters=["rdelay=20ms"])
     options = ["--swap", "zram:2M", "--swap", server.url()]

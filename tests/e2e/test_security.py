@@ -560,7 +560,7 @@ for _ in range(24):
             one.send(bytes(65536))
     except BlockingIOError:
         near.append(one)
-# A process that ends waits for no socket: the last to drop them is the supervisor, or nobody.
+# A process that ends waits for no socket: the last to drop them is the supervisor, or no process.
 if not is_outside:
     os.kill(os.getppid(), signal.SIGSTOP)
 begins, begin = os.pipe()
@@ -662,7 +662,7 @@ while True:
 @pytest.mark.swaptide(budget=16, allowance=96, swaps=False, native=False)
 def test_security_impostor(case):
     """Another user takes the name of a supervisor that was killed: the run's processes do not speak
-    to him, and send him no descriptor.
+    to that user, and send no descriptor there.
     """
     need_root()
     mark = case.directory / "mark"

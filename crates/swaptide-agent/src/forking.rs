@@ -35,7 +35,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 /// Most that one look adds to the time that counts: only turns of the waiting thread do.
 const MAX_STEP: Duration = Duration::from_millis(50);
 
-/// The calling thread goes on to other libraries' handlers, and to fork(2).
+/// The calling thread continues with other libraries' handlers, and with fork(2).
 pub(crate) fn goes_on() {
     COPYING.store(COPYING.load(Relaxed).wrapping_add(1) | 1, Release);
 }

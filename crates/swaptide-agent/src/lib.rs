@@ -6,7 +6,7 @@
 //! | [`constructor`] | the first code that runs in a program |
 //! | [`lifecycle`], [`threads`] | the thread that waits and becomes the handler; the other threads |
 //! | [`process`] | the engine, the segment, the slot, and requests to the supervisor |
-//! | [`fork`], [`forking`] | libc's fork handlers, and the start of a child; who forks |
+//! | [`fork`], [`forking`] | libc's fork handlers, and the start of a child; which thread forks |
 //! | [`hooks`] | the functions that stand in front of libc's |
 //! | [`pages`] | pages that must stay, and ranges that are not managed |
 //! | [`shmem`] | hooks of shared memory |
@@ -25,7 +25,7 @@
 
 // Everything here is private: its documentation is for its developers.
 #![allow(rustdoc::private_intra_doc_links)]
-// A test build exports nothing to a program, so that most of it is called by nobody.
+// A test build exports nothing to a program, so most of it has no caller.
 #![cfg_attr(test, allow(dead_code, unused_imports))]
 
 mod allocator;

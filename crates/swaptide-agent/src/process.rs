@@ -68,7 +68,7 @@ pub(crate) fn engine_without_calls() -> Option<&'static Engine> {
 struct Marks {
     /// [`ENGINE`] manages it.
     managed: AtomicU32,
-    /// Who holds [`FORK_LOCK`] is a thread of a process that runs on it.
+    /// The holder of [`FORK_LOCK`] is a thread of another process that runs on this memory.
     own: AtomicU32,
 }
 

@@ -272,7 +272,7 @@ fn range_to_hold(
     } else if new_len > old_len {
         Some((addr.checked_add(old_len)?, new_len - old_len))
     } else {
-        // What is moved takes its entries along, and the pager hears of it.
+        // What is moved takes its entries along, and the pager gets its event.
         None
     }
 }

@@ -14,8 +14,8 @@
 //!    and no change of mappings is read but not applied: what the kernel fills from then on with
 //!    zeros was empty.
 //! 2. If the supervisor changes its mind before, the engine continues as it was.
-//! 3. A thread that waits for the handler by then goes on: the kernel wakes those that wait at the
-//!    userfaultfd, [`crate::requests::HandlerRequests`] all others.
+//! 3. A thread that waits for the handler by then continues: the kernel wakes those that wait at
+//!    the userfaultfd, [`crate::requests::HandlerRequests`] all others.
 //!
 //! A page that is lost is poisoned in the page tables, which closing does not change: it stays a
 //! bus error.
@@ -45,7 +45,7 @@ const GROUPS: usize = 4;
 /// See the module's description.
 #[derive(Default)]
 pub(crate) struct Detach {
-    /// Where bringing everything in goes on; `None`: the program is not to be let go.
+    /// Where bringing everything in continues; `None`: the program is not to be let go.
     at: Option<PageNo>,
 }
 
@@ -100,7 +100,7 @@ impl Detach {
         }
         forks.park_workers(pager);
         while pager.path.worker.store_waiting(engine) {}
-        // The worker that publishes otherwise stands still.
+        // The worker that publishes otherwise is quiesced.
         engine.publish_slot();
         if is_possible(&pager.path) {
             return true;
@@ -158,11 +158,11 @@ pub(crate) fn detach(path: &mut FaultPath) -> bool {
             at = page.plus(1);
         }
         mm.staging.retire();
-        // Before the request pages are open to everybody: a thread that waits at one continues.
+        // Before the request pages are unregistered: a thread that waits at one continues.
         engine.handler_requests.close();
         let _ = path.reader.uffd.unregister(engine.handler_requests.request_pages());
-        // SAFETY: every reference to it is this thread's, or a worker's, and those stand still and
-        // end.
+        // SAFETY: every reference to it is this thread's, or a worker's, and those are quiesced
+        // and end.
         unsafe { engine.close_uffd() };
         mm.table = PageTable::new();
         if engine.fork.followed {

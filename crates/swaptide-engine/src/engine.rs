@@ -123,9 +123,9 @@ pub struct Workers {
     pub work: AtomicU32,
     /// Odd while pages are chosen and taken out: see [`Engine::await_taking`].
     pub(crate) taking: AtomicU32,
-    /// Not 0: they stand still at their next safe point.
+    /// Not 0: they stop at their next quiescent point.
     pub park: AtomicU32,
-    /// Those standing still.
+    /// How many of them are stopped there.
     pub parked: AtomicU32,
     /// The thread ids of the first ones, for the handler to place them; 0: none.
     pub tids: [AtomicU32; PLACED_WORKERS],
@@ -162,7 +162,7 @@ struct OwnNames {
 
 /// See the module's description.
 pub struct Engine {
-    /// The memory lock: first in the lock order.
+    /// The memory lock; ARCHITECTURE.md has the lock order.
     pub mm: Lock<Mm>,
     /// The devices.
     pub devices: Devices,
@@ -180,7 +180,7 @@ pub struct Engine {
     pub workers: Workers,
     /// The thread that serves faults.
     pub handler: HandlerThread,
-    /// The program was detached: workers end where they stand still.
+    /// The program was detached: workers end at their quiescent point.
     pub retired: AtomicBool,
     /// What kinds of memory the program has had.
     pub known: KnownMemory,
@@ -572,8 +572,8 @@ impl Engine {
         }
     }
 
-    /// Waits while the workers shall stand still. Called by workers where nothing of theirs is half
-    /// done. False when they shall end.
+    /// Waits while the workers are to be quiesced. Called by workers where nothing of theirs is
+    /// half done. False when they shall end.
     pub(crate) fn quiescent_point(&self) -> bool {
         if self.workers.park.load(Acquire) == 0 {
             return true;

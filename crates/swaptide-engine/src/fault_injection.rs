@@ -103,7 +103,7 @@ pub fn is_read_short(fail: u32, reads: &AtomicU32) -> bool {
     }
 }
 
-/// A place at which a test may have a thread stand still for good.
+/// A place at which a test may stop a thread for good.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub(crate) enum Standstill {

@@ -138,8 +138,8 @@ fn set_timer(interval: Duration) {
     });
 }
 
-/// The signal of the timers. Real-time signals mean nothing to anybody, and this is not one of
-/// libc's own.
+/// The signal of the timers. Real-time signals have no meaning of their own, and this is not one
+/// of libc's.
 fn signal() -> libc::c_int {
     libc::SIGRTMAX() - 3
 }
@@ -161,7 +161,8 @@ impl Timer {
                 libc::sigaction(signal(), &action, std::ptr::null_mut());
             }
         });
-        // SAFETY: all zeros is an event of nobody; what is set is what a signal to a thread takes.
+        // SAFETY: all zeros is an event of no thread; what is set is what a signal to a thread
+        // takes.
         let mut event: libc::sigevent = unsafe { MaybeUninit::zeroed().assume_init() };
         event.sigev_notify = libc::SIGEV_THREAD_ID;
         event.sigev_signo = signal();

@@ -3,13 +3,13 @@
 //!
 //! An *area* is a swap file, a block device or a network export. The extents of all areas have one
 //! numbering, in which those of an area follow each other; between two areas at least one number is
-//! nobody's, so that what lies on two devices never looks like one piece.
+//! unused, so that what lies on two devices never looks like one piece.
 //!
 //! An area may have a *mirror*: a device of its own number, from which nothing is leased. What is
 //! written to an extent of the area is written to the same place of the mirror as well.
 //!
 //! Invariants
-//! 1. Only the supervisor adds, closes and removes areas; everybody leases.
+//! 1. Only the supervisor adds, closes and removes areas; all processes lease.
 //! 2. An area is removed only when it is closed and none of its extents is held. A lease looks
 //!    once more whether the area is open, and of the generation that it was, after it has counted
 //!    itself in; so a closed area without a held extent stays without one.
@@ -348,7 +348,7 @@ impl Segment {
     }
 
     /// Holds an extent again that no process holds, so that what lies there can be freed. False
-    /// where somebody does, or its area is not open.
+    /// where a process does, or its area is not open.
     pub(crate) fn retake_extent(&self, index: SlotIndex, extent: ExtentId) -> bool {
         let Some((_, area)) = self.area_of(extent) else { return false };
         let taken = self.take_unheld(extent, area, area.generation(), is_open);
@@ -422,8 +422,8 @@ impl Segment {
         let _ = self.extent_refs[extent.0 as usize].compare_exchange(IN_DOUBT, 0, SeqCst, Relaxed);
     }
 
-    /// Gives back all holds of the process at `index`; calls `freed` for each extent that nobody
-    /// holds any more.
+    /// Gives back all holds of the process at `index`; calls `freed` for each extent that no
+    /// process holds any more.
     pub(crate) fn release_extents(&self, index: SlotIndex, mut freed: impl FnMut(ExtentId)) {
         for (word_index, word) in self.slot(index).held.iter().enumerate() {
             let mut bits = word.swap(0, SeqCst);

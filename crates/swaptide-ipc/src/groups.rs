@@ -6,7 +6,7 @@
 //! What is charged. An extent is charged to a group once, however many processes of the group hold
 //! it, and in the same way to every ancestor of the group: `swap_used` is the number of different
 //! extents that processes of the group and of those below it hold. Two groups whose processes share
-//! an extent since a fork are both charged: each of them keeps its bytes from everybody else. A
+//! an extent since a fork are both charged: each of them keeps its bytes from all others. A
 //! common ancestor is charged once.
 //!
 //! Invariants
@@ -157,7 +157,7 @@ impl Segment {
 
     /// After a [`Segment::release_charged`] that was the last: holds the extent again, charged, so
     /// that its bytes can be freed before it is released once more. As a lease, it is taken back
-    /// from a process that dies meanwhile. False where somebody holds it by now.
+    /// from a process that dies meanwhile. False where a process holds it by now.
     pub fn retake_charged(&self, index: SlotIndex, extent: ExtentId) -> bool {
         let _change = self.slot(index).change();
         let taken = self.retake_extent(index, extent);
@@ -487,7 +487,7 @@ mod tests {
         assert_eq!(
             (used(segment)[0], events(INNER)),
             (100, (2, 3)),
-            "the areas are full, which is nobody's maximum"
+            "the areas are full, which is no group's maximum"
         );
         assert!(is_sound(segment));
     }

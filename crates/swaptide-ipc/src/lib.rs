@@ -3,8 +3,8 @@
 //!
 //! Owns: the layout of the segment ([`Segment`]), the life of a process slot ([`ProcSlot`]), the
 //! reference counts of the swap areas' extents and the table of the areas, the charges of groups,
-//! and the names of the counters. It owns no memory: the supervisor creates the memfd, everybody
-//! maps it.
+//! and the names of the counters. It owns no memory: the supervisor creates the memfd, all
+//! processes map it.
 //!
 //! Invariants
 //! 1. A process slot is written only by the process that claimed it (counters, state) and by the

@@ -246,7 +246,7 @@ pub enum RegionError {
     )]
     Attach,
     /// There is no thread for the guard.
-    #[error("no thread could stand guard for a shared region")]
+    #[error("cannot start the guard thread of a shared region; raise the limit on threads")]
     Guard,
 }
 

@@ -190,7 +190,7 @@ mod tests {
         }
         fs::remove_file(path).expect("remove");
         assert_eq!(pinned(std::process::id()), None);
-        assert_eq!(pinned(u32::MAX / 2), None, "nobody");
+        assert_eq!(pinned(u32::MAX / 2), None, "no such process");
     }
 
     #[test]

@@ -350,7 +350,7 @@ impl Inner {
         self.publish(&state.counts());
     }
 
-    /// A process's guard has come. Who is of no address space without one is hung up on.
+    /// A process's guard has come. A process of no address space that lacks one is disconnected.
     pub(crate) fn stand_guard(&self, pid: u32, landmark: Option<VirtAddr>, conn: Conn, byte: u8) {
         let mut state = self.lock();
         let mut reply = [byte, 0, 0, 0, 0];

@@ -356,8 +356,8 @@ impl Nbd {
         first_failure(&requests, &numbers)
     }
 
-    /// Tells the server that nobody needs a range's contents any more. What it reads as afterwards
-    /// is the server's business. `EOPNOTSUPP` where the export does not know that.
+    /// Tells the server that a range's contents are not needed any more. What it reads as
+    /// afterwards is the server's business. `EOPNOTSUPP` where the export does not know that.
     pub fn trim(&self, offset: u64, len: u64) -> Result<(), Errno> {
         self.trim_surely(offset, len).0
     }

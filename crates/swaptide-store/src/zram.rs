@@ -327,7 +327,7 @@ impl Zram {
         let start = out.len();
         out.extend_from_slice(bytes);
         drop(state);
-        // What is damaged must not go on to another device, where it would be sealed as what it
+        // What is damaged must not go to another device, where it would be sealed as what it
         // never was.
         if sum_of(&out[start..]) != head.sum {
             out.truncate(start);

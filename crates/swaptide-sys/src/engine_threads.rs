@@ -80,7 +80,7 @@ pub fn table_holder() -> Option<Tid> {
 }
 
 /// Opens the program's standard error, from a thread that may have other descriptors. It does not
-/// wait for who reads there.
+/// wait for a reader.
 pub(crate) fn open_stderr() -> Option<OwnedFd> {
     let flags =
         OFlags::WRONLY | OFlags::APPEND | OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::NONBLOCK;

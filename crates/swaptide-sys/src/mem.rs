@@ -6,7 +6,7 @@
 //!
 //! Invariants:
 //! 1. A mapping made by this crate is in the registry from before its address is returned until
-//!    after it is unmapped. While somebody [holds the registry still](hold_still), every mapping of
+//!    after it is unmapped. While a thread [holds the registry still](hold_still), every mapping of
 //!    this crate is in it.
 //! 2. Reading the registry takes no lock and allocates nothing, so it works in a fault handler and
 //!    in a freshly forked child.
@@ -16,7 +16,7 @@
 //! A list of the process's mappings that was read a moment ago proves nothing: what was the
 //! program's then may have been unmapped, and a mapping of this crate made in its place. A thread
 //! that is about to do something with a range that is not the engine's looks into the registry
-//! while he holds it still, and does it before he lets go.
+//! while it holds it still, and acts before it lets go.
 //!
 //! Locks: `CHANGES`, the innermost of all; nothing is allocated under it.
 
@@ -90,8 +90,8 @@ pub fn own_ranges(mut f: impl FnMut(VirtRange)) {
 /// While it lives, this crate makes no mapping.
 pub struct HeldStill(#[allow(dead_code)] Guard<'static, ()>);
 
-/// Holds the registry still. `None` when somebody has been making a mapping for longer than that
-/// takes.
+/// Holds the registry still. `None` when another thread has been making a mapping for longer than
+/// that takes.
 ///
 /// Its holder must not make a mapping, allocate nothing therefore, and take no lock whose holder
 /// may.
@@ -235,7 +235,7 @@ impl Advice {
 /// Gives `advice` on whole pages.
 ///
 /// # Safety
-/// `DontNeed` and `Free` destroy data: the range must hold none that anybody still wants. A
+/// `DontNeed` and `Free` destroy data: the range must hold none that is still wanted. A
 /// `DontNeed` on memory registered with a userfaultfd that reports removals waits for its reader,
 /// so that reader must never make this call on such memory.
 pub unsafe fn advise(range: VirtRange, advice: Advice) -> Result<(), Errno> {
@@ -538,8 +538,8 @@ impl SharedMap {
     }
 }
 
-/// Creates a memory file of `len` bytes that can never grow or shrink, so that nobody it is passed
-/// to can make its mappings fault.
+/// Creates a memory file of `len` bytes that can never grow or shrink, so that no process it
+/// is passed to can make its mappings fault.
 pub fn memfd_create(name: &CStr, len: u64) -> Result<OwnedFd, Errno> {
     let flags = k::MFD_CLOEXEC | k::MFD_ALLOW_SEALING;
     // SAFETY: the name is a valid string; the call only makes a descriptor.
@@ -675,7 +675,7 @@ mod tests {
                 {
                     std::thread::yield_now();
                 }
-                assert!(made.load(Ordering::SeqCst) > before + 1, "and goes on afterwards");
+                assert!(made.load(Ordering::SeqCst) > before + 1, "and continues afterwards");
             }
             assert!(held > 0, "it can be held");
             stop.store(true, Ordering::SeqCst);

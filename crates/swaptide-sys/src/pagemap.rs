@@ -222,7 +222,7 @@ impl Pagemap {
                     huge: has(HUGE),
                 });
             }
-            // The walk stops early when the vector is full; it never stands still.
+            // The walk stops early when the vector is full; it always makes progress.
             start = arg.walk_end.max(start + PAGE_SIZE as u64);
         }
         Ok(())

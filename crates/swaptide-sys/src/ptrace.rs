@@ -9,7 +9,7 @@
 //! Facts the callers rely on, checked by `tests/ptrace.rs` on the running kernel:
 //! 1. A child of a followed thread is followed too, from its birth on, and stops before it has run
 //!    a single instruction of its own.
-//! 2. The parent stands still, in its fork, from the child's birth until it is detached.
+//! 2. The parent is stopped, in its fork, from the child's birth until it is detached.
 //! 3. With [`seize`], both are killed if the tracer ends: neither continues alone half way.
 //! 4. A followed thread that executes a program stops before that runs, under the number of its
 //!    process.
@@ -35,11 +35,11 @@ const SIGTRAP: u32 = 5;
 /// What became of a followed thread.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub enum TraceeStop {
-    /// It has forked, and stands still.
+    /// It has forked, and is stopped.
     Forked,
-    /// It has executed a program, of which nothing has run, and stands still.
+    /// It has executed a program, of which nothing has run, and is stopped.
     Executed,
-    /// It stands still because it was told to, or was born.
+    /// It is stopped because it was told to, or because it has just been made.
     Still,
     /// It is stopped with its process, as by `SIGSTOP`.
     Stopped,
@@ -128,7 +128,7 @@ impl Tracee {
         unsafe { self.call(p::PTRACE_LISTEN, 0, 0) }.map(drop)
     }
 
-    /// Makes it stand still soon.
+    /// Has it stop soon.
     ///
     /// # Errors
     /// When it is gone.
@@ -137,7 +137,7 @@ impl Tracee {
         unsafe { self.call(p::PTRACE_INTERRUPT, 0, 0) }.map(drop)
     }
 
-    /// Follows it no more; it stands still now, and continues, with a signal that was about to
+    /// Follows it no more; it is stopped now, and continues, with a signal that was about to
     /// reach it.
     ///
     /// # Errors
@@ -147,11 +147,11 @@ impl Tracee {
         unsafe { self.call(p::PTRACE_DETACH, 0, signal as usize) }.map(drop)
     }
 
-    /// Has a thread that was just born begin at `entry`, with its stack at `frame`, where two words
+    /// Has a thread that was just made begin at `entry`, with its stack at `frame`, where two words
     /// tell it where it would have begun and with which stack.
     ///
     /// # Safety
-    /// The thread stands still at its birth, and what is at `entry` in its memory can be begun so.
+    /// The thread is at its first stop, and what is at `entry` in its memory can be begun so.
     ///
     /// # Errors
     /// When it is gone, or has no memory at `frame`.

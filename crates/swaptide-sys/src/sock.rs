@@ -204,7 +204,7 @@ impl Listener {
         deny_descriptors(self.0.as_fd())
     }
 
-    /// Nobody can connect any more. Who has connected can be accepted.
+    /// No process can connect any more. Connections that were made can be accepted.
     pub fn shut(&self) -> Result<(), Errno> {
         net::shutdown(&self.0, net::Shutdown::Both)
     }
@@ -250,10 +250,10 @@ impl Conn {
     }
 
     /// The connection, if the other end is root's or of this thread's user; `EPERM` otherwise. A
-    /// name is free for everybody when the process that listened there has ended.
+    /// name is free for all users when the process that listened there has ended.
     ///
-    /// In a user namespace in which the other end's user has no number nobody can tell him from
-    /// others: there he is believed.
+    /// In a user namespace in which the other end's user has no number, that user cannot be told
+    /// from others, and is believed.
     pub fn of_trusted(self) -> Result<Conn, Errno> {
         let uid = self.peer()?.uid;
         let own = [rustix::process::getuid(), rustix::process::geteuid()];

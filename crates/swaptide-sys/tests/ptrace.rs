@@ -122,7 +122,7 @@ fn a_child_of_a_followed_thread_begins_where_it_is_told_while_its_parent_stands_
     assert_eq!(change(child), TraceeStop::Still);
     assert!(FRAME.odd == 0 && FRAME.stack.iter().all(|byte| *byte == 0));
     let entry = elsewhere as *const () as u64;
-    // SAFETY: it stands still at its birth; what is at `entry` makes one system call.
+    // SAFETY: it is at its first stop; what is at `entry` makes one system call.
     unsafe { child.begin_at(entry, FRAME.words.as_ptr() as u64) }.expect("registers");
     child.release(0).expect("the child continues");
     // The parent does not wait for its child before it is detached.

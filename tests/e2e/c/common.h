@@ -96,7 +96,7 @@ static inline uint64_t below(uint64_t *state, uint64_t limit) {
 }
 
 /* The key of a page: which one it is and which time it was written. Never 0; version 0 means a page
- * nobody wrote. */
+ * that was never written. */
 static inline uint64_t key_of(uint64_t seed, uint64_t page, uint64_t version) {
     return mix(mix(seed ^ page << 1) ^ version) | 1;
 }

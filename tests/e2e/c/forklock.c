@@ -2,7 +2,7 @@
  * swaptide's own child handler runs.
  *
  * The handlers here are registered before those of swaptide, as those of a library are whose
- * constructor runs first. So `prepare` runs when the engine stands still for the fork, and `child`
+ * constructor runs first. So `prepare` runs when the engine is prepared for the fork, and `child`
  * before the child has an engine. */
 #include "common.h"
 #include <errno.h>
@@ -61,8 +61,8 @@ static void check_all(const char *what) {
         check_page(arena + page * PAGE, key_of(given.seed, page, 1), what);
 }
 
-/* A block of memory at one of two places, and a thread that works on it while the engine stands
- * still for a fork and the forking thread is busy. */
+/* A block of memory at one of two places, and a thread that works on it while the engine is
+ * prepared for a fork and the forking thread is busy. */
 enum { BLOCK = 256 };
 static unsigned char *block, *places[2];
 static atomic_int go, gone, done;
@@ -576,7 +576,7 @@ int main(int count, char **words) {
     fill_all();
     check_all("before");
     pthread_t threads[2];
-    /* With one thread nobody else takes a signal. */
+    /* With one thread no other takes a signal. */
     int is_alone = !strcmp(given.mode, "once") || !strcmp(given.mode, "handles");
     if (!is_alone) pthread_create(&threads[1], NULL, watch, NULL);
     if (!strcmp(given.mode, "changes")) {

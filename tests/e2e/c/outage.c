@@ -77,7 +77,7 @@ int main(int count, char **words) {
     printf("filled\n");
     fflush(stdout);
     for (double end = now() + 60; access("READY", F_OK) != 0; usleep(20000))
-        if (now() > end) die("nobody said that it may continue");
+        if (now() > end) die("it was not told to continue");
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, 1 << 16);

@@ -1,6 +1,6 @@
 /* Pages that the kernel or another process reads or writes through a reference,
  * while the program's memory goes out: what comes out of a pipe, of a socket, of a device is what
- * was put in, and what others write arrives. MODE says who has the reference. Each mode fills
+ * was put in, and what others write arrives. MODE says what has the reference. Each mode fills
  * pages, gives them away, makes the memory go out and be filled with other contents, and reads what
  * was given. */
 #include "common.h"

@@ -43,7 +43,7 @@ static void check(size_t page) {
     for (size_t at = WORKERS; at < WORDS; at++) {
         uint64_t expected = word_of(key, at), found = *word(page, at);
         if (found != expected)
-            mismatch((const void *)word(page, at), expected, found, "what nobody writes to");
+            mismatch((const void *)word(page, at), expected, found, "what is never written to");
     }
 }
 

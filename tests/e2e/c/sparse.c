@@ -26,7 +26,7 @@ int main(int count, char **words) {
                        "page of a sparse mapping");
         /* Next to a group lies nothing. */
         if (rounds % 64 == 0)
-            check_page(at + pages * PAGE, 0, "page nobody wrote in a sparse mapping");
+            check_page(at + pages * PAGE, 0, "page never written in a sparse mapping");
         unsigned choice = (unsigned)below(&random, 8);
         if (choice == 0 && rounds >= groups) {
             MUST(madvise(at, pages * PAGE, MADV_DONTNEED) == 0);

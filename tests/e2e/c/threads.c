@@ -50,7 +50,7 @@ static void *short_lived(void *argument) {
     unsigned char *page = (unsigned char *)(((uintptr_t)space + PAGE - 1) & ~(PAGE - 1));
     for (size_t i = 0; i < 48; i++) fill_page(page + i * PAGE, key_of(seed, i, 1));
     size_t quiet = seed % given.pages / MOST * MOST;
-    glance_page(arena + quiet * PAGE, key_of(given.seed, quiet, 1), "page nobody writes");
+    glance_page(arena + quiet * PAGE, key_of(given.seed, quiet, 1), "page that is never written");
     for (size_t i = 0; i < 48; i++) check_page(page + i * PAGE, key_of(seed, i, 1), "own stack");
     return NULL;
 }

@@ -18,7 +18,7 @@ int main(int count, char **words) {
     for (uint64_t turn = 0; turn < 3; turn++) {
         unsigned char *arena = map(given.pages * PAGE);
         for (size_t page = 0; page < given.pages; page++)
-            check_zeros(arena + page * PAGE, "page that nobody wrote");
+            check_zeros(arena + page * PAGE, "page that was never written");
         for (size_t page = 0; page < given.pages; page++)
             if (is_written(page)) fill_page(arena + page * PAGE, key_of(given.seed, page, turn));
         for (size_t page = 0; page < given.pages; page++) {

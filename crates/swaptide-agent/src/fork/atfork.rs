@@ -6,7 +6,7 @@
 //! themselves. So the thread that holds the lock may come here again:
 //!
 //! - before its fork or after it, in the parent: the engine is done with the outer fork first, and
-//!   stands still for it again after the inner one ([`prepare_within`]);
+//!   prepares for it again after the inner one ([`prepare_within`]);
 //! - in the child of the outer fork: that is a process of its own first ([`child`]).
 
 use std::ffi::c_int;
@@ -163,7 +163,7 @@ fn free_lock() -> u64 {
     mask
 }
 
-/// Before a fork within a fork: the engine, which stands still for the outer one, is done with it.
+/// Before a fork within a fork: the engine, which is prepared for the outer one, ends that.
 fn prepare_within() {
     DEPTH.fetch_add(1, Relaxed);
     if FORKS_CONFINED.load(Relaxed) {
@@ -180,10 +180,10 @@ fn prepare_within() {
     begin(FORK_MASK.load(Relaxed));
 }
 
-/// Has the engine stand still for a fork. The calling thread has the lock; `mask` is its own.
+/// Has the engine prepare for a fork. The calling thread has the lock; `mask` is its own.
 fn begin(mask: u64) {
     if engine().is_some_and(|engine| engine.fork.followed && !trampoline::follow(engine)) {
-        // Nobody would see to it that the child is served: all comes back, and stays.
+        // No thread would serve the child: all memory comes back, and stays.
         detach_before_fork(
             "cannot follow a fork (ptrace is not permitted, or the descriptor table is full): \
                 detaching",
@@ -231,7 +231,7 @@ fn end(engine: &Engine) {
     }
 }
 
-/// After a fork, in the parent. Not where the child of an inner fork goes on to the outer one.
+/// After a fork, in the parent. Not where the child of an inner fork continues with the outer one.
 pub(crate) extern "C" fn parent() {
     if !is_forking() {
         return;

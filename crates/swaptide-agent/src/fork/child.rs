@@ -57,12 +57,12 @@ fn claim_soon(segment: &Segment) -> Option<SlotIndex> {
     None
 }
 
-/// Values of the segment's `fail` word: the child stands still for some seconds before it takes
-/// over, or for ever.
+/// Values of the segment's `fail` word: the child stops for some seconds before it takes over,
+/// or for ever.
 const SILENT_CHILD: u32 = 7;
 const STUCK_CHILD: u32 = 8;
 
-/// Stands still where a test asks for it at this stage.
+/// Stops where a test asks for it at this stage.
 fn inject_standstill(engine: &Engine, stage: u32) {
     let seconds = if stage == SILENT_CHILD { 4 } else { u64::MAX };
     if engine.injection.wants(stage) {

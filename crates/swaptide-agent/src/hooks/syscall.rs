@@ -196,7 +196,7 @@ extern "C" fn refuse() -> c_long {
     -1
 }
 
-/// Called by [`clone`]; answers with what it goes on to.
+/// Called by [`clone`]; answers with the function that it jumps to.
 extern "C" fn clone_next(flags: u64, child_tid: usize) -> *mut c_void {
     if !before_clone(flags & 0xffff_ffff) {
         return refuse as *const () as *mut c_void;
@@ -206,7 +206,7 @@ extern "C" fn clone_next(flags: u64, child_tid: usize) -> *mut c_void {
 }
 
 /// Called by [`syscall`] for the calls that make a task or end one, or confine it; answers with
-/// what it goes on to.
+/// the function that it jumps to.
 extern "C" fn syscall_next(
     number: usize,
     first: usize,

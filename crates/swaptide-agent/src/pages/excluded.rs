@@ -66,7 +66,7 @@ impl ExcludedRange {
             && self.start.load(Acquire) <= range.start.0
     }
 
-    /// Frees it if nothing is mapped there, and nobody has named it since that was looked at.
+    /// Frees it if nothing is mapped there, and no thread has named it since that was looked at.
     fn free_if_unmapped(&self, maps: &MapsFile) {
         let word = self.end.load(Acquire);
         let Some(range) = self.range() else { return };

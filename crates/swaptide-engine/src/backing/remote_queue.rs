@@ -318,7 +318,7 @@ impl RemoteReads {
                 crate::fatal("a slot failed that was not asked for")
             };
             *of_it &= !bit;
-            // What was freed meanwhile is nobody's loss.
+            // What was freed meanwhile is not needed any more.
             if kind == ReadErrorKind::NoSuchSlot {
                 continue;
             }

@@ -46,8 +46,8 @@ use swaptide_core::SlotContent as TableSlot;
 /// while threads change mappings without pause.
 const MAX_RECENT_CHANGES: usize = 4096;
 
-/// Moves whose old place nobody has said to be left. More only pile up where moves leave their old
-/// places mapped.
+/// Moves whose old place no event has said to be left. More only pile up where moves leave their
+/// old places mapped.
 const MAX_PENDING_UNMAPS: usize = 256;
 
 /// Gives up every page of a range.

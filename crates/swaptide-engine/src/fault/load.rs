@@ -86,7 +86,7 @@ impl Loader {
     /// Loads pages from compressed memory. Gives how many came before the first that could not be.
     pub(crate) fn load_pool(&mut self, entries: &[SwapEntry], out: &mut [Page]) -> usize {
         let pool = &self.engine.devices.pool;
-        // Nobody wants to know what it takes where nothing is compressed so.
+        // The time is not wanted where nothing is compressed with zstd.
         let began = self.loads.any_zstd.then(now);
         let (mut loaded, mut zstd) = (0, 0);
         for (entry, out) in entries.iter().zip(out) {

@@ -248,7 +248,7 @@ impl FaultPath {
                         n = 1;
                     }
                 }
-                // The page asked for is in; the rest is a gift.
+                // The page asked for is in; the rest is readahead.
                 Err(_) if done > 0 => break,
                 Err(stop) => {
                     engine.publish_usage(mm);

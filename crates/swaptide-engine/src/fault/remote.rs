@@ -289,7 +289,7 @@ impl InFlight {
     }
 }
 
-/// True when somebody reads what is sent for. Readers are started when they are needed.
+/// True when a reader takes what is sent for. Readers are started when they are needed.
 fn is_read_for(engine: &Engine, cpu: &HandlerCpu) -> bool {
     let remote = &engine.remote_reads;
     let readers = remote.readers.load(Relaxed);

@@ -31,8 +31,8 @@ pub(super) fn list_grown(pager: &mut Pager) {
             return;
         }
         let tail = VirtRange { start: region.end, end: vma.range.end };
-        // In this order: arming what is ours already changes nothing, and what is nobody's is not
-        // to be armed.
+        // In this order: arming what is armed already changes nothing, and what is not registered
+        // is not to be armed.
         if path.reader.uffd.coverage(tail) == Coverage::Whole && arm(engine, tail) {
             let _ = adopter.adopt_at(path, region.end);
         }

@@ -8,7 +8,7 @@
 //! 2. The table first follows the changes of mappings that this process has, then learns which
 //!    pages came with the hand-over, then forgets what did not come along.
 //!
-//! Locks: none is held by anybody in the copy, whatever its word says.
+//! Locks: no thread of the copy holds one, whatever the lock's word says.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -114,7 +114,7 @@ impl Engine {
         // SAFETY: no other thread exists in this process.
         unsafe { self.mm.force_unlock() };
         self.workers.taking.store(0, Relaxed);
-        // SAFETY: as above; workers stood still, outside of the devices.
+        // SAFETY: as above; workers were quiesced, outside of the devices.
         unsafe { self.devices.pool.force_unlock() };
         // SAFETY: as above.
         unsafe { self.devices.file.force_unlock() };

@@ -3,8 +3,8 @@
 //! | supervisor | forking thread | child | parent's handler |
 //! |---|---|---|---|
 //! | follows the thread | asks for that, requests `ForkPrepare`, waits | | opens the shield: **prepared** |
-//! | | fork(2) | stands still | |
-//! | has the child begin here | stands still | says that it is born | reads until no change is under way; says what is in doubt |
+//! | | fork(2) | is stopped | |
+//! | has the child begin here | is stopped | says that it is born | reads until no change is under way; says what is in doubt |
 //! | | | makes a userfaultfd, arms what the table lists, sends it | takes it as from a fork event |
 //! | lets the thread continue | continues | continues where fork(2) returns | is handing over |
 //!

@@ -1,4 +1,4 @@
-//! What other threads get from the handler while it stands still for a fork.
+//! What other threads get from the handler while it waits for a fork.
 //!
 //! Between *prepared* and fork(2) the forking thread runs other libraries' fork handlers, which
 //! take locks. A thread that holds such a lock may be waiting for the handler: at a page, in a hook

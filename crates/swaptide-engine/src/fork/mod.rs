@@ -23,9 +23,9 @@
 //!
 //! Where the kernel does not report forks (that takes `CAP_SYS_PTRACE`), the supervisor follows the
 //! forking thread instead (ptrace), and the child's first steps are the engine's: it makes its own
-//! userfaultfd and sends it to the parent's handler, which goes on as if the kernel had. Until that
-//! is done the forking thread stands still in its fork. What this takes is the matter of
-//! [`dontfork`](crate::mm::dontfork) and [`child_uffd`].
+//! userfaultfd and sends it to the parent's handler, which continues as if the kernel had. Until
+//! that is done the forking thread is stopped in its fork. [`dontfork`](crate::mm::dontfork) and
+//! [`child_uffd`] have the details.
 //!
 //! The modules:
 //!

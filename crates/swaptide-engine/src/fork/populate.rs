@@ -481,7 +481,7 @@ pub(super) fn copy_at(
 }
 
 /// Copies a page to another process that is about to leave the table. Its place there, if it is
-/// there now and was not before. What is not swapped the other has itself, or nobody has.
+/// there now and was not before. What is not swapped the other has itself, or no process has.
 pub(super) fn copy_page(
     path: &mut FaultPath,
     child: &mut UnmanagedChild,

@@ -1,4 +1,4 @@
-//! The parent's handler around a fork: standing still before it, going on after it.
+//! The parent's handler around a fork: what it ends before it, and begins again after it.
 //!
 //! Owns: whether the copy of the engine's memory can be used by the child ([`ForkServer`]).
 //!
@@ -91,7 +91,7 @@ impl ForkServer {
         while pager.path.worker.store_waiting(engine) {}
         engine.mm.lock().staging.trim(0);
         pager.path.installer.discard_fresh();
-        // The child makes buffers of its own, and nobody would ever give these back there.
+        // The child makes buffers of its own, and would never free these.
         pager.path.loader.ahead.clear();
         engine.devices.file.device.freeze_all();
         open_history(engine);
@@ -171,7 +171,7 @@ impl ForkServer {
         }
     }
 
-    /// Has the workers stand still, with nothing of theirs half done, and remote pages land.
+    /// Quiesces the workers, with nothing of theirs half done, and has remote pages arrive.
     pub(crate) fn park_workers(&mut self, pager: &mut Pager) {
         let engine = pager.path.engine;
         loop {
@@ -195,7 +195,7 @@ impl ForkServer {
         }
     }
 
-    /// Opens managed mappings for a fork that is followed; the workers stand still.
+    /// Opens managed mappings for a fork that is followed; the workers are quiesced.
     ///
     /// A mapping that another thread has just moved is not where the table has it, and would stay
     /// closed. So it is done again until no change was under way from before it to after it. A
@@ -264,8 +264,8 @@ fn has_free_descriptor(engine: &Engine) -> bool {
 pub(crate) fn unpark_workers(engine: &Engine) {
     engine.workers.park.store(0, Release);
     futex::wake(&engine.workers.park, u32::MAX >> 1, futex::Scope::Private);
-    // The next time they are parked, those that stand still are counted: none may be on its way out
-    // of this one.
+    // The next time they are parked, those that are quiesced are counted: none may be on its way
+    // out of this one.
     while engine.workers.parked.load(Acquire) != 0 {
         yield_now();
     }

@@ -156,12 +156,12 @@ mod tests {
         let family = CowGroup::default();
         assert!(family.accepts_limit(32 << 20));
         family.part(32 << 20);
-        assert!(!family.accepts_limit(32 << 20), "nobody has seen the child");
-        assert!(family.accepts_limit(50 << 20), "somebody has");
+        assert!(!family.accepts_limit(32 << 20), "the supervisor has not seen the child");
+        assert!(family.accepts_limit(50 << 20), "it has seen it");
         assert!(family.accepts_limit(32 << 20));
         family.part(32 << 20);
         wait(FORK_LIMIT_TIMEOUT);
-        assert!(family.accepts_limit(32 << 20), "nobody ever will");
+        assert!(family.accepts_limit(32 << 20), "it will not within the timeout");
     }
 
     #[test]
@@ -171,7 +171,7 @@ mod tests {
         family.stay();
         assert!(family.is_active() && !family.follow(false) && family.is_active());
         wait(HINT_HYSTERESIS);
-        assert!(family.is_active(), "nobody has looked");
+        assert!(family.is_active(), "the supervisor has not looked");
         assert!(family.follow(false) && !family.is_active());
         assert!(!family.follow(false), "it is told once");
     }

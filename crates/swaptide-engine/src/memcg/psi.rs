@@ -7,7 +7,7 @@
 //! seen: no message tells when it began.
 //!
 //! Invariants
-//! 1. `stalled_since` is not 0 exactly while somebody stalls, so that a wait that continues can be
+//! 1. `stalled_since` is not 0 exactly while a thread stalls, so that a wait that continues can be
 //!    seen from outside. It is cleared before what it came to is counted, with a fence between;
 //!    [`swaptide_ipc::ProcSlot::stalled_us`] reads in the other order: it may see a moment less,
 //!    never the same moment twice.
@@ -53,7 +53,7 @@ impl Stall {
         (nanos / 1000) as usize
     }
 
-    /// True while somebody does.
+    /// True while a thread stalls.
     pub(crate) fn is_on(&self) -> bool {
         self.on
     }
@@ -75,7 +75,7 @@ impl Stall {
         self.begin(&slot.usage.stalled_since, at);
     }
 
-    /// The thread that was answered stalls no more, nor does anybody else unless something
+    /// The thread that was answered stalls no more, nor does any other unless something
     /// `is_awaited`: a page that was sent for, or the end of a delay.
     pub(crate) fn stalls_until(&mut self, slot: &ProcSlot, at: Nanos, is_awaited: bool) {
         if self.on && !is_awaited {

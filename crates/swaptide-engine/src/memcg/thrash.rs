@@ -2,16 +2,16 @@
 //!
 //! What is locked or pinned, or could not be adopted, stays resident and counts. Where that alone
 //! reaches the limit, whatever else comes in goes out at once, before the instruction that asked
-//! for it has its second operand: the program stands still though it runs. It is seen by how soon
-//! pages come back: after fewer others than any program needs at hand. Then it gets a little more
-//! than its limit ([`crate::memcg::charge::Charge::grant_grace`]), step by step until that ends,
-//! and gives it back as time goes by.
+//! for it has its second operand: the program makes no progress though it runs. It is seen by how
+//! soon pages come back: after fewer others than any program needs at hand. Then it gets a little
+//! more than its limit ([`crate::memcg::charge::Charge::grant_grace`]), step by step until that
+//! ends, and gives it back as time goes by.
 //!
 //! Owns: how many of the last refaults were such ones. Locks: none; it is the handler's.
 
 /// A page that comes back when no more pages than these went out since was not to be spared.
 const MAX_REFAULT_DISTANCE_PAGES: u64 = 128;
-/// How many of 1024 refaults (smoothed) are of this kind in a program that stands still.
+/// How many of 1024 refaults (smoothed) are of this kind in a program that makes no progress.
 const THRASHING_SCORE: u32 = 896;
 /// What is left of that after a step, so that the next one waits for what this one does.
 const SCORE_AFTER_STEP_1024: u32 = 768;

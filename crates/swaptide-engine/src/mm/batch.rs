@@ -146,7 +146,7 @@ impl Jobs {
         self.spare.pop().unwrap_or_default()
     }
 
-    /// The batch is taken: somebody will store it.
+    /// The batch is taken: a worker, or the handler, is to store it.
     pub fn push(&mut self, batch: Box<Batch>) {
         self.waiting.push_back(batch);
     }

@@ -229,7 +229,7 @@ impl PageTable {
         self.update(chunk, |chunk| chunk.own |= chunk.present & pages);
     }
 
-    /// A fork shares all pages again: nothing is known of who has those of a chunk.
+    /// A fork shares all pages again: which of a chunk are this process's own is unknown.
     pub(crate) fn forget_own(&mut self, chunk: ChunkNo) {
         self.update(chunk, |chunk| chunk.own = 0);
     }
@@ -287,7 +287,7 @@ impl PageTable {
         chunk.used = chunk.used + u8::from(old == EMPTY) - u8::from(word == EMPTY);
         chunk.present = chunk.present & !bit | if is_present(word) { bit } else { 0 };
         chunk.swapped = chunk.swapped & !bit | if is_swapped(word) { bit } else { 0 };
-        // A page that stays present stays with those who have it.
+        // A page that stays present stays with the processes that have it.
         let left = is_present(old) && !is_present(word);
         let was_shared = usize::from(left && chunk.shared & bit != 0);
         if left {

@@ -1,4 +1,4 @@
-//! Whether somebody outside may read a page of the program through a reference that is no pin.
+//! Whether a page of the program may be read from outside through a reference that is no pin.
 //!
 //! `vmsplice`, `MSG_ZEROCOPY` and io_uring's `SEND_ZC` take ordinary references to pages. The
 //! kernel moves such a page to a staging frame all the same, and the pipe or the socket continues

@@ -21,8 +21,8 @@ pub enum VmaChange {
     Gone(VirtRange),
     /// Its contents were dropped; it is still mapped.
     Dropped(VirtRange),
-    /// Armed by the handler: something new is there. The table's alone; it is not told of, and no
-    /// child hears of it.
+    /// Armed by the handler: something new is there. The table's alone; it is not reported, and no
+    /// child is told of it.
     Armed(VirtRange),
 }
 

@@ -61,7 +61,7 @@ const MAX_REST_LENGTHS: u32 = 64;
 /// What stands before the entries.
 #[repr(C)]
 struct HistoryHeader {
-    /// The process that writes it; 0: nobody yet.
+    /// The process that writes it; 0: none yet.
     writer: AtomicU32,
     /// Entries written so far, wrapping.
     written: AtomicU32,

@@ -2,8 +2,8 @@
 //!
 //! A process is *calm* when for a while no page of it has come in or gone out. Then a worker may
 //! use CPU time that no other thread wants: as soon as it waits for a CPU longer than a quarter of
-//! the time that it runs, somebody does, and it rests. Only its waiting while it works counts: a
-//! thread that hardly runs waits as long as it runs, for its CPU to wake up.
+//! the time that it runs, another thread does, and it rests. Only its waiting while it works
+//! counts: a thread that hardly runs waits as long as it runs, for its CPU to wake up.
 //!
 //! Owns: what was seen last. Locks: none; it is worker 0's.
 
@@ -73,8 +73,8 @@ impl Calm {
         self.seen = None;
     }
 
-    /// False, for a while, when somebody wants the CPU on which the worker runs; where nobody can
-    /// tell it never has one for itself.
+    /// False, for a while, when another thread wants the CPU on which the worker runs, and always
+    /// where that cannot be told.
     fn is_unwanted(&mut self, times: Option<CpuTimes>, now: Nanos) -> bool {
         let Some(times) = times else { return false };
         let Some((then, _)) = self.seen.replace((times, now)) else { return true };

@@ -10,8 +10,8 @@
 //! between the two the batch stands in [`Jobs`](crate::mm::batch::Jobs).
 //!
 //! Invariants
-//! 1. Between take and finish, the frames of the slab are read by the batch's holder alone and
-//!    moved by nobody.
+//! 1. Between take and finish, the frames of the slab are read by the batch's holder alone, and
+//!    no thread moves them.
 //! 2. A page is moved out only while its word is `Present` and the memory lock is held, and only of
 //!    a mapping that was seen to be armed in this batch ([`crate::reclaim::unarmed`]).
 //! 3. A page that no device takes stays in compressed memory's raw form: it is never dropped.
@@ -392,8 +392,8 @@ impl Batch {
                     kept.next_if(|kept| kept.0 == place);
                     continue;
                 }
-                // SAFETY: the frame is full and this batch's (invariant 1); nobody writes it before
-                // `finish`.
+                // SAFETY: the frame is full and this batch's (invariant 1); nothing writes it
+                // before `finish`.
                 let page = unsafe { &*engine.frame_addr(frame).as_ptr::<Page>() };
                 if let Some((_, old)) = kept.next_if(|kept| kept.0 == place) {
                     // Old slots of frames on their way out belong to this batch until `finish`.
@@ -443,7 +443,7 @@ impl Batch {
         engine.count(Counter::RejectPoolFull, refused);
         self.store_beyond(engine);
         if refused > 0 {
-            // Somebody is to make room in compressed memory.
+            // A worker is to make room in compressed memory.
             engine.call_workers();
         }
     }

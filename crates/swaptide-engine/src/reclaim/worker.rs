@@ -78,7 +78,7 @@ const REVIEWED_CHUNKS_PER_HOLD: usize = 64;
 const REVIEW_INTERVAL: Duration = Duration::from_millis(1);
 /// Of the pages that arrived, at most this many count when pages are to be copied.
 const MAX_COUNTED_PAGES: u64 = 1024;
-/// So often in a row may breaking the sharing of pages lead to nothing: somebody else holds them
+/// So often in a row may breaking the sharing of pages lead to nothing: something else holds them
 /// (pinned for input or output, say).
 const MAX_FAILED_UNSHARES: u32 = 4;
 /// Then sharing is broken only this often.
@@ -248,7 +248,7 @@ impl Worker {
     }
 
     /// Makes compressed memory smaller while no thread wants anything, so that there is room when
-    /// somebody does. False when nothing is cold.
+    /// one does. False when nothing is cold.
     fn recompress_some(&mut self, engine: &Engine) -> bool {
         let pool = &engine.devices.pool;
         if self.recompress.step(engine, &mut self.compressor, &mut self.unpacker) {

@@ -27,13 +27,13 @@ use crate::sched::deadline::{Deadline, WAIT_SLICE, Waited};
 
 /// No fork is under way.
 pub const NO_FORK: u32 = 0;
-/// The handler stands still for the forking thread.
+/// The handler is prepared for the fork, and waits for the forking thread.
 pub(crate) const PREPARED: u32 = 1;
 /// The forking thread shall bring the handler its end.
 const END_SOCKET: u32 = 2;
 /// It has brought it.
 const END_SENT: u32 = 3;
-/// The handler cannot hear of a fork.
+/// The handler cannot learn of a fork.
 pub(crate) const REFUSED: u32 = 4;
 /// See the module's description.
 pub struct ForkControl {
@@ -45,7 +45,7 @@ pub struct ForkControl {
     pub phase: AtomicU32,
     /// The forking thread.
     pub forker: AtomicU32,
-    /// It has seen that the handler stands still, and continues: where it waits for a lock from now
+    /// It has seen that the handler is prepared, and continues: where it waits for a lock from now
     /// on, that is not this one's.
     goes_on: AtomicBool,
     pub(crate) token: AtomicU64,
@@ -135,7 +135,7 @@ impl ForkControl {
     /// The kernel tells the process that connects. Only this one is listened to, and nothing is
     /// ever sent. Strangers cannot leave descriptors there. Where they can, before Linux 6.16, they
     /// are hung up on and their connections stay open: to close one would drop what its maker has
-    /// sent, and a socket among that lasts as long as he likes (`SO_LINGER`).
+    /// sent, and a socket among that lasts as long as its maker likes (`SO_LINGER`).
     pub(crate) fn fetch_end(&self) -> Option<Conn> {
         self.fetch_end_by(|listener| listener.deny_descriptors().is_ok())
     }
@@ -238,7 +238,7 @@ impl ForkControl {
         }
     }
 
-    /// In the handler: the child was killed, and somebody is to say so.
+    /// In the handler: the child was killed, and the forking thread is to say so.
     pub(crate) fn tell_of_kill(&self) {
         self.killed.store(true, Release);
     }

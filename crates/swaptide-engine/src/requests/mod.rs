@@ -45,7 +45,7 @@ use crate::sched::deadline::{WAIT_SLICE, Waited};
 pub enum HandlerRequest {
     /// Look for memory to adopt.
     Adopt = 0,
-    /// Stand still: the asking thread is about to fork.
+    /// Prepare for a fork: the asking thread is about to call it.
     ForkPrepare = 1,
     /// The mailbox holds a hint.
     Hint = 2,

@@ -1,4 +1,4 @@
-//! How long somebody is waited for.
+//! How long another thread or process is waited for.
 //!
 //! Two kinds of waits: a thread of the program waits for the handler with all signals blocked
 //! ([`Waited`]), and an engine thread waits for another process ([`Deadline`]).

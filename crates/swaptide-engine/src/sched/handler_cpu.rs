@@ -91,7 +91,7 @@ pub(crate) fn leave_sched_idle() {
     let tid = IN_IDLE_CLASS.swap(0, Relaxed);
     if tid != 0 {
         // Should the handler leave or enter the class at this moment, it is in the normal one now
-        // and hears of it below.
+        // and sees the flag that is set below.
         let _ = sched_normal(tid);
         TAKEN_OUT_OF_IDLE.store(true, Relaxed);
     }

@@ -19,10 +19,10 @@
 //!    the mapping then.
 //!
 //! 4. A large mapping that the program makes through libc is adopted before its maker gets it: a
-//!    program fills faster than anybody looks.
+//!    program fills it before the next look.
 //!
 //! 5. Where the program has read and not yet written, the kernel has mapped its page of zeros, and
-//!    would answer the first write without a fault that anybody sees. What is so in whole chunks
+//!    would answer the first write without a fault that user space sees. What is so in whole chunks
 //!    goes out at once, so that growth there is seen, too.
 //!
 //! 6. What is registered and not listed yet stands in `Mm::armed`, from before its registration on:

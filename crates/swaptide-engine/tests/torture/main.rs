@@ -81,8 +81,8 @@ unsafe extern "C" {
     // The thread sanitizer's fork keeps all locks of its own until the kernel has made the child,
     // which it has when the handler has read that it does; and the handler, whose code asks for
     // those locks too, would never come to that. So it is not to know of the fork. What its locks
-    // are in the child is how they were left by those that are not there any more: everybody else
-    // is at rest then, and a child that finds one held is let down (see `fork_once`).
+    // are in the child is how they were left by those that are not there any more: all other
+    // threads are at rest then, and a child that finds one held is let down (see `fork_once`).
     #[cfg(tsan)]
     #[link_name = "_Fork"]
     fn fork() -> i32;

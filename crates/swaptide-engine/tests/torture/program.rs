@@ -225,7 +225,7 @@ extern "C" fn fork_once(quiet: c_int) -> c_long {
     engine.fork.forker.store(gettid().0, Release);
     engine.fork.open_ends();
     engine.handler_requests.submit(HandlerRequest::ForkPrepare);
-    assert!(engine.fork.wait_until_prepared(u64::MAX), "the handler stands still");
+    assert!(engine.fork.wait_until_prepared(u64::MAX), "the handler is prepared");
     // SAFETY: the child continues with the engine's locks as the preloaded library's does; libc's
     // and the sanitizers' are seen to by fork itself.
     let pid = unsafe { fork() };
@@ -252,7 +252,7 @@ fn begin_child(engine: &'static Engine, parent: u32, declines: bool) {
     IS_CHILD.store(true, Relaxed);
     begin_in_child();
     // The parent's end of the pair of sockets is open here, too: unlike in a preloaded library,
-    // threads share their descriptors. Nobody would hear of its end.
+    // threads share their descriptors. No thread would be told of its end.
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     after_fork_in_child();
     // SAFETY: the lock was taken by this thread's original.

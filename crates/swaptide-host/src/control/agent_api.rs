@@ -36,7 +36,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 /// longest.
 const MAX_WAITING_CLIENTS: usize = 24;
 
-/// How long nobody is taken in where there is no descriptor left.
+/// How long no client is accepted where there is no descriptor left.
 const CROWDED_BACKOFF: Duration = Duration::from_millis(5);
 
 /// Connections to servers that are being made at a time for one process (as many as its engine
@@ -160,8 +160,8 @@ impl AgentServer {
                 Ok((client, _)) => client,
                 Err(errno) => {
                     if errno != Errno::AGAIN {
-                        // There is no descriptor for it, and who waits would wake this thread again
-                        // at once.
+                        // There is no descriptor for it, and a client that waits would wake this
+                        // thread again at once.
                         std::thread::sleep(CROWDED_BACKOFF);
                     }
                     break;
@@ -315,8 +315,8 @@ impl AgentServer {
     }
 }
 
-/// What came with a request. Only userfaultfds are of use: what else there is is closed by nobody
-/// who is waited for.
+/// What came with a request. Only userfaultfds are of use: anything else is closed by a thread
+/// that no other waits for.
 struct ReceivedFd(Option<OwnedFd>);
 
 impl ReceivedFd {

@@ -3,7 +3,7 @@
 //!
 //! Without `CAP_SYS_PTRACE` the kernel gives no userfaultfd to a forked child, which would read
 //! zeros where its parent is swapped. A thread that is about to fork asks to be followed
-//! ([`swaptide_ipc::Request::Fork`]). Its child stands still at its birth, and is made to begin at
+//! ([`swaptide_ipc::Request::Fork`]). Its child is stopped at its birth, and is made to begin at
 //! a function of the agent's, which arms the child's memory before anything else runs there. That
 //! needs no privilege, for all of the tree are descendants of the supervisor's. So none is used: a
 //! supervisor that may trace any process would otherwise lend that right to its programs.
@@ -15,15 +15,15 @@
 //! | stage | until |
 //! |---|---|
 //! | `Ahead` | the thread has forked, or says that it has not (it hangs up) |
-//! | `Birth` | the child stands still at its birth, which may be told of before the fork is |
+//! | `Birth` | the child is stopped at its birth, which may be told of before the fork is |
 //! | `PendingChild` | the child says that its memory is armed, or is gone |
-//! | `Leaving` | the thread, which has not forked, stands still and can be detached |
+//! | `Leaving` | the thread, which has not forked, is stopped and can be detached |
 //!
 //! A thread that executes a program is detached at that moment, at any stage.
 //!
 //! Invariants
 //! 1. A child that cannot be made to begin there is killed before it runs.
-//! 2. The forking thread stands still until its child's memory is armed, or the child is gone.
+//! 2. The forking thread is stopped until its child's memory is armed, or the child is gone.
 //! 3. If the supervisor is killed meanwhile, both are: neither continues with zeros.
 //! 4. A child that has not armed its memory after `REGISTER_TIMEOUT` is killed, and its parent
 //!    continues. Time in which it is stopped does not count, nor time in which it was not looked
@@ -218,7 +218,7 @@ impl TracedForks {
         let mut killed = Vec::new();
         self.forks.retain_mut(|fork| match &mut fork.stage {
             Stage::Ahead if has_word(fork.client.as_fd()) => {
-                // It has not forked. It is detached when it stands still.
+                // It has not forked. It is detached when it is stopped.
                 fork.stage = Stage::Leaving;
                 fork.parent.interrupt().is_ok()
             }
@@ -359,7 +359,7 @@ impl TracedForks {
 
 fn begin(child: Tracee, entry: u64, frame: u64) -> Result<OwnedFd, Errno> {
     let life = pidfd_open(child.tid())?;
-    // SAFETY: it stands still at its birth, and has a copy of the memory of the thread that asked
+    // SAFETY: it is stopped at its birth, and has a copy of the memory of the thread that asked
     // for this.
     unsafe { child.begin_at(entry, frame) }?;
     child.release(0)?;

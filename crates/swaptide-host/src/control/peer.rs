@@ -77,7 +77,7 @@ impl Peer {
     pub fn open(&self, name: &str, sender: Sender) -> Option<OwnedFd> {
         let pid = self.pid;
         // The process that opens a page map decides whether it shows physical page numbers, which
-        // are not for everybody.
+        // are not for all users.
         let open = || File::open(format!("/proc/{pid}/{name}")).ok();
         let file = without(CapabilitySet::SYS_ADMIN, open)??;
         // What all may read is told of all.

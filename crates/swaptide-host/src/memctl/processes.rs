@@ -209,7 +209,7 @@ impl ProcessTree {
         }
         let started = Instant::now();
         let Ok(all) = processes() else {
-            // There is no descriptor left: it is tried again, though nobody may be started then.
+            // There is no descriptor left: it is tried again, though no process may start then.
             self.scanned = Some(started);
             return;
         };

@@ -37,7 +37,7 @@ impl Launcher {
                     LauncherMessage::Started(pid) => self.program = Some(pid),
                     LauncherMessage::Failed(message) => return Err(RunError::Start(message)),
                     LauncherMessage::Said(line) => report_line(&line),
-                    // As the program stands still, so does this process: the shell takes the
+                    // As the program is stopped, so is this process: the shell takes the
                     // terminal back.
                     LauncherMessage::Stopped => signals::send(std::process::id(), libc::SIGSTOP),
                     LauncherMessage::Ended { status, lines, stays } => {

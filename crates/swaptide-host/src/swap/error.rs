@@ -92,8 +92,7 @@ pub enum DeviceError {
     /// An export of which each connection shows another content.
     #[error(
         "{0}: what one connection writes another does not read: each has a content of its own, or \
-        somebody else writes there; set up the server so that all share one, and give it to nobody \
-        else"
+        another client writes there; configure one shared content and no other client"
     )]
     ManyContents(String),
     /// An export that is not empty.

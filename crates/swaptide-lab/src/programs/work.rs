@@ -181,7 +181,7 @@ impl TargetMemory {
         let flags = libc::MAP_ANONYMOUS
             | libc::MAP_NORESERVE
             | if shared { libc::MAP_SHARED } else { libc::MAP_PRIVATE };
-        // By way of the C library, as a program would: there the run hears of it.
+        // By way of the C library, as a program would: there the run learns of it.
         // SAFETY: a new mapping where the kernel has room.
         let start = unsafe {
             libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)

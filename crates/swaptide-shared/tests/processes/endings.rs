@@ -171,7 +171,8 @@ pub(super) fn raw_clone(words: &Words, mine: &mut Mine) {
     assert_eq!(wait_for(child), 0);
 }
 
-/// A process whose userfaultfd is of no use is refused, and hinders nobody for as long as it lives.
+/// A process whose userfaultfd is of no use is refused, and hinders no other for as long as it
+/// lives.
 pub(super) fn a_refused_process() {
     use std::io::Read;
     let (host, region) = start(16 * MIB, 48 * MIB);

@@ -3,8 +3,8 @@
 //! Where every read begins with a seek, the page asked for costs as much as all that lies around
 //! it, and what went out together is often wanted together, wherever it belongs. So a page that is
 //! read alone brings an aligned block of slots along, as many as the last ones proved worth it.
-//! They are held here, in the order they came; nobody is given them before he asks, so each one
-//! that is asked for is a *hit*, and known. (docs/linux-swap.md, "Readahead", has the rule.
+//! They are held here, in the order they came; none is given out before it is asked for, so each
+//! one that is asked for is a *hit*, and known. (docs/linux-swap.md, "Readahead", has the rule.
 //! Where an address's neighbours are wanted is another matter, and the engine's.)
 //!
 //! Invariants
@@ -14,7 +14,7 @@
 //! 2. A page is held once and handed out once. What is held already and lies in the middle of a
 //!    larger block is read with it, for one sweep is what a rotational disk is good at; its older
 //!    copy is forgotten.
-//! 3. What is read ahead costs nobody an error: when a read fails, the pages asked for are read
+//! 3. What is read ahead causes no error: when a read fails, the pages asked for are read
 //!    alone.
 //! 4. One read is one sweep: what lies further away on the device than the block would be long is
 //!    left where it is.

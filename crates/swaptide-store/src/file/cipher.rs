@@ -5,8 +5,8 @@
 //! that no other has, so a counter is enough for the nonce. The place is authenticated with the
 //! object: one that turns up elsewhere does not open.
 //!
-//! What lies on an area without a cipher is [`Form::Plain`]: anybody who can read the area can read
-//! it. Its tag is POLYVAL under a secret key, over counter, place and object. Tags stay in memory,
+//! What lies on an area without a cipher is [`Form::Plain`]: what can read the area can read it.
+//! Its tag is POLYVAL under a secret key, over counter, place and object. Tags stay in memory,
 //! so a writer to the area learns none, and what was changed there does not open either.
 //!
 //! Invariant: a counter is used for one object only, as long as the cipher lives. Two objects under

@@ -286,7 +286,7 @@ impl SwapFile {
                     && err.raw_os_error() != Some(Errno::AGAIN.raw_os_error())
                     && err.raw_os_error() != Some(Errno::BUSY.raw_os_error())
                 {
-                    // Nobody can tell any more which buffers the kernel still writes to.
+                    // It is unknown by now which buffers the kernel still writes to.
                     panic!(
                         "swap file: io_uring does not answer ({err}) with {left} reads under way"
                     );

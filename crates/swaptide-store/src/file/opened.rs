@@ -10,8 +10,8 @@ pub enum Opened {
     File(OwnedFd),
     /// An export of an NBD server: a connection, and the way to more of them.
     Nbd {
-        /// A socket in the transmission phase; none while nobody can make one, which [`Dialer`] is
-        /// asked for until a call's patience is over.
+        /// A socket in the transmission phase; none while none can be made: [`Dialer`] is
+        /// asked for one until the call's time is over.
         connection: Option<OwnedFd>,
         /// What was negotiated.
         export: Export,

@@ -7,8 +7,8 @@
 //! An extent may have a copy on a *mirror*, a local device, while the extent's own is a server's.
 //! Then writes go to both, and fail if one fails; reads go to the mirror, which answers at once,
 //! and to the server if the mirror fails or has something else than was written
-//! ([`BlockIo::read_copy`]). So what is mirrored is there as long as one of both is, and nobody
-//! waits for a server to read it.
+//! ([`BlockIo::read_copy`]). So what is mirrored is there as long as one of both is, and no
+//! thread waits for a server to read it.
 //!
 //! Invariants:
 //! 1. A transfer goes to the device whose generation is that of the extent's place at that moment.
@@ -61,7 +61,7 @@ pub trait AreaDirectory: Send + Sync {
     /// Where an extent lies that is leased.
     fn locate(&self, extent: Extent) -> Option<Location>;
 
-    /// Opens an area for this process. May wait for somebody else.
+    /// Opens an area for this process. May wait for another process.
     ///
     /// # Errors
     /// What this process lacks for that (descriptors, say), or `NODEV`.

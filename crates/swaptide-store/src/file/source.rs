@@ -17,7 +17,7 @@ pub trait ExtentSource: Sync {
     /// still read it (see [`super::FileDevice::freeze_all`]) or the file system refused.
     fn release(&self, extent: Extent, exclusive_hole_punch: bool);
 
-    /// Gives an extent back that others may refer to. True when nobody does: then it is the
+    /// Gives an extent back that others may refer to. True when none does: then it is the
     /// caller's alone once more, to be punched and given back.
     fn release_shared(&self, extent: Extent) -> bool {
         self.release(extent, false);
@@ -46,7 +46,7 @@ pub trait ExtentSource: Sync {
     fn bar(&self, _extent: Extent) {}
 
     /// Whether a server may still carry out an earlier write or trim there: nothing more is written
-    /// to it then, and nothing trimmed, and the source lets nobody lease it.
+    /// to it then, and nothing trimmed, and the source lets no process lease it.
     fn is_in_doubt(&self, _extent: Extent) -> bool {
         false
     }

@@ -169,7 +169,7 @@ impl BlockIo for Disk {
 struct PoolState {
     free: Vec<u32>,
     next: u32,
-    /// Leased by nobody, as the segment does it.
+    /// Leased by no process, as the segment does it.
     in_doubt: BTreeSet<u32>,
     /// How many hold each extent.
     holders: BTreeMap<u32, u32>,

@@ -220,7 +220,7 @@ fn reserve(
             continue;
         }
         if full == Full::Entirely && !store.emptied.lock().is_empty() {
-            // There is room, and nobody has said so yet.
+            // There is room that no server was told of yet.
             store.release_remote();
             continue;
         }

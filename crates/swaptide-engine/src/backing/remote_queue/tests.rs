@@ -59,14 +59,14 @@ fn orders_are_read_to_their_buffers_and_what_is_not_there_keeps_nothing_else_awa
     };
     assert!(found(&orders[0]) == [(1, page(1)), (0x8000, page(2))]);
     assert!(found(&orders[1]) == [(0x80, page(3))]);
-    // Somebody frees a page between its order and the reading.
+    // A page is freed between its order and the reading.
     device.free(Slot(2));
     let mut orders = [order(3, &[(0, 1), (1, 2), (2, 4)]), order(9, &[(7, 5)])];
     far.read(device, &mut orders, false, |line| panic!("{line}"));
     assert_eq!(
         orders.map(|order| (order.read, order.lost)),
         [(0b101, 0), (0x80, 0)],
-        "it is nobody's loss"
+        "a freed page is no loss"
     );
     assert!(far.pages(&orders[0]).any(|(bit, _, there)| bit == 0b100 && *there == page(4)));
 }

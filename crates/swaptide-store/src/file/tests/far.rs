@@ -40,7 +40,7 @@ impl BlockIo for Slow {
     }
 }
 
-/// A device on one, what tells that somebody waits, and what lets him continue.
+/// A device on one, what tells that a thread waits, and what lets it continue.
 fn slow(writes: bool) -> (FileDevice, mpsc::Receiver<()>, mpsc::Sender<()>) {
     let ((begun, has_begun), (let_go, go)) = (mpsc::channel(), mpsc::channel());
     let slow = Slow {

@@ -133,7 +133,7 @@ fn what_the_server_lost_is_on_the_mirror() {
     three.files[0].set_len(0).unwrap();
     holds(&device, 0..4000);
     let failures = three.failures.iter().map(|n| n.load(Relaxed)).collect::<Vec<_>>();
-    assert_eq!(failures, [0, 0, 0], "nobody asked the server");
+    assert_eq!(failures, [0, 0, 0], "the server was not asked");
 }
 
 #[test]

@@ -24,7 +24,7 @@ fn what_is_plain_lies_there_as_it_is_and_opens_only_where_and_as_it_was_written(
             assert_eq!(
                 at as usize / EXTENT_PAGES,
                 1,
-                "slot {slot} lies open to everybody where it should not"
+                "slot {slot} lies there unencrypted where it should not"
             );
             plain += 1;
         }

@@ -104,7 +104,7 @@ fn what_is_answered_after_it_was_given_up_comes_nowhere() {
     assert_eq!(guarded_read(&nbd, 8192, 4096).0, Err(Errno::TIMEDOUT));
     assert!(start.elapsed() >= slow.read_patience);
     delay.store(0, SeqCst);
-    // The answers to what was given up come about now; nobody takes them for others.
+    // The answers to what was given up come about now; they are not taken for others.
     for block in 0..100 {
         let offset = block % 7 * 4096;
         assert_eq!(guarded_read(&nbd, offset, 4096), (Ok(4096), lab.on_disk(offset, 4096)));

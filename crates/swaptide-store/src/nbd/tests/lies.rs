@@ -93,8 +93,8 @@ fn a_lie_is_never_believed() {
         let (answer, data) = guarded_read(&nbd, 8192, 4096);
         let name = *name.lock().unwrap();
         assert_eq!(answer, Ok(4096), "{name}");
-        // Two replies: the first one is one, and nobody can tell that it is a lie but who sealed
-        // the page.
+        // Two replies: the first one counts, and only the tag of the sealed page can tell that
+        // it is a lie.
         if name == "two replies" {
             assert_eq!(data, [0x66; 4096], "{name}");
             assert_eq!(guarded_read(&nbd, 8192, 4096).1, lab.on_disk(8192, 4096), "{name}");
