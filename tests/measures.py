@@ -24,7 +24,11 @@ import imports  # noqa: E402
 ROOT = imports.ROOT
 MAX_FIELDS = 15
 MAX_IMPL_FILES = 2
+# From here on a function is printed; one past the second number fails the check.
 MAX_FUNCTION_LINES = 80
+MOST_FUNCTION_LINES = 100
+# Experiments are read from top to bottom.
+ANY_LENGTH = ("swaptide-lab",)
 # How many of the longest files and widest modules are printed.
 SHOWN = 3
 
@@ -305,6 +309,13 @@ def main():
         count += len(measured)
         if options.check:
             errors += check(crate.name, measured)
+            errors += [
+                f"{file.path.relative_to(ROOT)}:{function.first_line}: fn {function.name} has "
+                f"{function.lines} lines, at most {MOST_FUNCTION_LINES}: split it"
+                for file in files
+                for function in file.functions
+                if function.lines > MOST_FUNCTION_LINES and crate.name not in ANY_LENGTH
+            ]
         else:
             show(crate, files, measured, options.all)
     for error in errors:

@@ -255,33 +255,22 @@ impl AgentServer {
             shared?.serve(request, &message[1..length], fd, client.into_inner(), pid);
             return Some(request);
         }
-        let opened;
-        let descriptor = match request {
-            Request::Segment => segment.as_fd(),
+        match request {
+            Request::Segment => {
+                client.send(&message[..1], &[segment.as_fd()]).ok()?;
+            }
             Request::Area if areas.is_far(AreaId(message[1])) => {
-                let areas = Arc::clone(areas);
                 let dial = self.dials.begin(pid)?;
-                let open = move || {
-                    let _dial = dial;
-                    // What it starts (the pumps of a connection with TLS) is work, and no look.
-                    go_normally();
-                    if let Ok(fd) = areas.open(AreaId(message[1])) {
-                        // The client may have gone.
-                        let _ = client.send(&message[..1], &[fd.as_fd()]);
-                    }
-                };
-                std::thread::Builder::new().name("dial".into()).spawn(open).ok()?;
-                return Some(request);
+                open_in_thread(client, Arc::clone(areas), AreaId(message[1]), dial)?;
             }
             Request::Area => {
-                opened = areas.open(AreaId(message[1])).ok()?;
-                opened.as_fd()
+                let opened = areas.open(AreaId(message[1])).ok()?;
+                client.send(&message[..1], &[opened.as_fd()]).ok()?;
             }
             Request::Device => {
-                opened = OwnedFd::from(
-                    File::options().read(true).write(true).open("/dev/userfaultfd").ok()?,
-                );
-                opened.as_fd()
+                let opened =
+                    File::options().read(true).write(true).open("/dev/userfaultfd").ok()?;
+                client.send(&message[..1], &[opened.as_fd()]).ok()?;
             }
             Request::Pagemap | Request::Maps | Request::Statm => {
                 let name = match request {
@@ -289,19 +278,17 @@ impl AgentServer {
                     Request::Maps => "maps",
                     _ => "statm",
                 };
-                opened = peer.open(name, sender?)?;
-                opened.as_fd()
+                let opened = peer.open(name, sender?)?;
+                client.send(&message[..1], &[opened.as_fd()]).ok()?;
             }
             Request::Identity => {
                 let mut reply = [message[0], 0, 0, 0, 0];
                 reply[1..].copy_from_slice(&pid.to_le_bytes());
                 client.send(&reply, &[]).ok()?;
-                return Some(request);
             }
             Request::Handshake => {
                 vouch(fd.userfaultfd()?, u64::from_le_bytes(message[1..9].try_into().ok()?))?;
                 client.send(&message[..1], &[]).ok()?;
-                return Some(request);
             }
             Request::Fork
             | Request::Region
@@ -309,10 +296,28 @@ impl AgentServer {
             | Request::Guard
             | Request::Advise
             | Request::Hold => return None,
-        };
-        client.send(&message[..1], &[descriptor]).ok()?;
+        }
         Some(request)
     }
+}
+
+/// Opens an area that may take its time, and sends it when it is open.
+fn open_in_thread(
+    client: ClientConn,
+    areas: Arc<dyn AreaOpener>,
+    id: AreaId,
+    dial: Dial,
+) -> Option<()> {
+    let open = move || {
+        let _dial = dial;
+        // What it starts (the pumps of a connection with TLS) is work, and no look.
+        go_normally();
+        if let Ok(fd) = areas.open(id) {
+            // The client may have gone.
+            let _ = client.send(&[Request::Area as u8], &[fd.as_fd()]);
+        }
+    };
+    std::thread::Builder::new().name("dial".into()).spawn(open).ok().map(drop)
 }
 
 /// What came with a request. Only userfaultfds are of use: anything else is closed by a thread

@@ -191,49 +191,18 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
     let joined = if alone { None } else { look_for_daemon(config, ram.map(|_| budget), &program)? };
     let mut users = config.userfaultfd.or(file.userfaultfd).unwrap_or_default();
     let mut follows_forks = forks == Forks::Followed;
-    let (segment, segment_fd, place, frame) = match joined {
+    let place = match joined {
         Some((joined, segment_fd, join)) => {
             if joined.userfaultfd == Users::SameUser {
                 users = Users::SameUser;
             }
             // As its engines do, which go by the daemon's segment.
             follows_forks = joined.follows_forks;
-            let system = |error| RunError::System("the daemon's segment", error);
-            let map = SharedMap::map(segment_fd.as_fd(), Segment::BYTES)
-                .map_err(|errno| system(errno.into()))?;
-            let segment = Segment::open(map).map_err(|error| system(io::Error::other(error)))?;
-            let codec = Scheme::from_number(joined.codec);
-            let acceptance = PoolAcceptance::of(segment);
-            let frame = ReportFile {
-                budget: joined.budget,
-                pool_cap: joined.pool_cap,
-                codec,
-                acceptance,
-                program,
-            };
-            (
-                segment,
-                segment_fd,
-                RunMode::Daemon { join, areas: Arc::new(RemoteAreas::new(segment)) },
-                frame,
-            )
+            place_under_daemon(&joined, segment_fd, join, program)?
         }
-        None => {
-            mirror::resolve_all(&mut devices, &tiers_of(config, &file)).map_err(RunError::Swap)?;
-            let space = spec::open(&devices, budget).map_err(RunError::Swap)?;
-            let (segment, segment_fd) = set_up_segment(config, budget, &space)
-                .map_err(|error| RunError::System("shared segment", error))?;
-            let areas = Arc::new(Areas::new(segment));
-            let RunSwapSpace { pool_cap, codec, acceptance, .. } = space;
-            let frame = ReportFile { budget, pool_cap, codec, acceptance, program };
-            for backing in space.beyond {
-                areas.add(backing).map_err(RunError::Area)?;
-            }
-            let mut groups = Box::new(GroupTree::new(segment, budget));
-            let group = set_up_groups(config, &file, &mut groups)?;
-            (segment, segment_fd, RunMode::Alone { areas, groups, group }, frame)
-        }
+        None => place_of_its_own(config, &file, budget, &mut devices, program)?,
     };
+    let RunPlace { segment, segment_fd, mode, frame } = place;
     Ok(Prepared {
         target,
         arguments: arguments.to_vec(),
@@ -241,7 +210,7 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         frame,
         segment,
         segment_fd,
-        place,
+        place: mode,
         report,
         quiet: config.quiet,
         strict: config.strict,
@@ -252,6 +221,60 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         started,
         inherited_fds,
     })
+}
+
+/// Where a run is accounted.
+struct RunPlace {
+    segment: &'static Segment,
+    segment_fd: OwnedFd,
+    mode: RunMode,
+    frame: ReportFile,
+}
+
+/// The daemon's segment and areas.
+fn place_under_daemon(
+    joined: &Joined,
+    segment_fd: OwnedFd,
+    join: Join,
+    program: String,
+) -> Result<RunPlace, RunError> {
+    let system = |error| RunError::System("the daemon's segment", error);
+    let map =
+        SharedMap::map(segment_fd.as_fd(), Segment::BYTES).map_err(|errno| system(errno.into()))?;
+    let segment = Segment::open(map).map_err(|error| system(io::Error::other(error)))?;
+    let frame = ReportFile {
+        budget: joined.budget,
+        pool_cap: joined.pool_cap,
+        codec: Scheme::from_number(joined.codec),
+        acceptance: PoolAcceptance::of(segment),
+        program,
+    };
+    let mode = RunMode::Daemon { join, areas: Arc::new(RemoteAreas::new(segment)) };
+    Ok(RunPlace { segment, segment_fd, mode, frame })
+}
+
+/// A segment, areas and groups of the run's own.
+fn place_of_its_own(
+    config: &RunConfig,
+    file: &Config,
+    budget: u64,
+    devices: &mut [spec::Device],
+    program: String,
+) -> Result<RunPlace, RunError> {
+    mirror::resolve_all(devices, &tiers_of(config, file)).map_err(RunError::Swap)?;
+    let space = spec::open(devices, budget).map_err(RunError::Swap)?;
+    let (segment, segment_fd) = set_up_segment(config, budget, &space)
+        .map_err(|error| RunError::System("shared segment", error))?;
+    let areas = Arc::new(Areas::new(segment));
+    let RunSwapSpace { pool_cap, codec, acceptance, .. } = space;
+    let frame = ReportFile { budget, pool_cap, codec, acceptance, program };
+    for backing in space.beyond {
+        areas.add(backing).map_err(RunError::Area)?;
+    }
+    let mut groups = Box::new(GroupTree::new(segment, budget));
+    let group = set_up_groups(config, file, &mut groups)?;
+    let mode = RunMode::Alone { areas, groups, group };
+    Ok(RunPlace { segment, segment_fd, mode, frame })
 }
 
 /// What a daemon would give this run, if one is there.
