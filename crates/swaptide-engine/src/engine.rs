@@ -190,12 +190,15 @@ pub struct Engine {
     swap_full: SwapFull,
     /// What the engine was started with.
     pub start: Start,
-    /// What a test wants to fail.
-    pub injection: Injection,
     own: OwnNames,
 }
 
 impl Engine {
+    /// What a test wants to fail.
+    pub fn injection(&self) -> Injection {
+        self.devices.injection()
+    }
+
     /// Makes an engine with nothing under management.
     ///
     /// # Errors
@@ -277,7 +280,6 @@ impl Engine {
                 cancelled: (0..frames.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
             },
             swap_full: SwapFull::default(),
-            injection: Injection::of(&start.segment.header),
             start,
             own: OwnNames { uffd: AtomicPtr::new(Box::into_raw(Box::new(uffd))), index },
         })
@@ -551,7 +553,7 @@ impl Engine {
         self.remote_reads.serve(
             &self.devices.file.device,
             || self.retired.load(Acquire),
-            self.injection,
+            self.injection(),
             self.start.log,
         );
     }

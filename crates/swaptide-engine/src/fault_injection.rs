@@ -85,7 +85,7 @@ impl Injection {
         }
     }
 
-    /// Stands still for good if a test wants it here.
+    /// Stops for good if a test wants it here.
     pub(crate) fn stand_still(self, at: Standstill) {
         while self.wants(at as u32) {
             sleep(Duration::from_millis(100));

@@ -65,7 +65,7 @@ const STUCK_CHILD: u32 = 8;
 /// Stops where a test asks for it at this stage.
 fn inject_standstill(engine: &Engine, stage: u32) {
     let seconds = if stage == SILENT_CHILD { 4 } else { u64::MAX };
-    if engine.injection.wants(stage) {
+    if engine.injection().wants(stage) {
         sleep(Duration::from_secs(seconds));
     }
 }

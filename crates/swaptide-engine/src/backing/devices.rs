@@ -413,6 +413,11 @@ impl FileTier {
 }
 
 impl Devices {
+    /// What a test wants to fail.
+    pub(crate) fn injection(&self) -> Injection {
+        self.file.areas.injection
+    }
+
     /// What compressed memory holds for an entry of it will be loaded soon: has it brought near
     /// while there is something else to do.
     pub(crate) fn prefetch(&self, entry: SwapEntry) {

@@ -232,7 +232,7 @@ impl Loader {
     /// A read that began at `began` has failed for want of something of this process's own: waits a
     /// moment.
     pub(crate) fn wait_for_means(&mut self, error: &ReadError, began: Nanos) {
-        let (is_test, log) = (self.engine.injection.shortens_timeouts(), self.engine.start.log);
+        let (is_test, log) = (self.engine.injection().shortens_timeouts(), self.engine.start.log);
         self.shortage.pause(error, began, is_test, log);
     }
 

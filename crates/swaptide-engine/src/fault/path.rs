@@ -108,7 +108,7 @@ impl FaultPath {
             hints: ReadingHints::default(),
             copy: Mapping::reserve(COPY_BYTES)
                 .map_err(|e| EngineError::Memory("the copy buffer", e))?,
-            tests: HandlerFaults::new(engine.injection),
+            tests: HandlerFaults::new(engine.injection()),
         })
     }
 

@@ -209,7 +209,7 @@ pub fn child_init(engine: &Engine) -> Result<(), Errno> {
     // SAFETY: the number is the child's end in this process's table; it stays open for the thread
     // that takes over, and is not closed here.
     let conn = ManuallyDrop::new(Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) }));
-    engine.injection.stand_still(Standstill::ChildStarts);
+    engine.injection().stand_still(Standstill::ChildStarts);
     conn.send(&[MSG_STARTED], &[])?;
     let mut message = [0u8; 1 + MAX_DOUBTFUL_RANGES * DOUBT_BYTES];
     let (length, _) = conn.recv(&mut message, &mut [])?;

@@ -97,7 +97,7 @@ impl ForkServer {
         let mut done_at = None;
         let mut has_child = false;
         let mut patience = Deadline::new(bound(engine, HELLO_TIMEOUT));
-        engine.injection.stand_still(Standstill::HandingOver);
+        engine.injection().stand_still(Standstill::HandingOver);
         if channel.is_none() {
             (engine.start.log)(
                 "no channel to a forked child: it gets all its memory at once and is not \
@@ -322,7 +322,7 @@ impl ForkServer {
 }
 
 fn bound(engine: &Engine, usual: Duration) -> Duration {
-    if engine.injection.shortens_timeouts() { IN_TESTS } else { usual }
+    if engine.injection().shortens_timeouts() { IN_TESTS } else { usual }
 }
 
 /// Waits a moment for a message of this process or a child.

@@ -86,7 +86,7 @@ impl ForkServer {
         pager.path.reader.cpu.leave(now());
         // The last fork's end may have been told after its hand-over.
         pager.path.reader.fork.is_done = false;
-        engine.injection.stand_still(Standstill::BeforeFork);
+        engine.injection().stand_still(Standstill::BeforeFork);
         self.park_workers(pager);
         while pager.path.worker.store_waiting(engine) {}
         engine.mm.lock().staging.trim(0);
@@ -113,7 +113,7 @@ impl ForkServer {
         self.list_then = engine.mm.lock().regions.changes();
         pager.path.reader.fork.has_applied = false;
         engine.fork.set(PREPARED);
-        engine.injection.stand_still(Standstill::Prepared);
+        engine.injection().stand_still(Standstill::Prepared);
         self.await_child(pager, forker, conn.as_ref());
         self.torn |= pager.path.reader.fork.is_torn;
         if let Some(child) = pager.path.reader.fork.child.take() {

@@ -368,7 +368,7 @@ impl Worker {
                 keeper.watch(engine);
                 keeper.look(engine);
             }
-            if engine.injection.churns_own_mappings() {
+            if engine.injection().churns_own_mappings() {
                 map_and_unmap(engine);
             }
             let idle = self.work(engine, keeper.as_mut());

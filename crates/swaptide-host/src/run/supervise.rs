@@ -53,7 +53,7 @@ use crate::run::doctor::{self, Forks};
 use crate::run::inheritance::Inheritance;
 use crate::run::launcher::Launcher;
 use crate::run::segment::{set_up_header, wanted_failure};
-use crate::run::supervisor::{Prepared, RunMode, Supervisor};
+use crate::run::supervisor::{Prepared, RunMode, RunPlace, Supervisor};
 use crate::run::target;
 use crate::signals;
 use crate::swap::areas::Areas;
@@ -138,8 +138,8 @@ pub fn run(config: &RunConfig) -> Result<u8, RunError> {
             release_streams(&prepared.inherited_fds, &[0, 1]);
             // A daemon that is started again finds its segment by the processes that have it open;
             // this process has it should the back be killed.
-            let kept = matches!(prepared.place, RunMode::Daemon { .. })
-                .then(|| prepared.segment_fd.try_clone());
+            let kept = matches!(prepared.place.mode, RunMode::Daemon { .. })
+                .then(|| prepared.place.segment_fd.try_clone());
             std::mem::forget(kept);
             drop(prepared);
             leave_directory();
@@ -202,15 +202,11 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         }
         None => place_of_its_own(config, &file, budget, &mut devices, program)?,
     };
-    let RunPlace { segment, segment_fd, mode, frame } = place;
     Ok(Prepared {
         target,
         arguments: arguments.to_vec(),
         preload,
-        frame,
-        segment,
-        segment_fd,
-        place: mode,
+        place,
         report,
         quiet: config.quiet,
         strict: config.strict,
@@ -221,14 +217,6 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         started,
         inherited_fds,
     })
-}
-
-/// Where a run is accounted.
-struct RunPlace {
-    segment: &'static Segment,
-    segment_fd: OwnedFd,
-    mode: RunMode,
-    frame: ReportFile,
 }
 
 /// The daemon's segment and areas.

@@ -61,15 +61,20 @@ impl RunMode {
     }
 }
 
+/// Where a run is accounted.
+pub(super) struct RunPlace {
+    pub(super) segment: &'static Segment,
+    pub(super) segment_fd: OwnedFd,
+    pub(super) mode: RunMode,
+    pub(super) frame: ReportFile,
+}
+
 /// Everything that is checked and opened before the fork.
 pub(super) struct Prepared {
     pub(super) target: Target,
     pub(super) arguments: Vec<OsString>,
     pub(super) preload: OsString,
-    pub(super) frame: ReportFile,
-    pub(super) segment: &'static Segment,
-    pub(super) segment_fd: OwnedFd,
-    pub(super) place: RunMode,
+    pub(super) place: RunPlace,
     pub(super) report: Option<(PathBuf, Sink)>,
     pub(super) quiet: bool,
     pub(super) strict: bool,
@@ -96,7 +101,7 @@ struct SideServices {
 impl Prepared {
     /// Has the daemon keep the descendants of this process.
     fn join(&self) -> io::Result<()> {
-        let RunMode::Daemon { join, .. } = &self.place else { return Ok(()) };
+        let RunMode::Daemon { join, .. } = &self.place.mode else { return Ok(()) };
         match client::join(join) {
             Ok(Some(_)) => Ok(()),
             Ok(None) => Err(io::Error::other("the daemon is gone")),
@@ -108,18 +113,23 @@ impl Prepared {
     /// of shared memory needs.
     fn keep(&mut self, front: u32) -> SideServices {
         raise_descriptor_limit();
-        let shared = SharedPager::new(self.segment, self.place.areas(), self.shared, self.fail);
-        let RunMode::Alone { areas, groups, group } = &mut self.place else {
+        let shared =
+            SharedPager::new(self.place.segment, self.place.mode.areas(), self.shared, self.fail);
+        let RunMode::Alone { areas, groups, group } = &mut self.place.mode else {
             return SideServices { shared: Some(shared), ..SideServices::default() };
         };
-        let (root, program) = (std::process::id(), self.frame.program.clone());
-        self.segment.header.supervisor.store(root, Relaxed);
+        let (root, program) = (std::process::id(), self.place.frame.program.clone());
+        self.place.segment.header.supervisor.store(root, Relaxed);
         let (controller, requests) = mpsc::channel();
-        let groups = std::mem::replace(&mut **groups, GroupTree::new(self.segment, 0));
-        let mut thread =
-            MemoryController::new(self.segment, areas.clone(), groups, self.frame.budget)
-                .with_shared(shared)
-                .within_cgroups();
+        let groups = std::mem::replace(&mut **groups, GroupTree::new(self.place.segment, 0));
+        let mut thread = MemoryController::new(
+            self.place.segment,
+            areas.clone(),
+            groups,
+            self.place.frame.budget,
+        )
+        .with_shared(shared)
+        .within_cgroups();
         let uid = rustix::process::geteuid().as_raw();
         let run = controller::ManagedRun {
             root,
@@ -141,7 +151,7 @@ impl Prepared {
             root,
             program,
             started: self.started,
-            budget: self.frame.budget,
+            budget: self.place.frame.budget,
         };
         // Without a control socket no client can ask, and that is all.
         let socket = server::open(run, areas.clone(), controller.clone()).ok();
@@ -251,9 +261,9 @@ impl Supervisor {
             // Signals first: they tell whether one that the front passes on was meant for it alone.
             self.note_signals();
             if ready & 2 != 0 || self.counter.patience().is_some() {
-                let areas = self.prepared.place.areas();
+                let areas = self.prepared.place.mode.areas();
                 let joined = self.counter.serve(
-                    &self.prepared.segment_fd,
+                    &self.prepared.place.segment_fd,
                     &areas,
                     self.shared,
                     &mut self.followed,
@@ -297,7 +307,7 @@ impl Supervisor {
     }
 
     fn say(&mut self, what: String) {
-        let line = format!("{}: {what}", self.prepared.frame.program);
+        let line = format!("{}: {what}", self.prepared.place.frame.program);
         if let Some(channel) = &mut self.channel {
             channel.send(&LauncherMessage::Said(line));
         }
@@ -394,7 +404,7 @@ impl Supervisor {
         let totals = totals.unwrap_or_default();
         let wall_s = self.prepared.started.elapsed().as_secs_f64();
         let status = if totals.strict_kill { 137 } else { status };
-        let frame = &self.prepared.frame;
+        let frame = &self.prepared.place.frame;
         let mut lines = Vec::new();
         if totals.strict_kill {
             let (program, budget) = (&frame.program, human(frame.budget));
