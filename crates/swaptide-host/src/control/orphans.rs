@@ -29,13 +29,15 @@ use std::sync::atomic::{
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use swaptide_sys::eventfd::EventFd;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::sock::Conn;
 use swaptide_sys::uffd::{Event, Message, Uffd};
 
 /// How often it is asked whether the memory is gone.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// How often one that is worked on is looked for among those that may be waited for again.
+/// How often one that is worked on is looked for among those that may be waited for again, where no
+/// descriptor could be had that tells it.
 const BUSY_INTERVAL: Duration = Duration::from_millis(2);
 /// Messages read at a time.
 const MAX_MESSAGES_PER_READ: usize = 16;
@@ -65,8 +67,8 @@ struct Orphan {
     uffd: Uffd,
     /// A thread works on it, or is about to.
     is_busy: AtomicBool,
-    /// A process serves it again. A thread that had it in the queue, or works on it, leaves nothing
-    /// of it unanswered.
+    /// A process serves it again. A thread that has it in the queue, or works on it, leaves nothing
+    /// of it unanswered: what it has read and not answered is woken with the last reference.
     is_removed: AtomicBool,
     state: Mutex<OrphanState>,
 }
@@ -100,6 +102,9 @@ struct Shared {
     threads: AtomicUsize,
     /// Threads that look for work, or wait for their turn to.
     idle: AtomicUsize,
+    /// Tells the thread that looks for work that another one has ended some, and may have found
+    /// children. `None` where no descriptor could be had.
+    finished: OnceLock<Option<EventFd>>,
 }
 
 #[derive(Default)]
@@ -120,6 +125,7 @@ impl Orphans {
     pub(super) fn add(&self, pid: u32, uffd: Uffd, limit: usize) -> Option<Uffd> {
         let wake = self.wake.get_or_init(|| {
             let (wake, woken) = Conn::pair().ok()?;
+            self.shared.finished.get_or_init(|| EventFd::new().ok());
             start_thread(&self.shared, &Arc::new(woken), limit).then_some(wake)
         });
         let (Some(wake), Some(inode)) = (wake, Inode::of(&uffd)) else { return Some(uffd) };
@@ -161,6 +167,10 @@ impl Shared {
 
     fn notes(&self) -> MutexGuard<'_, Notes> {
         self.notes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn finished(&self) -> Option<&EventFd> {
+        self.finished.get().and_then(Option::as_ref)
     }
 
     fn note(&self, what: String) {
@@ -208,6 +218,7 @@ fn serve(shared: &Arc<Shared>, woken: &Arc<Conn>, limit: usize) {
         work_on(shared, &orphan, limit);
         orphan.is_busy.store(false, Release);
         shared.idle.fetch_add(1, Relaxed);
+        shared.finished().into_iter().for_each(EventFd::signal);
     }
 }
 
@@ -222,25 +233,34 @@ fn look_for_work(shared: &Shared, woken: &Conn) -> bool {
         list.iter().filter(|orphan| !orphan.is_busy.load(Acquire)).map(Arc::clone).collect();
     // A thread that works may find children.
     let is_quiet = shared.idle.load(Relaxed) == shared.threads.load(Relaxed);
+    let finished = shared.finished();
     let patience = match list.len() {
-        0 if is_quiet => -1,
+        0 if is_quiet || finished.is_some() => -1,
         0 => BUSY_INTERVAL.as_millis() as libc::c_int,
-        all if all > free.len() => BUSY_INTERVAL.as_millis() as libc::c_int,
+        all if all > free.len() && finished.is_none() => BUSY_INTERVAL.as_millis() as libc::c_int,
         _ => POLL_INTERVAL.as_millis() as libc::c_int,
     };
     drop(list);
     // One that is not read would be readable for ever.
     let ours = free.iter().filter(|orphan| orphan.state().is_ours);
     let mut polls: Vec<libc::pollfd> = std::iter::once(woken.as_fd())
+        .chain(finished.map(AsFd::as_fd))
         .chain(ours.map(|orphan| orphan.uffd.as_fd()))
         .map(|fd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 })
         .collect();
     // SAFETY: the array is this thread's own and as long as said.
-    unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, patience) };
+    let ready = unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, patience) };
     if polls[0].revents != 0
         && !woken.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0)
     {
         return false;
+    }
+    if let Some(finished) = finished.filter(|_| polls[1].revents != 0) {
+        finished.clear();
+        if ready == 1 {
+            // What was worked on is waited for with the others from here on.
+            return true;
+        }
     }
     free.iter().for_each(|orphan| orphan.is_busy.store(true, Relaxed));
     shared.queue().extend(free);
@@ -265,13 +285,6 @@ fn work_on(shared: &Shared, orphan: &Arc<Orphan>, limit: usize) {
              SIGBUS where it touches it",
             orphan.pid
         ));
-    }
-    if orphan.is_removed.load(Acquire) {
-        // Its process has ended meanwhile, or it would not have been read. These threads fault
-        // again, for the next reader.
-        for page in state.faults.drain(..) {
-            let _ = orphan.uffd.wake(page);
-        }
     }
     drop(state);
     let mut list = shared.list();
@@ -336,6 +349,18 @@ impl Orphan {
             false
         });
         any
+    }
+}
+
+/// Threads of which a fault was read, and not answered, fault again, for the next reader: a process
+/// that serves it again may have had it removed at any moment.
+impl Drop for Orphan {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for page in state.faults.drain(..) {
+            // Memory that is gone has no threads.
+            let _ = self.uffd.wake(page);
+        }
     }
 }
 
@@ -430,6 +455,56 @@ mod tests {
         let Event::Fault { addr, .. } = messages[0].decode() else { panic!("no fault") };
         orphan.uffd.poison(page_of(addr)).complete().expect("poison");
         assert_sigbus(child);
+    }
+
+    #[test]
+    fn what_was_read_and_not_answered_faults_again_for_the_next_reader() {
+        let (child, uffd) = process_that_touches();
+        let next = Uffd::from_fd(uffd.as_fd().try_clone_to_owned().expect("dup"));
+        let inode = Inode::of(&uffd).expect("stat");
+        let orphans = Orphans::default();
+        let orphan = Arc::new(Orphan::new(child as u32, inode, uffd, false));
+        orphans.shared.list().push(Arc::clone(&orphan));
+        poll_readable(&[next.as_fd()], None).expect("the fault");
+        // As if it could not be poisoned, and were removed just after the last look at that.
+        orphan.read(&mut orphan.state(), &mut Vec::new());
+        assert_eq!(orphan.state().faults.len(), 1);
+        orphans.remove(inode);
+        drop(orphan);
+        let is_there = poll_readable(&[next.as_fd()], Some(Duration::from_secs(5)));
+        if is_there == Ok(0) {
+            // SAFETY: a child of this process, which waits for ever.
+            unsafe { libc::kill(child, libc::SIGKILL) };
+        }
+        let mut messages = Message::buffer::<1>();
+        assert_eq!(next.read_nowait(&mut messages), Ok(1), "nobody answers that thread");
+        let Event::Fault { addr, .. } = messages[0].decode() else { panic!("no fault") };
+        next.poison(page_of(addr)).complete().expect("poison");
+        assert_sigbus(child);
+    }
+
+    #[test]
+    fn a_thread_that_is_kept_waiting_has_no_other_look_again_and_again() {
+        let shared = Arc::new(Shared::default());
+        shared.finished.get_or_init(|| EventFd::new().ok());
+        let (wake, woken) = Conn::pair().expect("pair");
+        // One of two threads works on what is in the list no more.
+        shared.threads.store(2, Relaxed);
+        shared.idle.store(1, Relaxed);
+        let (said, heard) = std::sync::mpsc::channel();
+        let looks = Arc::clone(&shared);
+        let thread = std::thread::spawn(move || {
+            while look_for_work(&looks, &woken) {
+                let _ = said.send(());
+            }
+        });
+        let looked = heard.recv_timeout(20 * BUSY_INTERVAL);
+        assert!(looked.is_err(), "it looks all the time");
+        // It ends its work, and may have found children.
+        shared.finished().expect("a descriptor").signal();
+        assert!(heard.recv_timeout(Duration::from_secs(10)).is_ok(), "it does not look");
+        drop(wake);
+        thread.join().expect("it ends");
     }
 
     #[test]
