@@ -23,17 +23,23 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 /// Longest line that comes from the daemon.
 const MAX_ANSWER_BYTES: usize = 1 << 20;
 
-/// How long a daemon may take for an answer that it has, and for one that it asks its memory
-/// controller for: on a crowded machine that comes to its turn late.
+/// How long a daemon may take for an answer that it has.
 const ANSWER_TIMEOUT: Duration = REQUEST_TIMEOUT.saturating_mul(2);
-const CONTROLLER_TIMEOUT: Duration = controller::REQUEST_TIMEOUT.saturating_add(REQUEST_TIMEOUT);
+
+/// How long it may take for the answer to a question: as long as it waits for its memory
+/// controller, which on a crowded machine comes to its turn late, and some more. A run that joins
+/// asks that twice.
+fn patience(question: &Question) -> Duration {
+    match question {
+        Question::Look(_) | Question::Totals => controller::REQUEST_TIMEOUT + REQUEST_TIMEOUT,
+        Question::Join(_) => 2 * controller::REQUEST_TIMEOUT + REQUEST_TIMEOUT,
+        _ => ANSWER_TIMEOUT,
+    }
+}
 
 /// Asks the daemon; answers with its line and the descriptor that came with it.
 fn ask(question: &Question) -> io::Result<(Answer, Option<OwnedFd>)> {
-    ask_within(question, ANSWER_TIMEOUT)
-}
-
-fn ask_within(question: &Question, patience: Duration) -> io::Result<(Answer, Option<OwnedFd>)> {
+    let patience = patience(question);
     let mut stream = trust::connect(&daemon_path(), PeerPurpose::Join)?;
     stream.set_write_timeout(Some(REQUEST_TIMEOUT))?;
     let mut text = serde_json::to_vec(question)?;
@@ -136,7 +142,7 @@ fn joined(
 
 /// What the run did so far whose processes descend from this one; nothing where no daemon answers.
 pub fn totals() -> Option<Totals> {
-    match ask_within(&Question::Totals, CONTROLLER_TIMEOUT) {
+    match ask(&Question::Totals) {
         Ok((Answer::Totals(totals), _)) => Some(*totals),
         _ => None,
     }
@@ -210,6 +216,18 @@ mod tests {
         let old = areas.held().pop_first().expect("one").1;
         areas.held().insert((id.0, generation.wrapping_add(1)), old);
         assert!(areas.is_far(id));
+    }
+
+    #[test]
+    fn a_daemon_is_waited_for_as_long_as_it_waits_for_its_controller() {
+        let run =
+            || Join { front: 1, group: None, program: String::new(), max: None, strict: false };
+        for (question, asks) in
+            [(Question::Look(run()), 1), (Question::Join(run()), 2), (Question::Totals, 1)]
+        {
+            let waits = asks * controller::REQUEST_TIMEOUT;
+            assert!(patience(&question) > waits, "{question:?} may take {waits:?}");
+        }
     }
 
     #[test]
