@@ -1,7 +1,9 @@
 """Memory that several processes share (`--shared`): one region for all."""
 
+import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -55,6 +57,38 @@ def test_shared_short(case):
     )
     stats, errors = done.report["stats"], done.report["errors"]
     assert stats["pswpin"] > 100 and errors["pages_poisoned"] == 0, f"{stats}, {errors}"
+
+
+@pytest.mark.swaptide(budget=32, swaps=False, native=False)
+def test_shared_fsize(case):
+    """A run with a limit on file size, below the size of its shared memory: the supervisor raises
+    its own. Where it cannot, --shared is refused.
+    """
+    if os.geteuid() != 0:
+        pytest.skip("--shared needs CAP_SYS_PTRACE")
+    report = case.directory / "report.json"
+    words = case.command(
+        *[case.binary("shared"), 64, 1, case.seed, "hammer"],
+        options=["--quiet", "--shared", "--report", report],
+    )
+
+    def limited(how, *before):
+        script = f'ulimit {how} 49152 && exec "$@"'
+        return subprocess.run(
+            [*before, "bash", "-c", script, "bash", *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+
+    done = limited("-Sf")
+    said = f"status {done.returncode}, {done.stdout!r}, {done.stderr!r}"
+    assert done.returncode == 0 and "OK shared hammer" in done.stdout, said
+    stats = json.loads(report.read_text())["stats"]
+    assert stats["zswpout"] > 1000, f"nothing of it went out: {stats}"
+    done = limited("-f", "setpriv", "--bounding-set=-sys_resource")
+    said = f"status {done.returncode}, {done.stdout!r}, {done.stderr!r}"
+    assert done.returncode != 0 and "ulimit -Hf" in done.stderr, said
 
 
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)

@@ -14,7 +14,7 @@
 //! | [`pager`] | its threads; requests |
 //! | `fault` | answers to faults and events |
 //! | `swap_in` | bringing pages back |
-//! | `shortage` | reads that fail for want of memory or descriptors |
+//! | `shortage` | reads and writes that fail for want of memory or descriptors |
 //! | [`reclaim`] | making room; why no write is lost |
 //! | `pinned` | writers past page tables |
 //! | [`handle`] | the interface for programs that know what they do |
@@ -44,3 +44,4 @@ mod swap_in;
 
 pub use handle::{Host, SharedRegion};
 pub use pager::{PagerSettings, PagerStats, SharedMemoryPager};
+pub use state::MAX_REGION_BYTES;

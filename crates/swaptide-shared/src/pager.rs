@@ -107,6 +107,11 @@ impl SharedMemoryPager {
         Ok(SharedMemoryPager { inner, faults, room })
     }
 
+    #[cfg(test)]
+    pub(crate) fn inner(&self) -> &Inner {
+        &self.inner
+    }
+
     /// The pager's slot in the segment.
     pub fn index(&self) -> SlotIndex {
         self.inner.index

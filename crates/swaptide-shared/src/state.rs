@@ -30,7 +30,7 @@ use swaptide_sys::{AsFd, AsRawFd, BorrowedFd, Errno, OwnedFd};
 
 use crate::huge_pages::HugePages;
 use crate::region::{Counts, Region, RegionId, RegionPage, SlotSpace};
-use crate::shortage::ReadShortage;
+use crate::shortage::Shortage;
 use crate::space::{GrowthHold, Piece, Space, SpaceId, SpaceState, scan};
 use crate::store::{SLOTS, Store};
 
@@ -45,7 +45,7 @@ const MAX_HOLDS: usize = 1024;
 /// Ranges that programs may want in at a time; more are not brought in ahead.
 const MAX_WANTED_IN: usize = 64;
 /// Regions larger than this are not taken.
-const MAX_REGION_BYTES: u64 = 64 << 30;
+pub const MAX_REGION_BYTES: u64 = 64 << 30;
 /// A region that is not attached after this time was abandoned by the process that asked for it.
 const UNATTACHED_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -103,12 +103,14 @@ pub(crate) struct PagerState {
     pub clock: u32,
     /// Missing pages are the pager's to fill.
     pub engaged: bool,
-    /// Faults that wait for room, or until the swap areas can be read.
+    /// Faults that wait for room, or until pages can be read and written.
     pub waiting: Vec<(SpaceId, VirtAddr, bool)>,
     /// Until then no fault waits for room: there was nothing to make it of.
     pub stuck_until: Option<Instant>,
     /// Whether the swap areas can be read at the moment.
-    pub shortage: ReadShortage,
+    pub shortage: Shortage,
+    /// Whether pages can be written into memory files at the moment.
+    pub unwritten: Shortage,
     /// Faults that wait for a layout.
     pub held: Vec<(SpaceId, VirtAddr, bool)>,
     next_space: u64,

@@ -17,7 +17,7 @@ use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::thread::abort_with;
 
 use crate::region::{RegionId, RegionPage};
-use crate::shortage::{self, ReadShortage};
+use crate::shortage::{self, Shortage};
 use crate::space::{Piece, Space, SpaceId};
 use crate::state::{Inner, PagerState, ShortWrite, write_pages};
 use crate::store::Unloaded;
@@ -132,12 +132,6 @@ impl Inner {
             .map(|(page, buffer)| (region.slot(page), region.state(page), buffer))
             .collect();
         let unloaded = self.store.load(&mut requests, &mut loader.unpacker);
-        let from = |wanted: RegionPage| {
-            requests.iter().filter(|(_, state, _)| *state == wanted).count() as u64
-        };
-        self.count(Counter::Zswpin, from(RegionPage::Pool));
-        self.count(Counter::Pswpin, from(RegionPage::File) - unloaded.short.len() as u64);
-        self.count(Counter::SwpinZero, from(RegionPage::Zero));
         self.follow_shortage(&mut state.shortage, &unloaded);
         let mut short: Vec<usize> =
             unloaded.short.iter().map(|slot| (slot.0 - region.base) as usize).collect();
@@ -154,7 +148,7 @@ impl Inner {
         let out = region.runs(run.clone(), RegionPage::is_out);
         let goods: Vec<Range<usize>> = out.iter().flat_map(|run| between(run, &short)).collect();
         let mut brought = Vec::with_capacity(goods.len());
-        let mut all = short.is_empty();
+        let mut unwritten = None;
         for good in &goods {
             let data = &loader.buffer
                 [(good.start - run.start) * PAGE_SIZE..(good.end - run.start) * PAGE_SIZE];
@@ -165,27 +159,58 @@ impl Inner {
             if let Err(ShortWrite { written, error }) = rest {
                 // What is not there stays out, and is asked for again. What is there may be written
                 // to by a program from here on: it is never put in a second time.
-                (self.log)(&format!("shared memory: no memory for a page that is wanted: {error}"));
                 is_in.end = good.start + done + written;
-                all = false;
+                unwritten.get_or_insert(error);
             }
             for page in is_in.clone() {
-                self.store.free(region.slot(page), region.state(page));
+                let from = region.state(page);
+                let counter = match from {
+                    RegionPage::Pool => Counter::Zswpin,
+                    RegionPage::File => Counter::Pswpin,
+                    _ => Counter::SwpinZero,
+                };
+                self.count(counter, 1);
+                self.store.free(region.slot(page), from);
                 region.set(page, RegionPage::Present);
             }
             self.count(Counter::WorkingsetRefault, is_in.len() as u64);
             brought.push(is_in);
         }
+        let has_written = brought.iter().any(|run| !run.is_empty());
+        self.follow_unwritten(&mut state.unwritten, has_written, unwritten.as_ref());
         for chunk in brought.iter().flat_map(|run| run.start / 16..run.end.div_ceil(16)) {
             self.activate(state, id, chunk);
         }
         self.publish(&state.counts());
-        all
+        short.is_empty() && unwritten.is_none()
+    }
+
+    /// After an attempt to put pages in: ends the process where none could be for too long.
+    fn follow_unwritten(
+        &self,
+        so_far: &mut Shortage,
+        has_written: bool,
+        error: Option<&std::io::Error>,
+    ) {
+        if let Some(error) = error.filter(|_| !so_far.is_any()) {
+            (self.log)(&format!(
+                "shared memory: no memory for a page that is wanted: {error}; trying again"
+            ));
+        }
+        if !so_far.attempted(has_written, error.is_some(), shortage::bound(self.fail != 0)) {
+            let why = error.map_or(String::new(), ToString::to_string);
+            abort_with(&[
+                b"swaptide: shared memory: no memory for a page that is wanted: ",
+                why.as_bytes(),
+                b", again and again (limits of the cgroup, ulimit -f); stopped rather than given \
+                wrong data",
+            ]);
+        }
     }
 
     /// After an attempt to load pages: ends the process where it could not read any for too long,
     /// for want of something of its own.
-    fn follow_shortage(&self, so_far: &mut ReadShortage, unloaded: &Unloaded) {
+    fn follow_shortage(&self, so_far: &mut Shortage, unloaded: &Unloaded) {
         let bound = shortage::bound(self.fail != 0);
         if let Some(error) = &unloaded.shortage {
             if !so_far.is_any() {
@@ -237,7 +262,76 @@ fn copy_in(space: &Space, piece: &Piece, id: RegionId, run: &Range<usize>, data:
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+    use std::sync::Arc;
+
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+    use swaptide_ipc::Segment;
+    use swaptide_sys::mem::SharedMap;
+    use swaptide_sys::{AsFd, Errno};
+
     use super::*;
+    use crate::pager::{PagerSettings, SharedMemoryPager};
+    use crate::region::Region;
+    use crate::store::{FileOpener, PutOutcome, compressor};
+
+    /// A region whose file takes no page but the first.
+    fn short_region(pager: &SharedMemoryPager, contents: &[Page]) -> RegionId {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let memory: File = memfd_create("pages", flags).expect("a file").into();
+        memory.set_len(PAGE_SIZE as u64).expect("its size");
+        fcntl_add_seals(&memory, SealFlags::GROW).expect("a seal");
+        let id = RegionId::of(&memory).expect("its number");
+        let mut region = Region::new(id, Arc::new(memory), contents.len(), 0);
+        let inner = pager.inner();
+        let mut compressor = compressor(inner.segment);
+        for (page, contents) in contents.iter().enumerate() {
+            let put = inner.store.put(region.slot(page), contents, &mut compressor);
+            assert_eq!(put, PutOutcome::In(RegionPage::Pool));
+            region.set(page, RegionPage::Pool);
+        }
+        inner.lock().regions.insert(id, region);
+        id
+    }
+
+    #[test]
+    fn a_page_that_cannot_be_put_in_stays_out_and_is_not_tried_for_ever() {
+        let fd = swaptide_sys::mem::memfd_create(c"test", Segment::BYTES as u64).expect("memfd");
+        let map = SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map");
+        let segment = Segment::raw(map).expect("segment");
+        let open: FileOpener = Arc::new(|_| Err(Errno::NODEV));
+        let settings = PagerSettings { segment, open, log: |_| (), fail: 0, close: drop };
+        let pager = SharedMemoryPager::start(settings).expect("a pager");
+        let contents: Vec<Page> =
+            (0..4u8).map(|n| std::array::from_fn(|at| if at < 2000 { n } else { 9 })).collect();
+        let id = short_region(&pager, &contents);
+        let inner = pager.inner();
+        let counted = || inner.segment.slot(inner.index).counted(Counter::Zswpin);
+        let mut state = inner.lock();
+        assert!(!inner.restore(&mut state, id, 0..4));
+        // The first one is in, which is progress.
+        assert!(!state.unwritten.is_any());
+        let memory = Arc::clone(&state.regions[&id].memory);
+        let mut first = [0; PAGE_SIZE];
+        memory.read_exact_at(&mut first, 0).expect("it is there");
+        assert_eq!(first, contents[0]);
+        // A program writes to it. What is asked for again is the rest.
+        memory.write_all_at(&[77; PAGE_SIZE], 0).expect("a write");
+        for _ in 0..3 {
+            assert!(!inner.restore(&mut state, id, 0..4));
+            assert!(state.unwritten.is_any(), "nothing bounds how long it is tried");
+        }
+        assert_eq!(counted(), 1, "what did not come in is counted");
+        memory.read_exact_at(&mut first, 0).expect("it is there");
+        assert_eq!(first, [77; PAGE_SIZE]);
+        let states: Vec<RegionPage> = (0..4).map(|page| state.regions[&id].state(page)).collect();
+        assert_eq!(states[0], RegionPage::Present);
+        assert_eq!(states[1..], [RegionPage::Pool; 3]);
+        // Its end would wait for them.
+        state.regions.remove(&id);
+        drop(state);
+    }
 
     #[test]
     fn a_run_without_some_pages_is_what_lies_between_them() {

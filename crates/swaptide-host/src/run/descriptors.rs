@@ -6,6 +6,8 @@
 use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
 /// Descriptors beyond the standard streams that were given to this process and pass through exec.
 pub(super) fn inherited_descriptors() -> Vec<RawFd> {
     let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return Vec::new() };
@@ -41,9 +43,30 @@ pub(super) fn leave_directory() {
     let _ = std::env::set_current_dir("/");
 }
 
+/// Whether this process may write files of `bytes` bytes, or may allow itself to
+/// ([`raise_file_size_limit`]).
+pub(super) fn may_write_files_of(bytes: u64) -> bool {
+    let limit = getrlimit(Resource::Fsize);
+    if limit.maximum.is_none_or(|maximum| maximum >= bytes) {
+        return true;
+    }
+    // Only the attempt tells: a user namespace, or a filter, may take the privilege away.
+    let may_raise = setrlimit(Resource::Fsize, Rlimit { maximum: None, ..limit.clone() }).is_ok();
+    let is_as_before = !may_raise || setrlimit(Resource::Fsize, limit).is_ok();
+    may_raise && is_as_before
+}
+
+/// The pager of shared memory writes to memory files of any size: a limit that is meant for the
+/// program's files would keep pages from coming back.
+pub(super) fn raise_file_size_limit() {
+    let maximum = getrlimit(Resource::Fsize).maximum;
+    if setrlimit(Resource::Fsize, Rlimit { current: None, maximum: None }).is_err() {
+        let _ = setrlimit(Resource::Fsize, Rlimit { current: maximum, maximum });
+    }
+}
+
 /// The controller has two descriptors open for every process of the tree.
 pub(crate) fn raise_descriptor_limit() {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
     // Where it stays as it is, processes beyond it are not charged and get no limit.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });

@@ -78,6 +78,12 @@ pub enum RunError {
         (shared memory then stays in memory), or run as root"
     )]
     SharedNeedsEvents,
+    /// `--shared` under a limit on file size that cannot be raised.
+    #[error(
+        "--shared: shared memory is kept in files, and the hard limit on file size (ulimit -Hf) is \
+        too small for them; raise it, or leave --shared out"
+    )]
+    SharedFileSize,
     /// The kernel or its settings do not allow it.
     #[error("{0}; swaptide doctor shows how to fix it")]
     Userfaultfd(OpenError),

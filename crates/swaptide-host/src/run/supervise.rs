@@ -35,6 +35,7 @@ use std::time::Instant;
 
 use swaptide_core::Tiers;
 use swaptide_ipc::{GroupIndex, Segment};
+use swaptide_shared::MAX_REGION_BYTES;
 use swaptide_store::codec::Scheme;
 use swaptide_sys::mem::{SharedMap, memfd_create};
 use swaptide_sys::process::set_child_subreaper;
@@ -48,7 +49,9 @@ use crate::memctl::policy::MIN_BUDGET_BYTES;
 use crate::report::totals::{ReportFile, Sink, program_name};
 use crate::run::agent::find_agent;
 use crate::run::channel::Channel;
-use crate::run::descriptors::{inherited_descriptors, leave_directory, release_streams};
+use crate::run::descriptors::{
+    inherited_descriptors, leave_directory, may_write_files_of, release_streams,
+};
 use crate::run::doctor::{self, Forks};
 use crate::run::inheritance::Inheritance;
 use crate::run::launcher::Launcher;
@@ -184,6 +187,9 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
     let forks = doctor::forks().map_err(RunError::Userfaultfd)?;
     if forks == Forks::Followed && config.shared {
         return Err(RunError::SharedNeedsEvents);
+    }
+    if config.shared && !may_write_files_of(MAX_REGION_BYTES) {
+        return Err(RunError::SharedFileSize);
     }
     let program = program_name(name);
     let alone =

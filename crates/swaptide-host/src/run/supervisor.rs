@@ -30,7 +30,9 @@ use crate::memctl::controller::{self, MemoryController};
 use crate::memctl::shared_pager::SharedPager;
 use crate::report::totals::{Report, ReportFile, Sink, summary};
 use crate::run::channel::{Channel, LauncherMessage, PassOn};
-use crate::run::descriptors::{leave_directory, raise_descriptor_limit, release_streams};
+use crate::run::descriptors::{
+    leave_directory, raise_descriptor_limit, raise_file_size_limit, release_streams,
+};
 use crate::run::ending::Ending;
 use crate::run::inheritance::Inheritance;
 use crate::run::target::Target;
@@ -113,6 +115,9 @@ impl Prepared {
     /// of shared memory needs.
     fn keep(&mut self, front: u32) -> SideServices {
         raise_descriptor_limit();
+        if self.shared {
+            raise_file_size_limit();
+        }
         let shared =
             SharedPager::new(self.place.segment, self.place.mode.areas(), self.shared, self.fail);
         let RunMode::Alone { areas, groups, group } = &mut self.place.mode else {
