@@ -69,7 +69,7 @@ def test_shared_fsize(case):
     report = case.directory / "report.json"
     words = case.command(
         *[case.binary("shared"), 64, 1, case.seed, "hammer"],
-        options=["--quiet", "--shared", "--report", report],
+        options=["--quiet", "--shared", "--swap", "zram:1G", "--report", report],
     )
 
     def limited(how, *before):
