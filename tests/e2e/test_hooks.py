@@ -4,12 +4,16 @@ uses of other objects.
 
 import os
 import re
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
+from ctl import until
 from harness import param
+from processes import descendants, kill_tree, status_fields
 
 # What the library may take from other objects, and why the program's own definition of it does no
 # harm. All else must be bound inside of it (crates/swaptide-agent/src/libc_names.rs): a name that
@@ -110,6 +114,40 @@ def test_sanitized(case, flags):
 def test_sanitized_unprivileged(case, flags):
     """The same for an ordinary user, whose forks are followed with ptrace as well."""
     run_sanitized(case, flags)
+
+
+def is_held(pid):
+    """Whether a process is stopped by a tracer that waits for a page of its memory."""
+    try:
+        fields = status_fields(pid)
+        tracer = int(fields["TracerPid"])
+        return tracer and "userfault" in Path(f"/proc/{tracer}/wchan").read_text()
+    except (OSError, KeyError):
+        return False
+
+
+@pytest.mark.full
+@pytest.mark.swaptide(budget=32, swaps=False, native=False, limit=90, needs=("gcc",))
+def test_full_sanitized_told_to_end(case):
+    """LeakSanitizer in a program that has the function by which swaptide knows it: it stops all
+    threads and waits for a page that one of them brings. Told to end, the run ends.
+    """
+    source, program = case.directory / "sanitized.c", case.directory / "sanitized"
+    source.write_text(SANITIZED + "int __lsan_is_turned_off(void) { return 0; }\n")
+    made = subprocess.run(["gcc", "-fsanitize=leak", "-o", program, source], capture_output=True)
+    if made.returncode != 0:
+        pytest.skip("gcc has no such library to link: install libgcc-*-dev")
+    run = subprocess.Popen([str(word) for word in case.command(program)], stderr=subprocess.PIPE)
+    try:
+        until(case, "the stop of all threads", lambda: any(map(is_held, descendants(run.pid))))
+        time.sleep(1)
+        os.kill(run.pid, signal.SIGTERM)
+        assert run.wait(timeout=30) == 128 + signal.SIGKILL, f"{run.returncode}"
+    finally:
+        if run.poll() is None:
+            kill_tree(run.pid)
+            run.kill()
+            run.wait()
 
 
 OTHER = r"""

@@ -12,8 +12,9 @@
 //!    each of its own threads was inside swaptide at `STUCK_POLLS` looks in a row. A
 //!    thread is inside when it has every signal blocked (libc itself never blocks its own two for
 //!    the program), or waits for a page in the kernel, for the same one at all these looks: a long
-//!    system call may fault on many, and a handler of the program runs after it. A program that
-//!    handles or ignores the signal has none pending.
+//!    system call may fault on many, and a handler of the program runs after it. So is one that is
+//!    stopped by a tracer of the run which is inside itself: that has stopped the threads that
+//!    bring its page. A program that handles or ignores the signal has none pending.
 //! 2. Nothing but a descendant of this process is killed.
 //!
 //! Locks: none.
@@ -49,10 +50,19 @@ struct Thread {
     pending: u64,
     blocked: u64,
     is_engine: bool,
+    /// In a system call, where signals do not interrupt it.
     waits_for_page: bool,
+    /// There, or in its own code.
+    faults: bool,
     makes_process: bool,
     /// How often it has waited for something. The same at two looks: it still waits for the same.
     waits: u64,
+    /// Stopped, by a signal or a tracer: it does nothing about what it stands in.
+    is_stopped: bool,
+    /// The thread whose tracing stop it is in.
+    tracer: Option<u32>,
+    /// That is inside, and has waited so often.
+    tracer_waits: Option<u64>,
 }
 
 impl Thread {
@@ -66,14 +76,19 @@ impl Thread {
         let makers =
             [libc::SYS_clone, libc::SYS_clone3, libc::SYS_vfork].map(|number| number.to_string());
         let call = syscall.split_whitespace().next().unwrap_or("");
+        let tracer = field("TracerPid:").parse().ok();
         Thread {
             pending: mask("SigPnd:") | mask("ShdPnd:"),
             blocked,
             is_engine: blocked == ALL && field("Name:").starts_with("swaptide"),
             waits_for_page: field("State:").starts_with('D')
                 && wchan.starts_with("handle_userfault"),
+            faults: wchan.starts_with("handle_userfault"),
             makes_process: makers.iter().any(|maker| maker == call) && !wchan.contains("userfault"),
             waits: field("voluntary_ctxt_switches:").parse().unwrap_or(0),
+            is_stopped: field("State:").starts_with(['T', 't']),
+            tracer: tracer.filter(|_| field("State:").starts_with('t')),
+            tracer_waits: None,
         }
     }
 
@@ -87,7 +102,14 @@ impl Thread {
     }
 
     fn is_inside(&self) -> bool {
-        self.blocked == ALL && !self.makes_process || self.waits_for_page
+        self.tracer_waits.is_some()
+            || !self.is_stopped
+                && (self.blocked == ALL && !self.makes_process || self.waits_for_page)
+    }
+
+    /// How often it has waited, or the tracer that stops it, where a wait for a page counts.
+    fn waits_for_pages(&self) -> u64 {
+        self.tracer_waits.unwrap_or(if self.waits_for_page { self.waits } else { 0 })
     }
 }
 
@@ -113,16 +135,29 @@ fn judge(threads: &[Thread], told: u64) -> SignalResponse {
     }
 }
 
-/// The state of a process, and how often those of its threads have waited that wait for a page.
-fn state_of(pid: u32, told: u64) -> (SignalResponse, u64) {
+/// How often a tracer of the tree below `root` has waited, if it is inside. Here that is also one
+/// that waits for a page in its own code: no signal has taken it out of there.
+fn stuck_tracer(tid: u32, root: u32) -> Option<u64> {
+    let thread = Thread::read(tid, &tid.to_string())?;
+    if !thread.is_inside() && !thread.faults {
+        return None;
+    }
+    // The supervisor itself traces forks, and is never inside for good.
+    (tid != root && descends(tid, root)).then_some(thread.waits)
+}
+
+/// The state of a process of the tree below `root`, and how often those of its threads have waited
+/// that wait for a page.
+fn state_of(pid: u32, told: u64, root: u32) -> (SignalResponse, u64) {
     let Ok(entries) = std::fs::read_dir(format!("/proc/{pid}/task")) else {
         return (SignalResponse::Taken, 0);
     };
     let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-    let threads: Vec<Thread> = names.filter_map(|tid| Thread::read(pid, &tid)).collect();
-    let waits =
-        threads.iter().filter(|thread| thread.waits_for_page).map(|thread| thread.waits).sum();
-    (judge(&threads, told), waits)
+    let mut threads: Vec<Thread> = names.filter_map(|tid| Thread::read(pid, &tid)).collect();
+    for thread in &mut threads {
+        thread.tracer_waits = thread.tracer.and_then(|tracer| stuck_tracer(tracer, root));
+    }
+    (judge(&threads, told), threads.iter().map(Thread::waits_for_pages).sum())
 }
 
 /// See the module's description.
@@ -160,10 +195,10 @@ impl Ending {
         let mut is_pending = false;
         let mut killed = Vec::new();
         for process in processes().unwrap_or_default() {
-            if process.zombie || process.stopped || !descends(process.pid, root) {
+            if process.zombie || !descends(process.pid, root) {
                 continue;
             }
-            match state_of(process.pid, self.told) {
+            match state_of(process.pid, self.told, root) {
                 (SignalResponse::Taken, _) => {}
                 (SignalResponse::Pending, _) => is_pending = true,
                 (SignalResponse::Stuck, waits) => {
@@ -259,6 +294,29 @@ mod tests {
             SignalResponse::Taken,
             "another signal than the one passed on"
         );
+    }
+
+    #[test]
+    fn who_is_stopped_is_inside_only_where_its_tracer_is() {
+        let engine = || thread("swaptide", "t (tracing stop)", TERM, ALL, "ptrace_stop", "");
+        let stopped = |state: &str, blocked| Thread {
+            tracer: Some(77).filter(|_| state.starts_with('t')),
+            ..thread("lsan", state, TERM, blocked, "", "")
+        };
+        for blocked in [0, ALL] {
+            for state in ["t (tracing stop)", "T (stopped)"] {
+                let threads = [engine(), stopped(state, blocked)];
+                assert_eq!(judge(&threads, TERM), SignalResponse::Pending, "{state}");
+            }
+            let mut held = stopped("t (tracing stop)", blocked);
+            held.tracer_waits = Some(42);
+            assert_eq!(held.waits_for_pages(), 42);
+            assert_eq!(judge(&[engine(), held], TERM), SignalResponse::Stuck);
+        }
+        let status = "Name:\tlsan\nState:\tt (tracing stop)\nTracerPid:\t77\n";
+        assert_eq!(Thread::parse(status, "", "").tracer, Some(77));
+        let status = "Name:\tlsan\nState:\tS (sleeping)\nTracerPid:\t77\n";
+        assert_eq!(Thread::parse(status, "", "").tracer, None, "it is not stopped");
     }
 
     #[test]
