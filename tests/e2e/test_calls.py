@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,17 @@ NEWER = {
     467: "open_tree_attr",
     468: "file_getattr",
     469: "file_setattr",
+}
+
+
+# Calls that programs make by another name of libc's.
+MADE_BY = {
+    "brk": "sbrk",
+    "exit_group": "_exit",
+    "pread64": "pread",
+    "pwrite64": "pwrite",
+    # A handler's return.
+    "rt_sigreturn": "sigaltstack",
 }
 
 
@@ -81,10 +93,28 @@ def header_numbers():
     return numbers, advice
 
 
+def source_of(test):
+    """The source of the C program of a test, without comments and names of tests."""
+    program = test.partition(":")[0] if ":" in test else re.split("[-*]", test)[0]
+    files = [*(HERE / "c").glob(f"{program}.c"), *(HERE / "c").glob(f"{program}_*.h")]
+    text = re.sub(r"/\*.*?\*/", "", "\n".join(map(Path.read_text, files)), flags=re.DOTALL)
+    return re.sub(r"^TEST\(.*|^ *T\(.*", "", text, flags=re.MULTILINE)
+
+
+def calls_without_test(row):
+    """The system calls of a row of the table that no program of its tests makes."""
+    first, *_, tests = row.split("|")[1:-1]
+    source = "".join(map(source_of, re.findall(r"`([a-z_\d:*-]+)`", tests)))
+    for number, name in re.findall(r"\b(\d+) ([a-z_]\w*)", first):
+        made = MADE_BY.get(name, name)
+        if not re.search(rf"SYS_{name}\b|\b{made}\s*\(|\(\s*{number}\s*[,)]", source):
+            yield name
+
+
 @pytest.mark.swaptide(budget=32, swaps=False)
 def test_calls_table(case, all_names):
     """docs/system-calls.md names each system call and each advice once, by number and name. Each
-    test that it names exists."""
+    test that it names exists, and its program makes the call."""
     numbers, advice = header_numbers()
     assert len(numbers) > 300 and len(advice) > 15, (
         f"the headers have {len(numbers)} calls and {len(advice)} kinds of advice"
@@ -132,5 +162,15 @@ def test_calls_table(case, all_names):
     assert len(named) > 30 and not unknown, (
         f"{len(named)} tests are named; unknown: {sorted(unknown)}"
     )
+    about_memory = [row for row in rows[2:] if not re.search(r"\| (none|-+|memory) *\|", row)]
+    empty = [row for row in about_memory if not row.split("|")[-2].strip()]
+    assert len(about_memory) > 60 and not empty, f"rows without a test: {empty}"
+    untested = [
+        name
+        for row in about_memory
+        if "none: " not in row.split("|")[-2]
+        for name in calls_without_test(row)
+    ]
+    assert not untested, f"the programs of their tests do not make these calls: {untested}"
     unnamed = sorted(test for test in tests if test not in named)
     assert not unnamed, f"tests of the programs that the table does not name: {unnamed}"

@@ -81,6 +81,26 @@ TEST(tcp) {
     close_both(ends);
 }
 
+TEST(accept) {
+    int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    int client = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    struct sockaddr_in *name = buffer(sizeof *name), *peer = buffer(sizeof *peer);
+    socklen_t *size = buffer(sizeof *size);
+    name->sin_family = AF_INET;
+    name->sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    out();
+    answer("bind", bind(listener, (struct sockaddr *)name, sizeof *name));
+    MUST(listen(listener, 1) == 0);
+    *size = sizeof *name;
+    MUST(getsockname(listener, (struct sockaddr *)name, size) == 0);
+    MUST(connect(client, (struct sockaddr *)name, sizeof *name) == 0);
+    *size = sizeof *peer;
+    out();
+    int server = (int)works("accept", accept(listener, (struct sockaddr *)peer, size));
+    say(" size=%u loopback=%d", *size, peer->sin_addr.s_addr == htonl(INADDR_LOOPBACK));
+    close(server), close(client), close(listener);
+}
+
 /* The socket has the pages themselves until the other end has read them. */
 TEST(zerocopy) {
     int ends[2], on = 1;
@@ -457,7 +477,7 @@ TEST(keys) {
 
 int main(int count, char **words) {
     static const struct test tests[] = {
-        T(tcp), T(zerocopy), T(messages), T(datagrams),     T(options), T(msg),
+        T(tcp), T(accept), T(zerocopy), T(messages), T(datagrams),     T(options), T(msg),
         T(sem), T(mq),       T(futex),    T(pthread_waits), T(keys),
     };
     return run_tests(count, words, "calls_ipc", tests, sizeof tests / sizeof *tests);

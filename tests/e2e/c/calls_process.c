@@ -337,6 +337,17 @@ TEST(prctl) {
     out();
     answer("anon_name", prctl(PR_SET_VMA, PR_SET_VMA_ANON_NAME, place, PAGE, anon));
     munmap(place, PAGE);
+    /* Other machines' settings, and those of kernels with a certain configuration. */
+    out();
+    answer("mm", prctl(PR_SET_MM, PR_SET_MM_MAP_SIZE, number, 0, 0));
+    out();
+    answer("unalign", prctl(PR_GET_UNALIGN, number));
+    answer("endian", prctl(PR_GET_ENDIAN, number));
+    answer("fpemu", prctl(PR_GET_FPEMU, number));
+    answer("fpexc", prctl(PR_GET_FPEXC, number));
+    unsigned long *cookie = buffer(sizeof *cookie);
+    out();
+    answer("core", prctl(62 /* PR_SCHED_CORE */, 0 /* GET */, 0, 0, cookie));
 }
 
 /* Processes */
@@ -539,6 +550,7 @@ TEST(protections) {
     answer("mlock2", syscall(SYS_mlock2, range, 4 * PAGE, 1 /* MLOCK_ONFAULT */));
     say(" same=%d", is_filled(range, 4 * PAGE, 1));
     answer("munlock", munlock(range, 4 * PAGE));
+    answer("munlockall", munlockall());
     out();
     answer("msync", msync(range, 4 * PAGE, MS_SYNC));
     say(" same=%d", is_filled(range, 4 * PAGE, 1));
@@ -830,6 +842,21 @@ TEST(lists) {
           syscall(SYS_set_tid_address, syscall(SYS_set_tid_address, NULL) ? NULL : NULL));
 }
 
+TEST(process_mrelease) {
+    fflush(stdout);
+    pid_t child = fork();
+    MUST(child >= 0);
+    if (child == 0)
+        for (;;) pause();
+    int pidfd = (int)syscall(SYS_pidfd_open, child, 0);
+    answer("alive", syscall(448 /* process_mrelease */, pidfd, 0));
+    MUST(kill(child, SIGKILL) == 0);
+    /* It may be gone by then. */
+    syscall(448, pidfd, 0);
+    close(pidfd);
+    MUST(waitpid(child, NULL, 0) == child);
+}
+
 TEST(security) {
     uint32_t *size = buffer(4);
     uint64_t *modules = buffer(1024);
@@ -857,6 +884,8 @@ TEST(security) {
     answer("swapoff", syscall(SYS_swapoff, text("/no/such/file")));
     answer("pivot_root", syscall(SYS_pivot_root, text("/no/such"), text("/no/such/one")));
     answer("quotactl", syscall(SYS_quotactl, 0x80000100, text("/no/such/device"), 0, buffer(64)));
+    answer("quotactl_fd", syscall(443, -1, 0x80000100, 0, buffer(64)));
+    answer("kexec_file_load", syscall(SYS_kexec_file_load, -1, -1, 5, name, 0xffffffff));
     answer("reboot", syscall(SYS_reboot, 1, 2, 3, buffer(16)));
     answer("ioperm", syscall(SYS_ioperm, 1 << 20, 1, 0));
     answer("sethostname", syscall(SYS_sethostname, name, 1000));
@@ -903,6 +932,7 @@ int main(int count, char **words) {
         T(perf),
         T(userfaultfd),
         T(lists),
+        T(process_mrelease),
         T(security),
     };
     return run_tests(count, words, "calls_process", tests, sizeof tests / sizeof *tests);
