@@ -145,13 +145,13 @@ pub enum Rule {
     #[error("a tier of this name exists; write it without the + to move its start")]
     NameTaken,
     /// Another tier starts there.
-    #[error("another tier starts at this priority")]
+    #[error("another tier starts at this priority; choose another one")]
     StartTaken,
     /// There are [`MAX_TIERS`] already.
     #[error("there are {MAX_TIERS} tiers already; remove one first")]
     Full,
     /// No tier has this name.
-    #[error("there is no tier of this name")]
+    #[error("there is no tier of this name; swaptide ctl tiers lists them")]
     Unknown,
     /// A device in use would be in another tier or in none.
     #[error("a device of priority {0} is in use and would change its tier; take it away first")]

@@ -65,7 +65,7 @@ pub enum NbdError {
     #[error("{0}: not an NBD server; check host and port")]
     NotNbd(String),
     /// What it sent is not the protocol.
-    #[error("{0}: the server breaks the protocol: {1}")]
+    #[error("{0}: the server breaks the protocol: {1}; report it to its authors, or use nbdkit")]
     Protocol(String, &'static str),
     /// A server of the old kind, that has no names and no options.
     #[error(
@@ -88,12 +88,12 @@ pub enum NbdError {
     ReadOnly(String),
     /// The export wants transfers that are not of whole pages.
     #[error(
-        "{0}: the export takes transfers of {1} to {2} bytes; swap needs \
-        single pages of 4096"
+        "{0}: the export takes transfers of {1} to {2} bytes; let its \
+        server take single pages of 4096"
     )]
     BlockSize(String, u32, u32),
     /// It is smaller than a page.
-    #[error("{0}: the export is smaller than a page")]
+    #[error("{0}: the export is smaller than a page; give a larger one")]
     Empty(String),
     /// The URL asks for TLS, and the server has none.
     #[error("{0}: the server has no TLS; set it up there, or write nbd: instead of nbds:")]
@@ -115,13 +115,13 @@ pub enum NbdError {
     ServerName(String),
     /// The session could not be made: the certificate is wrong, or the two sides have no method in
     /// common.
-    #[error("{0}: no TLS session: {1}")]
+    #[error("{0}: no TLS session: {1}; check the certificates, ca= and tls-hostname=")]
     Tls(String, rustls::Error),
     /// The thread that pumps could not be made.
-    #[error("TLS: cannot start a session's thread: {0}")]
+    #[error("TLS: cannot start a session's thread: {0}; raise the limit on threads (ulimit -u)")]
     Pump(io::Error),
     /// It is not the export that it was.
-    #[error("{0}: the export shrank or lost a feature; it is no longer used")]
+    #[error("{0}: the export shrank or lost a feature; remove it with swapoff, and add it again")]
     Changed(String),
 }
 

@@ -14,10 +14,10 @@ pub enum SizeError {
     #[error("{0:?} is not a size; write it like 512M, 1.5G or 50%")]
     Syntax(String),
     /// Zero, or less than one byte.
-    #[error("{0:?} is not more than zero")]
+    #[error("{0:?} is not more than zero; write a size like 512M")]
     Zero(String),
     /// More than fits 63 bits.
-    #[error("{0:?} is too large")]
+    #[error("{0:?} is too large; write a size below 8388608T")]
     TooLarge(String),
     /// A percentage where none makes sense.
     #[error(

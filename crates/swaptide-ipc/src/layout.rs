@@ -398,7 +398,7 @@ pub enum SegmentError {
     )]
     TooSmall,
     /// The first word is not [`MAGIC`].
-    #[error("the shared segment has no magic word: the supervisor has not set it up")]
+    #[error("the shared segment is not set up; start the program with swaptide run")]
     NotASegment,
     /// Supervisor and agent come from different builds.
     #[error(

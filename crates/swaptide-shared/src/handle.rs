@@ -237,7 +237,10 @@ pub enum RegionError {
     #[error("the pager of shared regions does not answer; is it running as this user?")]
     Pager,
     /// The mapping was refused.
-    #[error("a shared region could not be mapped: {}", swaptide_sys::ErrnoName(*.0))]
+    #[error(
+        "a shared region could not be mapped: {}; see the limits of this process (ulimit -a)",
+        swaptide_sys::ErrnoName(*.0)
+    )]
     Map(Errno),
     /// Every userfaultfd was refused: `swaptide doctor` shows what is missing.
     #[error(

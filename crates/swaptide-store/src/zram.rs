@@ -59,7 +59,7 @@ pub enum Error {
 /// The pool is at its limit (or at the end of its address space): make room and try again, or use
 /// another device.
 #[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("compressed memory is full")]
+#[error("compressed memory is full; write pages back, or use a swap area")]
 pub struct PoolFull;
 
 /// What is stored for a slot is not a page of that slot.

@@ -72,13 +72,13 @@ pub enum SettingError {
     #[error("there is no {0:?}; a group has {keys}", keys = KEYS.join(", "))]
     Unknown(String),
     /// A key that can only be read.
-    #[error("{0} is read-only")]
+    #[error("{0} is read-only; swaptide ctl group --help lists what can be set")]
     ReadOnly(String),
     /// Not `max` and no size.
     #[error("{0}: {1}, or max for no bound")]
     Size(String, SizeError),
     /// Neither 0 nor 1.
-    #[error("{0}: {1:?} is neither 0 nor 1")]
+    #[error("{0}: {1:?} is neither 0 nor 1; write one of them")]
     Switch(String, String),
     /// Not a change of the tiers.
     #[error("{0}: {1}")]

@@ -225,16 +225,19 @@ pub enum ControlError {
     #[error("there are several runs ({}); choose one with --pid", comma_list(.0))]
     Several(Vec<u32>),
     /// The directory of the sockets cannot be used.
-    #[error("{path}: {1}", path = .0.display())]
+    #[error("{path}: {1}; remove it, or set SWAPTIDE_DIRECTORY", path = .0.display())]
     Directory(PathBuf, io::Error),
     /// The run will not do it, and says why.
     #[error("{0}")]
     Refused(String),
     /// The run does not answer as it should.
-    #[error("the run {0} does not answer: {1}")]
+    #[error("the run {0} does not answer: {1}; is it stopped? see swaptide ctl list")]
     Run(u32, String),
     /// The daemon does not.
-    #[error("no daemon answers at {path}: {0}", path = daemon_path().display())]
+    #[error(
+        "no daemon answers at {path}: {0}; start one with swaptide daemon",
+        path = daemon_path().display()
+    )]
     Daemon(String),
 }
 

@@ -37,10 +37,10 @@ pub enum DaemonError {
     #[error("{}: a daemon is already running; see swaptide ctl list", .0.display())]
     Running(PathBuf),
     /// A file or a directory of its own.
-    #[error("{path}: {1}", path = .0.display())]
+    #[error("{path}: {1}; the daemon must be able to write there", path = .0.display())]
     State(PathBuf, io::Error),
     /// A system call.
-    #[error("{0}: {1}")]
+    #[error("{0}: {1}; see the limits of this user (ulimit -a)")]
     System(&'static str, io::Error),
 }
 

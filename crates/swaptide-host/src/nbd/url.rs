@@ -108,13 +108,13 @@ pub enum UrlError {
     #[error("{0:?}: {1} wants {2}")]
     Value(String, String, &'static str),
     /// The same twice.
-    #[error("{0:?}: {1} is given twice")]
+    #[error("{0:?}: {1} is given twice; give it once")]
     Twice(String, String),
     /// A URL of a Unix socket needs one.
     #[error("{0:?}: socket=PATH is valid only with nbd+unix:///EXPORT")]
     Socket(String),
     /// The name is too long; how the URL begins.
-    #[error("{0:?}...: the export's name has more than {MAX_NAME_BYTES} bytes")]
+    #[error("{0:?}...: the export's name has more than {MAX_NAME_BYTES} bytes; shorten it there")]
     Name(String),
 }
 

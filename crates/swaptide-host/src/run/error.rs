@@ -51,7 +51,7 @@ pub enum RunError {
     #[error("{0}: set by the daemon; drop it, or use --no-daemon")]
     WithDaemon(&'static str),
     /// The report cannot be written there.
-    #[error("--report: {path}: cannot be written: {1}", path = .0.display())]
+    #[error("--report: {path}: cannot be written: {1}; name another file", path = .0.display())]
     Report(PathBuf, io::Error),
     /// No program was named.
     #[error("no program to run; name it after --")]
@@ -88,7 +88,7 @@ pub enum RunError {
     #[error("{0}; swaptide doctor shows how to fix it")]
     Userfaultfd(OpenError),
     /// A system call.
-    #[error("{0}: {1}")]
+    #[error("{0}: {1}; see the limits of this user (ulimit -a)")]
     System(&'static str, io::Error),
     /// The program could not be started after all.
     #[error("{0}")]

@@ -32,13 +32,13 @@ pub enum TargetError {
     #[error("{}: {}", .0.display(), missing(.0))]
     Missing(PathBuf),
     /// A directory or something else that is no file.
-    #[error("{}: not a program but a directory or a device", .0.display())]
+    #[error("{}: not a program but a directory or a device; name a program", .0.display())]
     NotAFile(PathBuf),
     /// Without the right to execute it.
     #[error("{}: not executable; chmod +x it, or name its interpreter", .0.display())]
     NotExecutable(PathBuf),
     /// It cannot be read.
-    #[error("{path}: cannot be read: {1}", path = .0.display())]
+    #[error("{path}: cannot be read: {1}; check its permissions", path = .0.display())]
     Read(PathBuf, io::Error),
     /// An ELF file without a program interpreter.
     #[error(
@@ -56,13 +56,13 @@ pub enum TargetError {
     Secure(PathBuf, &'static str),
     /// An ELF file for something else.
     #[error(
-        "{path}: built for {1}, and this swaptide is for 64-bit {arch}",
+        "{path}: built for {1}; this swaptide needs a program for 64-bit {arch}",
         path = .0.display(),
         arch = std::env::consts::ARCH
     )]
     Machine(PathBuf, String),
     /// An ELF file that ends too early or contradicts itself.
-    #[error("{}: damaged: its ELF headers end too early", .0.display())]
+    #[error("{}: damaged: its ELF headers end too early; install it again", .0.display())]
     Damaged(PathBuf),
     /// A dynamic program whose loader is not the agent's.
     #[error(
@@ -268,7 +268,11 @@ fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
 }
 
 fn missing(path: &Path) -> &'static str {
-    if path.components().count() > 1 { "no such file" } else { "not found in PATH" }
+    if path.components().count() > 1 {
+        "no such file; check the name"
+    } else {
+        "not found in PATH; give a path"
+    }
 }
 
 #[cfg(test)]

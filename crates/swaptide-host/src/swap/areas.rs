@@ -111,7 +111,7 @@ pub enum AreaError {
     )]
     Ambiguous(String),
     /// It is already being removed.
-    #[error("{0:?} is already being removed")]
+    #[error("{0:?} is already being removed; swaptide ctl devices shows how far it is")]
     Leaving(String),
     /// What lies there finds no room on others.
     #[error(
@@ -128,7 +128,7 @@ pub enum AreaError {
     /// Processes do not move what is theirs.
     #[error(
         "{name:?} stays: {size} of it are held by processes that do not move them ({list}): \
-        stopped ones, or pages that cannot be read",
+        stopped ones, or pages that cannot be read; continue or end them",
         size = human(*.left),
         list = comma_list(.holders)
     )]

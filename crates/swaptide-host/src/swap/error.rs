@@ -59,7 +59,7 @@ pub enum DeviceError {
     #[error("{0:?}: there is no cipher {1:?}; use {CIPHER} or none")]
     Cipher(String, String),
     /// Compressed memory has no cipher.
-    #[error("{0:?}: cipher= is for swap areas; compressed memory is not encrypted")]
+    #[error("{0:?}: cipher= is for swap areas; compressed memory is not encrypted: leave it out")]
     CipherOfZram(String),
     /// A disk turns or does not; servers and compressed memory have no say.
     #[error(
@@ -120,7 +120,7 @@ pub enum DeviceError {
     #[error("more than {MAX_AREAS} files and block devices; give fewer")]
     TooMany,
     /// Something is asked to come before compressed memory.
-    #[error("{0:?} has a higher priority than zram; compressed memory always comes first")]
+    #[error("{0:?} has a higher priority than zram, which always comes first; lower its prio=")]
     Order(String),
     /// A block device that cannot be used.
     #[error("{}: {}", .0.display(), unusable_block(.1))]
