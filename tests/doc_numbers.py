@@ -13,6 +13,7 @@
    tables of docs/semantics.md and docs/kernel-references.md; names with a hyphen in those, in
    docs/testing.md, docs/security.md and docs/bench.md; and what follows the word "case" anywhere.
 7. The words in the first column of docs/segment.md are fields of the segment.
+8. A module or test file behind a crate's name, as in swaptide-store `file::tests`, exists.
 
 Exit status 1, and a line for each error, where there is one.
 """
@@ -313,6 +314,20 @@ def segment():
                 yield f"docs/segment.md: there is no word {word} in the segment"
 
 
+def modules():
+    """Modules and test files that documents name behind a crate."""
+    named = re.compile(r"(swaptide-[a-z]+) ((?:`(?:[a-z_]+::[a-z_:]+|tests/[a-z_]+)`(?:, )?)+)")
+    for path in documents():
+        for crate, names in named.findall(path.read_text()):
+            for name in re.findall(r"`([^`]+)`", names):
+                root = ROOT / "crates" / crate
+                at = root / ("" if name.startswith("tests/") else "src") / name.replace("::", "/")
+                parent = [at.parent.with_suffix(".rs"), at.parent / "mod.rs"]
+                in_file = any(f.exists() and f"mod {at.name}" in f.read_text() for f in parent)
+                if not (at.with_suffix(".rs").exists() or at.is_dir() or in_file):
+                    yield f"{path.relative_to(ROOT)}: {crate} has no {name}"
+
+
 def cases():
     """End-to-end cases that documents name."""
     if importlib.util.find_spec("pytest") is None:
@@ -374,7 +389,7 @@ def named_cases(shown, text):
 def main():
     source = Source(ROOT)
     errors = [*tuning(source), *cited(source), *phrases(source), *readme(), *links()]
-    errors += [*segment(), *cases()]
+    errors += [*segment(), *modules(), *cases()]
     for error in errors:
         print(error)
     if not errors:
