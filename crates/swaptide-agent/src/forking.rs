@@ -65,7 +65,7 @@ pub(crate) struct ForkPatience {
 }
 
 impl ForkPatience {
-    /// Begins now.
+    /// No time has passed yet; the clock starts now.
     pub(crate) fn new() -> ForkPatience {
         ForkPatience::from(0, now())
     }

@@ -66,7 +66,7 @@ pub(crate) fn engine_without_calls() -> Option<&'static Engine> {
 /// What this memory is to its process. Children have zeros in it (`MADV_WIPEONFORK`), whatever
 /// makes them.
 struct Marks {
-    /// [`ENGINE`] manages it.
+    /// Tells whether [`ENGINE`] manages this memory.
     managed: AtomicU32,
     /// The holder of [`FORK_LOCK`] is a thread of another process that runs on this memory.
     own: AtomicU32,

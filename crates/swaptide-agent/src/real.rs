@@ -16,7 +16,7 @@ unsafe extern "C" {
     fn dladdr(address: *const c_void, object: *mut Object) -> c_int;
 }
 
-/// `RTLD_NEXT`.
+/// `RTLD_NEXT`: look behind this library.
 const NEXT: *mut c_void = -1isize as *mut c_void;
 
 /// Where the address lies in a [`Symbol`], for assembly.

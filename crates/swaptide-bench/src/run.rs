@@ -21,13 +21,13 @@ use crate::workload::program::DONE;
 /// The work of one run.
 #[derive(Debug, Clone)]
 pub struct Workload {
-    /// Bytes of data.
+    /// Bytes of data that the program fills and touches.
     pub data: u64,
     /// What the data is.
     pub content: PageContent,
-    /// Phases, in order.
+    /// What the program does with the data, in this order.
     pub phases: Vec<Phase>,
-    /// How many times.
+    /// How many times the phases are done in one run.
     pub repeat: u32,
     /// Touches in a random phase.
     pub touches: usize,
@@ -371,9 +371,9 @@ impl Runner {
 pub enum Next {
     /// A line, without its end.
     Line(String),
-    /// Nothing more.
+    /// The program has closed its output.
     End,
-    /// Nothing in time.
+    /// No line came within the limit of time.
     Late,
 }
 

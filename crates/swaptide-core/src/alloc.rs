@@ -127,7 +127,7 @@ fn reserve_or_reclaim(device: &SwapDevice, lane: LaneIndex, n: u32) -> Result<()
 }
 
 impl<'a> Search<'a> {
-    /// Step 1.
+    /// Step 1: the CPU's own cluster.
     #[inline]
     fn current(&mut self) -> Option<SwapOffset> {
         if self.device.cursor.is_some() {
@@ -189,7 +189,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// An empty cluster.
+    /// A cluster that is empty: from the list of free ones, or never used before.
     fn empty(&mut self) -> Option<SwapOffset> {
         let (device, mut lists) = (self.device, self.device.lists.lock());
         let taken = match lists.pop(&device.headers, ListId::Free) {
@@ -266,7 +266,7 @@ impl<'a> Search<'a> {
         self.keep_current(index, state, home, found)
     }
 
-    /// Step 6.
+    /// Step 6: a cluster that waits for its discard.
     fn waiting_for_discard(&mut self) -> Option<SwapOffset> {
         if !self.device.discard {
             return None;
@@ -344,7 +344,7 @@ impl<'a> Search<'a> {
         self.keep_current(index, state, home, found)
     }
 
-    /// Step 7.
+    /// Step 7: a free slot of another CPU's cluster.
     fn steal(&self) -> Option<SwapOffset> {
         if self.order != Order::ZERO {
             return None;

@@ -56,17 +56,17 @@ pub enum SlotContent {
 /// All that the table knows about a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SlotInfo {
-    /// What it holds.
+    /// Free, a folio, a shadow, or bad.
     pub slot: SlotContent,
     /// Swap count. From a look-up without lock it saturates at 255.
     pub count: u32,
     /// The page is all zeros on the device (in the cache: it was when it was read).
     pub zero: bool,
-    /// The group charged.
+    /// The group to which the slot is charged.
     pub group: GroupId,
 }
 
-/// The word itself.
+/// The 64-bit word of a slot in its swap table.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Entry(pub u64);
 

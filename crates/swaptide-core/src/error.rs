@@ -26,19 +26,19 @@ pub enum AllocError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Expected {
-    /// This folio.
+    /// Every slot holds this folio.
     Folio(FolioId),
     /// This folio, not mapped (count 0).
     CacheOnly(FolioId),
-    /// A shadow.
+    /// A shadow: the page is out.
     Shadow,
-    /// Folio or shadow.
+    /// A folio or a shadow, with any count.
     Used,
     /// Folio or shadow with a count of at least 1.
     Mapped,
     /// Used, with a count of exactly 1 (or 0 in the cache).
     LastUser,
-    /// A free slot.
+    /// A free slot, for an allocation.
     Free,
     /// A range of 1 to 512 slots in one cluster of this device.
     Range,
@@ -74,11 +74,11 @@ pub enum Expect {
 pub struct Mismatch {
     /// The first slot that did not match.
     pub entry: SwapEntry,
-    /// Its cluster.
+    /// The cluster that the slot is in.
     pub cluster: ClusterIndex,
     /// What should have been there.
     pub expected: Expected,
-    /// What was there.
+    /// What the slot holds instead.
     pub found: SlotInfo,
 }
 

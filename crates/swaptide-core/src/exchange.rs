@@ -37,9 +37,9 @@ use core::ops::Range;
 pub enum ZeroMask<'a> {
     /// As their slots say already: a clean folio leaves the cache.
     Keep,
-    /// None.
+    /// No page of the range is all zeros.
     None,
-    /// All.
+    /// All pages of the range are all zeros.
     All,
     /// Bit `i % 64` of word `i / 64` for page `i`; pages behind the end are not.
     Bits(&'a [u64]),

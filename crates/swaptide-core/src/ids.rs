@@ -113,7 +113,7 @@ impl SwapEntry {
         self.0
     }
 
-    /// The device.
+    /// The device that the entry is of.
     pub const fn ty(self) -> SwapType {
         SwapType((self.0 >> OFFSET_BITS) as u8)
     }

@@ -56,7 +56,7 @@ pub struct Move<'a> {
     /// The first slot, or the place where it would be: aligned to the number of slots, a power of
     /// two.
     pub from: SwapEntry,
-    /// Where it goes.
+    /// The first of the new slots.
     pub to: SwapEntry,
     /// What each of the slots holds, with its exact count. [`SlotContent::Free`]: this one is not
     /// part of the unit.
@@ -90,7 +90,7 @@ pub trait Mover {
 /// What [`SwapDevice::compact`] did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Compacted {
-    /// Slots that moved.
+    /// Slots whose contents have another number now.
     pub moved: u32,
     /// Clusters that are empty now, with their tables.
     pub emptied: u32,

@@ -44,9 +44,9 @@ const NO_TIER: u32 = 31;
 pub struct Priority(i16);
 
 impl Priority {
-    /// The lowest.
+    /// -1, the lowest priority.
     pub const MIN: Priority = Priority(-1);
-    /// The highest.
+    /// 32767, as for swapon(8).
     pub const MAX: Priority = Priority(i16::MAX);
 
     /// The priority of a number; `None` for one that is out of range.
@@ -55,7 +55,7 @@ impl Priority {
         (number >= Self::MIN.0).then_some(Priority(number))
     }
 
-    /// Its number.
+    /// From -1 to 32767.
     pub fn get(self) -> i32 {
         self.0.into()
     }
@@ -72,7 +72,7 @@ impl fmt::Display for Priority {
 pub struct TierIndex(u8);
 
 impl TierIndex {
-    /// Its number.
+    /// From 0 to one less than [`MAX_TIERS`].
     pub fn get(self) -> u32 {
         self.0.into()
     }
@@ -113,13 +113,13 @@ struct Tier {
 /// A tier as it is listed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TierView<'a> {
-    /// Its name.
+    /// Letters, digits and `_`, as it was defined.
     pub name: &'a str,
-    /// Its index.
+    /// Its bit in a [`TierMask`].
     pub index: TierIndex,
-    /// Its lowest priority.
+    /// The lowest priority that belongs to it.
     pub start: Priority,
-    /// Its highest priority.
+    /// The highest priority that belongs to it.
     pub end: Priority,
 }
 
@@ -203,7 +203,7 @@ impl fmt::Debug for Tiers {
 }
 
 impl Tiers {
-    /// No tier.
+    /// Without any tier: masks have no effect.
     pub fn new() -> Tiers {
         Tiers::default()
     }
@@ -432,7 +432,7 @@ impl Default for TierMask {
 }
 
 impl TierMask {
-    /// Everything is permitted.
+    /// Permits all tiers, those defined later too.
     pub const ALL: TierMask = TierMask(u32::MAX);
 
     /// Whether devices of a tier may be used (`None`: devices in no tier).

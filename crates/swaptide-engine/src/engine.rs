@@ -53,7 +53,7 @@ pub(crate) const FEATURES: Features = Features::EVENT_REMAP
 
 /// What an engine starts with.
 pub struct Start {
-    /// The shared segment.
+    /// Shared with the supervisor and all processes of the run.
     pub segment: &'static Segment,
     /// The process's place in it at first; a forked child gets another ([`Engine::set_index`]).
     pub index: SlotIndex,
@@ -90,7 +90,7 @@ pub struct Start {
 pub(crate) struct KnownApart {
     /// The address space was searched.
     pub(crate) is_sought: AtomicBool,
-    /// There was some.
+    /// There was such memory.
     pub(crate) is_found: AtomicBool,
 }
 
@@ -115,7 +115,7 @@ struct SwapFull {
 /// The threads that reclaim.
 #[derive(Default)]
 pub struct Workers {
-    /// Those that run.
+    /// How many have begun and not ended.
     pub running: AtomicU32,
     /// Those that do not wait on `work`.
     pub awake: AtomicU32,
@@ -164,15 +164,15 @@ struct OwnNames {
 pub struct Engine {
     /// The memory lock; ARCHITECTURE.md has the lock order.
     pub mm: Lock<Mm>,
-    /// The devices.
+    /// Compressed memory and the swap areas.
     pub devices: Devices,
-    /// The account.
+    /// What the process uses, and its limit.
     pub charge: Charge,
     /// Whether small mappings are managed.
     pub small: Small,
     /// Requests to the handler.
     pub handler_requests: HandlerRequests,
-    /// Forks.
+    /// What forking threads and the handler tell each other.
     pub fork: ForkControl,
     /// Pages that were sent for.
     pub(crate) remote_reads: RemoteReads,
@@ -295,7 +295,7 @@ impl Engine {
         SlotIndex(self.own.index.load(Relaxed))
     }
 
-    /// The program's userfaultfd.
+    /// The userfaultfd with which the program's memory is registered; another one after a fork.
     pub fn uffd(&self) -> &'static Uffd {
         // SAFETY: the pointer comes from a box that is never freed, and is replaced only in a
         // forked child before its threads start.

@@ -168,7 +168,7 @@ impl GroupConfig {
 /// A group as a file wants it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupPlan {
-    /// Its path.
+    /// The group's path: `/NAME/NAME`.
     pub path: GroupPath,
     /// What it may have.
     pub settings: Settings,
@@ -179,7 +179,7 @@ pub struct GroupPlan {
 /// Where metrics are to be had.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MetricsPlace {
-    /// A Unix socket.
+    /// A Unix socket with this path.
     Socket(PathBuf),
     /// A port of this machine alone.
     Port(u16),
@@ -188,15 +188,15 @@ pub enum MetricsPlace {
 /// What a file says, checked.
 #[derive(Clone, Debug, Default)]
 pub struct Config {
-    /// The budget.
+    /// The budget, as `--ram` takes it.
     pub ram: Option<String>,
     /// Devices, as `--swap` takes them.
     pub swap: Vec<String>,
-    /// The same, read.
+    /// The devices of `swap`, read.
     pub devices: Vec<Device>,
     /// The tiers, as a text that makes them where there are none.
     pub tiers: String,
-    /// The groups.
+    /// The groups to make or change.
     pub groups: Vec<GroupPlan>,
     /// Directory of what a daemon keeps over its own restart.
     pub state: Option<PathBuf>,

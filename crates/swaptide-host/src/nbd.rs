@@ -76,7 +76,7 @@ pub enum NbdError {
     /// The server refuses the export.
     #[error("{url}: {why}{said}", said = said_by_server(.text))]
     Refused {
-        /// Which URL.
+        /// The URL of the export.
         url: String,
         /// What the answer means.
         why: &'static str,

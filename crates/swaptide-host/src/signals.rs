@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 /// A signal that came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Arrived {
-    /// Its number.
+    /// Number of the signal.
     pub signal: i32,
     /// The process that sent it; `None` when the kernel did (the terminal, a timer, a fault).
     pub sender: Option<u32>,
@@ -128,7 +128,7 @@ pub(crate) fn same_group(one: u32, other: u32) -> bool {
 pub(crate) enum ChildStatus {
     /// It ended; the status is as a shell gives it: its own, or 128 + the signal.
     Ended {
-        /// Which.
+        /// Process id of the child.
         pid: u32,
         /// 128 + n on signal n.
         status: u8,
@@ -138,9 +138,9 @@ pub(crate) enum ChildStatus {
     /// It is followed (`control/fork_tracer.rs`), or is a child of one that is; the status as the
     /// wait gave it.
     Followed(u32, u32),
-    /// It continues.
+    /// It was continued (`SIGCONT`).
     Continued(u32),
-    /// Nothing has changed.
+    /// There are children, and none has changed.
     Nothing,
     /// There is no child any more.
     NoChild,

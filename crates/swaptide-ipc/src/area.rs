@@ -19,9 +19,9 @@ pub struct AreaId(pub u8);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum AreaState {
-    /// No area's number.
+    /// The number is free: no area has it.
     None = 0,
-    /// Extents are leased.
+    /// Extents are leased and written.
     Open = 1,
     /// No extent is leased any more, and holders move what lies there elsewhere.
     Closed = 2,
@@ -49,11 +49,11 @@ pub struct Area {
     pub(crate) transport: AtomicU32,
     pub(crate) priority: AtomicI32,
     pub(crate) span: AreaSpan,
-    /// Extents leased.
+    /// Extents that are leased now.
     pub(crate) used: AtomicU32,
     /// Where the next search for a free one starts, counted in the area.
     pub(crate) hint: AtomicU32,
-    /// Transfers that failed.
+    /// Transfers that failed, as processes count them.
     pub(crate) errors: AtomicU32,
     /// Where its first extent begins on the device, in bytes.
     pub(crate) base_bytes: AtomicU64,
@@ -95,7 +95,7 @@ pub(crate) const MIRROR_AT: usize = std::mem::offset_of!(Area, mirror);
 /// What was negotiated with the server of a network export.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExportFacts {
-    /// Its bytes.
+    /// Bytes of the export.
     pub bytes: u64,
     /// The transmission flags of the protocol.
     pub flags: u16,
@@ -205,7 +205,7 @@ impl Area {
         }
     }
 
-    /// Its priority.
+    /// The higher one is leased from first.
     pub fn priority(&self) -> i32 {
         self.priority.load(Relaxed)
     }
@@ -278,7 +278,7 @@ impl Area {
         }
     }
 
-    /// Its mirror.
+    /// The area that holds copies of this one's extents.
     pub fn mirror(&self) -> Option<AreaId> {
         // Whatever a damaged table says, there are no others.
         self.mirror

@@ -482,7 +482,7 @@ impl Segment {
             .collect()
     }
 
-    /// Corrects it.
+    /// Adds `missing` to the area's count of leased extents.
     pub(crate) fn correct_used(&self, id: AreaId, missing: i32) {
         self.area(id).used.fetch_add(missing as u32, SeqCst);
     }

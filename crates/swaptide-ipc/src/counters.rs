@@ -176,15 +176,15 @@ counters! {
 
 /// Smallest order that is counted by itself: 64 KiB.
 pub const FIRST_ORDER: u8 = 4;
-/// Largest: 2 MiB.
+/// Largest order that is counted by itself: 2 MiB.
 pub const LAST_ORDER: u8 = 9;
 
 /// What is counted for each order from [`FIRST_ORDER`] to [`LAST_ORDER`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OfOrder {
-    /// Came in whole.
+    /// Folios of this order that came in whole.
     Swpin,
-    /// Should have.
+    /// Folios of this order that should have come in whole, and did not.
     SwpinFallback,
     /// Went to the swap file whole.
     Swpout,

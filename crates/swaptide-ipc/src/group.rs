@@ -41,7 +41,7 @@ impl GroupSlot {
         self.areas_excluded.load(Relaxed)
     }
 
-    /// Sets them.
+    /// Replaces the areas that it may not use.
     pub fn exclude_areas(&self, areas: u32) {
         self.areas_excluded.store(areas, Relaxed);
     }

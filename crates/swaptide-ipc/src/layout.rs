@@ -37,7 +37,7 @@ const COUNTERS: usize = Counter::ALL.len();
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum ProcState {
-    /// Unused.
+    /// No process has the slot.
     Free = 0,
     /// Waiting: the process fits, nothing of it is managed.
     Watching = 1,
@@ -378,13 +378,13 @@ impl ProcSlot {
 /// The whole segment, as it lies in the memfd. All zeros is an empty one.
 #[repr(C)]
 pub struct Segment {
-    /// What stands once.
+    /// What concerns all processes.
     pub header: Header,
     /// Holders of each extent, and whether it is in doubt (see [`crate::areas`]).
     pub extent_refs: [AtomicU16; MAX_EXTENTS],
-    /// The processes.
+    /// A slot for each managed process.
     pub procs: [ProcSlot; MAX_PROCS],
-    /// The groups.
+    /// Limits and charges of the groups.
     pub groups: Groups,
 }
 

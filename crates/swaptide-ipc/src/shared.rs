@@ -61,7 +61,7 @@ pub enum Attached {
     Done = 0,
     /// The process has no userfaultfd yet.
     Descriptor = 1,
-    /// It cannot be.
+    /// Its shared memory cannot be managed.
     Refused = 2,
 }
 
@@ -94,7 +94,7 @@ pub fn region(socket: &[u8], bytes: u64) -> Option<OwnedFd> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Reach {
-    /// Everything.
+    /// No limit: forks and system calls work.
     Whole = 0,
     /// A forked child has none of it (the kernel tells of forks only with `CAP_SYS_PTRACE`): it
     /// maps a region again.

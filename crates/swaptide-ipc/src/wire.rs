@@ -16,7 +16,7 @@ pub const ENV_AGENT_LOG: &str = "SWAPTIDE_AGENT_LOG";
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Request {
-    /// The segment's memfd.
+    /// The segment's memory file, as a descriptor.
     Segment = b'S',
     /// What a swap area is read and written through (see [`crate::Transport`]): its number follows.
     Area = b'A',
@@ -29,7 +29,7 @@ pub enum Request {
     Pagemap = b'P',
     /// The client's list of mappings.
     Maps = b'M',
-    /// The client's sizes.
+    /// The client's sizes: its `/proc/PID/statm`.
     Statm = b'T',
     /// The client's process id as the supervisor sees it: four bytes in the answer, little end
     /// first.

@@ -302,7 +302,7 @@ impl SharedRegion {
         NonNull::new(self.map.as_ptr()).expect("no mapping starts at zero")
     }
 
-    /// Bytes mapped.
+    /// Bytes that are mapped: a multiple of a page.
     #[allow(clippy::len_without_is_empty, reason = "a mapping is never empty")]
     pub fn len(&self) -> usize {
         self.map.len()

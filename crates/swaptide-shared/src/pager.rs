@@ -45,7 +45,7 @@ pub struct PagerSettings {
 /// How a pager stands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PagerStats {
-    /// Regions.
+    /// How many shared regions there are.
     pub regions: usize,
     /// Address spaces that have them mapped.
     pub spaces: usize,

@@ -27,7 +27,7 @@ use swaptide_sys::maps::DeviceNumber;
 pub struct RegionId {
     /// Where memory files are: another file system may have a file with the same inode and name.
     pub device: DeviceNumber,
-    /// The file's.
+    /// Inode of the memory file.
     pub inode: u64,
 }
 
@@ -51,7 +51,7 @@ pub enum RegionPage {
     Leaving,
     /// Out, and all zeros.
     Zero,
-    /// In compressed memory.
+    /// Out, in compressed memory.
     Pool,
     /// In the swap file.
     File,
@@ -95,9 +95,9 @@ pub struct RegionChunk {
 pub struct Counts {
     /// In the memory file.
     pub resident: usize,
-    /// Out without data.
+    /// Out, and all zeros.
     pub zero: usize,
-    /// In compressed memory.
+    /// Out, in compressed memory.
     pub pool: usize,
     /// In the swap file.
     pub file: usize,
@@ -122,7 +122,7 @@ impl Counts {
         self.zero + self.pool + self.file + self.lost
     }
 
-    /// Adds another's.
+    /// Adds the counts of another shared region.
     pub fn add(&mut self, other: &Counts) {
         self.resident += other.resident;
         self.zero += other.zero;
@@ -134,13 +134,13 @@ impl Counts {
 
 /// See the module's description.
 pub struct Region {
-    /// Its name.
+    /// Device and inode of its memory file.
     pub id: RegionId,
-    /// Its memory.
+    /// Its memory file.
     pub memory: Arc<File>,
     /// The slot of its first page.
     pub base: u32,
-    /// Where faults went.
+    /// Evidence for readahead: where faults went.
     pub locality: Locality,
     /// A process had it mapped once: when none has any more, it is gone.
     pub attached: bool,
@@ -169,7 +169,7 @@ impl Region {
         }
     }
 
-    /// Its length.
+    /// Length in pages.
     pub fn pages(&self) -> usize {
         self.states.len()
     }
@@ -214,7 +214,7 @@ impl Region {
         chunk * PAGES_PER_CHUNK..((chunk + 1) * PAGES_PER_CHUNK).min(self.pages())
     }
 
-    /// The chunks.
+    /// How many chunks of 64 KiB it has, the last one perhaps in part.
     pub(crate) fn chunk_count(&self) -> usize {
         self.chunks.len()
     }

@@ -29,16 +29,16 @@ pub(crate) struct SpaceId(pub u64);
 /// A mapping of a part of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Where.
+    /// The addresses that it is mapped at.
     pub range: VirtRange,
-    /// Of what.
+    /// The shared region that is mapped there.
     pub region: RegionId,
-    /// Its first page.
+    /// The page of the shared region at the first address.
     pub page: usize,
 }
 
 impl Piece {
-    /// Its pages.
+    /// The pages of the shared region that it maps.
     pub fn pages(&self) -> Range<usize> {
         self.page..self.page + self.range.pages()
     }
@@ -62,7 +62,7 @@ pub struct GrowthHold {
     pub range: VirtRange,
     /// What it may come to map; `None` where that is not known: anything of the space's regions.
     pub pages: Option<(RegionId, Range<usize>)>,
-    /// When it began.
+    /// When the request came that began it.
     pub since: Instant,
 }
 
@@ -71,7 +71,7 @@ pub struct GrowthHold {
 pub enum SpaceState {
     /// No change of its mappings is under way or unread.
     Quiet,
-    /// One is.
+    /// A change of its mappings is under way or unread.
     Changing,
     /// It is gone: its process ended or executed another program.
     Gone,
@@ -79,7 +79,7 @@ pub enum SpaceState {
 
 /// See the module's description.
 pub struct Space {
-    /// Answers its faults.
+    /// The userfaultfd with which its mappings are registered.
     pub uffd: Uffd,
     /// Its process, once that is known.
     pub pid: Option<u32>,
@@ -87,7 +87,7 @@ pub struct Space {
     pub guard: Option<Conn>,
     /// Since when it has no guard.
     pub unguarded: Instant,
-    /// Its mappings.
+    /// Its mappings of shared regions, as they were last read.
     pub layout: Vec<Piece>,
     /// The layout may be another one: it could not be read since it changed.
     pub stale: bool,

@@ -139,7 +139,7 @@ pub struct Unloaded {
 /// A page that was put away, or was not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PutOutcome {
-    /// It is there.
+    /// It is stored, and there from now on.
     In(RegionPage),
     /// There is no room for it.
     Full,

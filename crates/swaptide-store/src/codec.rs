@@ -61,11 +61,11 @@ pub enum Choice {
     /// lz4 at first; what stays long is compressed again with zstd.
     #[default]
     Both,
-    /// lz4 alone.
+    /// lz4 alone, never recompressed.
     Lz4,
-    /// zstd at once.
+    /// zstd at once, without lz4 before.
     Zstd,
-    /// snappy alone.
+    /// snappy alone, never recompressed.
     Snappy,
 }
 
@@ -106,7 +106,7 @@ impl Level {
         (1..=Level::MAX.0).contains(&level).then_some(Level(level))
     }
 
-    /// Its number.
+    /// From 1 to 9, as zstd has it.
     #[must_use]
     pub const fn get(self) -> u8 {
         self.0
@@ -122,7 +122,7 @@ impl Default for Level {
 /// How pages are compressed.
 #[derive(Copy, Clone, Debug, PartialEq, Eq, Default)]
 pub struct Scheme {
-    /// By which codecs.
+    /// Which codecs, and when.
     pub choice: Choice,
     /// By which level of zstd, where pages get it.
     pub level: Level,
@@ -199,12 +199,12 @@ pub enum PackedKind {
     Same(u64),
     /// An lz4 block, a zstd frame or a snappy block of that many bytes.
     Bytes(usize),
-    /// The page itself.
+    /// The page as it is: it does not shrink enough.
     Raw,
 }
 
 impl PackedKind {
-    /// Bytes it takes.
+    /// Bytes that it takes on a device.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "a size, not a collection")]
     pub const fn len(self) -> usize {

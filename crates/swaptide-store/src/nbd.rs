@@ -96,7 +96,7 @@ impl Flags {
 /// What was negotiated about an export.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub struct Export {
-    /// Its bytes.
+    /// Bytes of the export.
     pub size: u64,
     /// What it can do.
     pub flags: Flags,
@@ -180,11 +180,11 @@ pub struct NbdStats {
     pub late: u64,
     /// Of those, because what came was not the protocol.
     pub garbled: u64,
-    /// Requests sent again.
+    /// Requests that were sent again on another connection.
     pub replayed: u64,
     /// Requests the server refused.
     pub refused: u64,
-    /// Requests given up.
+    /// Requests that were given up without an answer.
     pub given_up: u64,
 }
 

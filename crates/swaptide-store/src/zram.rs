@@ -49,7 +49,7 @@ pub enum Error {
     #[error("cannot reserve address space for {slots} slots of compressed memory ({}): raise the \
         limit of `ulimit -v`", swaptide_sys::ErrnoName(*errno))]
     Reserve {
-        /// Slots asked for.
+        /// Slots that were asked for.
         slots: u32,
         /// What the kernel answered.
         errno: swaptide_sys::Errno,

@@ -16,7 +16,7 @@ const MAX_CPUS: usize = 1024;
 pub struct CpuSet([u64; MAX_CPUS / 64]);
 
 impl CpuSet {
-    /// No CPU.
+    /// No CPU at all.
     pub const EMPTY: CpuSet = CpuSet([0; MAX_CPUS / 64]);
 
     /// Just this one.
@@ -147,7 +147,7 @@ impl ThreadStat {
 /// What a thread had of the CPUs, in nanoseconds since it began.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct CpuTimes {
-    /// It ran.
+    /// Time in which it ran.
     pub ran: u64,
     /// It could have run and waited for a CPU.
     pub waited: u64,

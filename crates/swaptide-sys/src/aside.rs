@@ -30,7 +30,7 @@ use crate::time::now;
 const CEILING: u64 = 4096;
 /// Numbers that are tried below the limit.
 const ROOM: u64 = 64;
-/// The standard streams.
+/// The first number behind the standard streams.
 const STANDARD: RawFd = 3;
 /// How often something is opened again that another thread of the program has replaced at once.
 const TRIES: u32 = 3;
@@ -225,7 +225,7 @@ fn borrow(number: RawFd) -> BorrowedFd<'static> {
     unsafe { BorrowedFd::borrow_raw(number) }
 }
 
-/// No descriptor.
+/// In place of a number: there is no descriptor.
 const NONE: RawFd = -1;
 
 /// The inode of a socket; `None` for any other descriptor, and for none. Those of sockets are
@@ -244,12 +244,12 @@ pub struct SocketNumber {
 }
 
 impl SocketNumber {
-    /// Nothing.
+    /// Without a socket.
     pub const fn none() -> SocketNumber {
         SocketNumber { number: AtomicI32::new(NONE), inode: AtomicU64::new(0) }
     }
 
-    /// Keeps a socket.
+    /// Keeps the socket open, and notes its number and inode.
     pub fn set(&self, socket: OwnedFd) {
         let number = socket.into_raw_fd();
         self.inode.store(socket_inode(number).unwrap_or(0), Release);

@@ -20,7 +20,7 @@ pub const MIN_BUFFER: usize = 256;
 pub struct DeviceNumber {
     /// The first part of the number.
     pub major: u32,
-    /// The second.
+    /// The second part of the number.
     pub minor: u32,
 }
 
@@ -41,13 +41,13 @@ impl DeviceNumber {
 /// One line of `/proc/PID/maps`.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub struct Vma<'a> {
-    /// Its addresses.
+    /// From its first to behind its last byte.
     pub range: VirtRange,
-    /// Readable.
+    /// May be read (`PROT_READ`).
     pub read: bool,
-    /// Writable.
+    /// May be written (`PROT_WRITE`).
     pub write: bool,
-    /// Executable.
+    /// May be executed (`PROT_EXEC`).
     pub exec: bool,
     /// Private (copy on write), not shared.
     pub private: bool,

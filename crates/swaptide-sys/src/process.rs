@@ -100,9 +100,9 @@ pub fn mem_total() -> Option<u64> {
 /// may come to mean another.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub struct ProcInfo {
-    /// Process id.
+    /// Number of the process, in this process's pid namespace.
     pub pid: u32,
-    /// Its parent's.
+    /// Number of its parent.
     pub ppid: u32,
     /// Clock ticks between boot and its start.
     pub start_time: u64,

@@ -85,7 +85,7 @@ impl KernelPeer {
 /// The folio size the kernel may use for anonymous memory in a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Folios {
-    /// 4K pages only.
+    /// 4K pages only, as without mTHP.
     Small,
     /// 64K folios wherever they fit (mTHP).
     Large,

@@ -130,16 +130,16 @@ fn run_tool(name: &str, args: &[&OsStr]) -> Result<(), String> {
 pub enum Undo {
     /// Write a setting's old value back.
     Write {
-        /// The setting.
+        /// The file of the setting.
         path: PathBuf,
-        /// What it was.
+        /// The value that is written back.
         value: String,
     },
     /// Switch swap off on a device or file.
     SwapOff(PathBuf),
     /// Empty the compressed-RAM device of this number and take it away.
     RemoveZram(u32),
-    /// Delete a file.
+    /// Delete a file that the benchmark made.
     RemoveFile(PathBuf),
     /// Delete a directory with all that is in it.
     RemoveTree(PathBuf),

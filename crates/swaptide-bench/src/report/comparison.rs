@@ -17,7 +17,7 @@ use crate::report::threads::{self, ThreadsRow};
 /// A peer, and swaptide in the runs that alternated with it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Pairing {
-    /// The peer's name.
+    /// As tables name the peer: `kernel-zram`, say.
     pub name: String,
     /// The peer at its best.
     pub peer: Side,
@@ -25,7 +25,7 @@ pub struct Pairing {
     pub other: Option<Side>,
     /// What is to be said of a folio size that never came to its end.
     pub absent: Option<String>,
-    /// and swaptide.
+    /// swaptide in those runs.
     pub swaptide: Side,
 }
 
@@ -33,9 +33,9 @@ pub struct Pairing {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Better {
-    /// Throughputs.
+    /// A throughput: more is better.
     Higher,
-    /// Times.
+    /// A time: less is better.
     Lower,
 }
 
@@ -54,17 +54,17 @@ impl Better {
 /// Everything one call found.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BenchReport {
-    /// The benchmark.
+    /// Of the benchmark, as on the command line: `seq`, say.
     pub name: String,
     /// What it is about, in a few words.
     pub title: String,
-    /// Of the values.
+    /// Unit of all values: `MB/s`, `ms`.
     pub unit: String,
     /// Which way is better.
     pub better: Better,
     /// The budget asked for.
     pub budget: u64,
-    /// Bytes of data.
+    /// Bytes of data that the program has.
     pub data: u64,
     /// Runs of each side.
     pub runs: u32,
@@ -72,13 +72,13 @@ pub struct BenchReport {
     pub alone: Option<Side>,
     /// swaptide with the bare budget, where it was asked for.
     pub strict: Option<Side>,
-    /// The peers.
+    /// A row for each peer that was measured.
     pub pairs: Vec<Pairing>,
     /// The budgets of a sweep.
     pub points: Vec<Point>,
     /// Each phase with each number of threads.
     pub threads: Vec<ThreadsRow>,
-    /// The machine.
+    /// CPUs, memory and kernel of the machine, as JSON.
     pub machine: Value,
     /// What a reader must know.
     pub notes: Vec<String>,

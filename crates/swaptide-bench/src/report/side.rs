@@ -8,9 +8,9 @@ use serde_json::{Map, Value, json};
 pub struct Spread {
     /// The middle one, or the mean of the two in the middle.
     pub median: f64,
-    /// The least.
+    /// The least of the runs' values.
     pub min: f64,
-    /// The most.
+    /// The largest of the runs' values.
     pub max: f64,
 }
 

@@ -158,7 +158,7 @@ impl Phase {
 /// What one phase did. One line of JSON each.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PhaseResult {
-    /// Which.
+    /// The phase that was measured.
     pub phase: Phase,
     /// Pages touched.
     pub pages: u64,

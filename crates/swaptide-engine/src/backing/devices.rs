@@ -319,9 +319,9 @@ pub struct Devices {
 
 /// Slots and data of the swap areas: what lies on which of them is the data's matter.
 pub struct FileTier {
-    /// Slots.
+    /// Which slots are in use, for all areas together.
     pub slots: SwapDevice,
-    /// Data.
+    /// Where on the areas each slot's page lies.
     pub device: FileDevice,
     areas: SegmentExtents,
     roomy: AtomicBool,

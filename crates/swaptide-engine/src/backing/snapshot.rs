@@ -26,7 +26,7 @@ pub(crate) const MAX_SNAPSHOT_PAGES: usize = 64;
 pub enum PageLocation {
     /// Not swapped: the program has it, or nothing has.
     Absent,
-    /// In compressed memory.
+    /// In compressed memory of this process.
     Pool,
     /// In the swap file.
     File,
@@ -56,7 +56,7 @@ pub enum Backing {
     Pool,
     /// All is in the swap file (and zeros).
     File,
-    /// All is zeros.
+    /// All is zeros: nothing to load.
     Zero,
     /// All is in the swap cache.
     Cached,
@@ -132,7 +132,7 @@ impl Snapshot {
         snapshot
     }
 
-    /// The first page.
+    /// The first page of the range, in memory or not.
     pub fn first(&self) -> PageNo {
         self.first
     }

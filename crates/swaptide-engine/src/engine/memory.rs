@@ -69,26 +69,26 @@ pub struct MmClocks {
 pub struct Mm {
     /// What every page is.
     pub table: PageTable,
-    /// What is managed.
+    /// Ranges that are registered and listed in `table`.
     pub regions: VmaSet,
     /// What is registered, or about to be, and not listed in `regions` (see [`crate::vma::adopt`]):
     /// nothing is taken out there.
     pub armed: VmaSet,
-    /// Staging frames.
+    /// Frames that pages are moved through, full and empty ones.
     pub staging: Staging,
-    /// What they hold.
+    /// What is known of each of the frames.
     pub frames: FrameOwners,
-    /// Orders of reclaim.
+    /// The order in which chunks go out, are compressed again and are written back.
     pub queues: Queues,
     /// A range that is being detached: nothing of it is taken out.
     pub held: VirtRange,
-    /// Changes of mappings.
+    /// Changes of mappings that were read and wait for others.
     pub changes: VmaChanges,
     /// Batches on their way.
     pub jobs: Jobs,
     /// What refaults say of the division between resident and compressed memory.
     pub split: PoolSizer,
-    /// Clocks.
+    /// Counts of pages and forks, by which distances are measured.
     pub clocks: MmClocks,
     /// Pages that threads must get to use.
     pub grace: Grace,

@@ -39,9 +39,9 @@ use crate::sched::handler_cpu::HandlerCpu;
 /// A fault that waits for its answer.
 #[derive(Clone, Copy, Debug)]
 pub struct Fault {
-    /// Where.
+    /// An address of the page that is missing.
     pub addr: VirtAddr,
-    /// The waiting thread.
+    /// Thread id of the thread that waits.
     pub tid: u32,
     /// Times it was tried in vain.
     pub tries: u32,

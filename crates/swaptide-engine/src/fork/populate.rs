@@ -47,7 +47,7 @@ const ATTENDED: usize = 16;
 /// Untracked children that are taken in before what was noted is applied, and those can continue
 /// whom that concerns.
 const MAX_NEW_CHILDREN: usize = 4;
-/// Between two looks.
+/// Between two looks at the child.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// How long the other holder of a child's userfaultfd may take to close it. Until it does, a thread

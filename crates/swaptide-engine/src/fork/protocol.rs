@@ -21,7 +21,7 @@ pub(super) const NO_ENGINE: u64 = u64::MAX;
 pub(super) const NO_ENGINE_INCOMPLETE: u64 = u64::MAX - 1;
 /// The child's word at the end: it serves itself.
 pub(super) const MSG_SERVING: u8 = b'T';
-/// Or it cannot.
+/// The child's word at the end: it cannot serve itself.
 pub(super) const DECLINED: u8 = b'D';
 /// In a child's hello instead of its slot: a [`Decline`] less than this.
 pub(super) const NO_SLOT: u32 = u32::MAX;
@@ -66,7 +66,7 @@ pub(super) fn encode(change: &VmaChange) -> Option<[u64; 4]> {
     }
 }
 
-/// The same back.
+/// The change that was encoded so; `None`: these are not the words of one.
 pub(super) fn decode(words: &[usize]) -> Option<VmaChange> {
     let &[kind, a, b, len] = words else { return None };
     let range = VirtRange { start: VirtAddr(a), end: VirtAddr(b) };

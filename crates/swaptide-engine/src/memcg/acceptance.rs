@@ -28,7 +28,7 @@ pub struct Acceptance {
 /// What compressed memory says to a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Verdict {
-    /// It comes in.
+    /// Compressed memory takes the page.
     Takes,
     /// Compressed memory is at its bound.
     AtLimit,

@@ -25,9 +25,9 @@
 
 /// Smallest share of compressed memory, in 1/1024 of what there is to divide.
 const MIN_SHARE_1024: u32 = 48;
-/// Largest share.
+/// Largest share of compressed memory, in 1/1024 likewise.
 pub(crate) const MAX_SHARE_1024: u32 = 700;
-/// One step.
+/// By how much a decision changes the share, in 1/1024.
 const SHARE_STEP_1024: u32 = 16;
 /// Refaults that say something.
 const MIN_REFAULTS: u64 = 48;
@@ -45,11 +45,11 @@ const PAGES_FOR_ONE: u64 = 3;
 /// Refaults since the last decisions, by what would have spared them.
 #[derive(Default)]
 struct Refaults {
-    /// All of them.
+    /// All refaults, whatever would have spared them.
     seen: u64,
     /// A resident part larger by a step.
     near: u64,
-    /// By two steps.
+    /// A resident part larger by two steps, and not by one.
     next: u64,
     /// Compressed memory smaller by a step would have made them refaults from the file.
     tail: u64,
@@ -100,7 +100,7 @@ impl Default for PoolSizer {
 /// What loads from compressed memory came to.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Loads {
-    /// Pages loaded.
+    /// Pages that were decompressed.
     pub pages: u32,
     /// Of those, pages compressed with zstd.
     pub zstd: u32,
@@ -108,7 +108,7 @@ pub struct Loads {
     pub any_zstd: bool,
     /// Nanoseconds that those took which were timed, and how many they are.
     pub zstd_ns: u64,
-    /// See there.
+    /// How many loads `zstd_ns` is the time of.
     pub timed: u32,
 }
 
@@ -130,7 +130,7 @@ pub struct PoolSample {
 }
 
 impl PoolSizer {
-    /// Nothing seen.
+    /// Without any refault seen; costs are those of a typical disk.
     pub fn new() -> PoolSizer {
         PoolSizer {
             refaults: Refaults::default(),

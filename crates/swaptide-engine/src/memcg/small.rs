@@ -134,7 +134,7 @@ pub struct Candidates {
 }
 
 impl Candidates {
-    /// Forgets all.
+    /// Forgets all small mappings that were seen.
     pub fn clear(&mut self) {
         self.classes.iter_mut().for_each(Vec::clear);
         (self.bytes, self.are_more) = (0, false);

@@ -22,9 +22,9 @@ pub(crate) const MAX_MOVES_PER_BATCH: usize = 128;
 #[derive(Clone, Copy)]
 pub(crate) struct TakenPage {
     pub(crate) chunk: ChunkNo,
-    /// Pages to move.
+    /// How many pages are to be moved.
     pub(crate) planned: u16,
-    /// Pages that moved.
+    /// How many of them were moved; the kernel refused the others.
     pub(crate) moved: u16,
     /// Place in the slab of the first planned page.
     pub(crate) place: usize,
@@ -87,7 +87,7 @@ pub struct Batch {
     pub(crate) chunks: Vec<TakenPage>,
     pub(crate) runs: Vec<MoveRun>,
     pub(crate) leaving: Vec<OutgoingPage>,
-    /// Pages that moved.
+    /// How many pages were moved to frames.
     pub(crate) pages: usize,
     /// Pages that do not compress, or that compressed memory refuses: they go to the file.
     pub(crate) beyond: Vec<BackingPage>,
@@ -178,7 +178,7 @@ impl Batch {
         }
     }
 
-    /// Pages that moved.
+    /// How many pages were moved.
     pub fn pages(&self) -> usize {
         self.pages
     }

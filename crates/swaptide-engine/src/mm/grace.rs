@@ -44,7 +44,7 @@ const BUCKETS: usize = 256;
 struct Faults {
     /// The next place in `pages`, which is the oldest.
     next: u8,
-    /// Places in use.
+    /// How many places of `pages` are in use.
     used: u8,
     pages: [PageNo; MAX_PAGES_PER_THREAD],
     since: [Nanos; MAX_PAGES_PER_THREAD],

@@ -57,7 +57,7 @@ const SLAB_BYTES: usize = PAGES_PER_LEAF * PAGE_SIZE;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SlabNo(u16);
 
-/// A staging frame.
+/// A staging frame, counted over all slabs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FrameNo(pub u32);
 
@@ -73,7 +73,7 @@ impl SlabNo {
 struct Slab {
     /// Full frames, but for those that are lent.
     full: [u64; PAGES_PER_LEAF / 64],
-    /// How many.
+    /// How many bits of `full` are set.
     count: usize,
     /// Frames of runs that were taken and not settled yet.
     lent: usize,
@@ -83,7 +83,7 @@ struct Slab {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FrameRun {
     first: FrameNo,
-    /// How many.
+    /// Frames of the run, the first included.
     pub len: usize,
 }
 

@@ -10,14 +10,14 @@ use swaptide_sys::uffd::Event;
 pub enum VmaChange {
     /// `len` bytes at `from` are at `to`.
     Moved {
-        /// The old start.
+        /// Where the memory was.
         from: VirtAddr,
-        /// The new start.
+        /// Where it is now.
         to: VirtAddr,
-        /// Bytes.
+        /// Bytes that moved.
         len: usize,
     },
-    /// Unmapped.
+    /// The range was unmapped.
     Gone(VirtRange),
     /// Its contents were dropped; it is still mapped.
     Dropped(VirtRange),

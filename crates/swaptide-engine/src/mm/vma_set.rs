@@ -97,7 +97,7 @@ impl VmaSet {
         }
     }
 
-    /// The ranges, ascending.
+    /// The ranges, in ascending order of addresses.
     pub fn iter(&self) -> impl Iterator<Item = VirtRange> + '_ {
         self.ranges.iter().copied()
     }

@@ -76,7 +76,7 @@ impl Stream {
         self.most = self.most.saturating_mul(4);
     }
 
-    /// One was not.
+    /// A page that was left out was not asked for.
     fn wants_not(&mut self) {
         self.score -= 1;
         if self.score <= -MAX_SCORE {
@@ -147,14 +147,14 @@ pub enum Reading {
     Unknown,
     /// From start to end.
     Sequential,
-    /// Without order.
+    /// In no order by address.
     Random,
 }
 
 /// What to bring in for a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SwapIn {
-    /// The page alone.
+    /// The page that was asked for alone.
     Page,
     /// The chunk that holds it.
     Chunk,
@@ -205,7 +205,7 @@ impl Default for Locality {
 }
 
 impl Locality {
-    /// Nothing known.
+    /// Before the first fault: no stream, no chunk under observation.
     pub fn new() -> Locality {
         Locality {
             growth: Streams::new(),

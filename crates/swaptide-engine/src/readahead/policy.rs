@@ -25,9 +25,9 @@ use crate::readahead::locality::SwapIn;
 /// What a run was told of how much may come in at a time.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct ReadaheadLimits {
-    /// `--page-cluster`.
+    /// `--page-cluster N`: at most `2^N` pages, where a swap area is behind.
     pub page_cluster: Option<u8>,
-    /// The largest order.
+    /// At most `2^N` pages, in any case.
     pub largest_order: Option<u8>,
 }
 
@@ -52,7 +52,7 @@ impl ReadaheadLimits {
 /// What things cost, in nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub struct Costs {
-    /// A fault's delivery.
+    /// Delivering a fault to the handler and waking the thread.
     pub fault: u64,
     /// Loading a page from compressed memory, and taking another one out for it.
     pub pool: u64,
@@ -63,7 +63,7 @@ pub struct Costs {
 /// A fault, and what is known.
 #[derive(Clone, Copy)]
 pub struct SwapInRequest<'a> {
-    /// The page.
+    /// The page that was touched.
     pub page: PageNo,
     /// The managed region around it, in pages.
     pub region: &'a Range<usize>,
@@ -71,22 +71,22 @@ pub struct SwapInRequest<'a> {
     pub evidence: SwapIn,
     /// Pages of the chunk that are wanted, as far as that is foretold, in 1/16.
     pub wanted_16: u64,
-    /// Most pages.
+    /// How many pages may come in at most, that one included.
     pub most: usize,
-    /// What things cost.
+    /// By which a mixed range is judged.
     pub costs: Costs,
 }
 
 /// What is brought in.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SwapInPlan {
-    /// The page alone.
+    /// The page that was touched alone.
     Page,
     /// An aligned range around the page.
     Around {
-        /// Its first page.
+        /// The first page of the range.
         first: PageNo,
-        /// 1 to [`CHUNK_ORDER`].
+        /// The range has `2^order` pages; from 1 to [`CHUNK_ORDER`].
         order: u8,
     },
     /// This many pages from it on.
@@ -171,7 +171,7 @@ impl SwappedIn {
         }
     }
 
-    /// How many.
+    /// How many pages came in for the fault so far.
     pub fn pages(&self) -> usize {
         self.pages
     }

@@ -20,7 +20,7 @@ use crate::mm::types::{PAGES_PER_CHUNK, PageNo};
 /// What was left out of a stream's windows so far.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Trust {
-    /// Nothing, or little.
+    /// Too little was left out to tell.
     Unknown,
     /// The last ones were asked for.
     Sure,

@@ -31,7 +31,7 @@ const LEAF_BYTES: usize = PAGES_PER_LEAF * PAGE_SIZE;
 /// What a range of the program is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Lookup {
-    /// One armed mapping.
+    /// One mapping, registered with the userfaultfd.
     Armed,
     /// A change of mappings is unread.
     Unread,

@@ -43,7 +43,7 @@ pub struct ForkControl {
     pub(crate) childrens_history: Lock<Option<SharedMissHistory>>,
     /// [`NO_FORK`], [`PREPARED`], or a step between them; a futex word.
     pub phase: AtomicU32,
-    /// The forking thread.
+    /// Thread id of the forking thread.
     pub forker: AtomicU32,
     /// It has seen that the handler is prepared, and continues: where it waits for a lock from now
     /// on, that is not this one's.

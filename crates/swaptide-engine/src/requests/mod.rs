@@ -123,7 +123,7 @@ pub enum Hint {
     Sequential = 4,
     /// The range is read without order.
     Random = 5,
-    /// No longer either.
+    /// Takes `Sequential` and `Random` back.
     Normal = 6,
     /// Bring the range in and manage it no more. Never dropped.
     Release = 7,

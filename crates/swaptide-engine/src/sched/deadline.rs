@@ -48,7 +48,7 @@ pub struct Deadline {
 }
 
 impl Deadline {
-    /// Begins now.
+    /// The bound counts from now.
     pub fn new(bound: Duration) -> Deadline {
         Deadline::from(now(), bound)
     }

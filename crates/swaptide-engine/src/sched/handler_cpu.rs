@@ -71,7 +71,7 @@ const MIN_STAY_FAULTS: u32 = 1000;
 /// There is no way back from the idle class.
 const NO_RETURN: Nanos = Nanos(u64::MAX);
 
-/// No CPU.
+/// In place of a CPU's number: none is known.
 pub(crate) const NO_CPU: u32 = u32::MAX;
 
 /// The thread of this process that is in the idle class; 0 when none is.
@@ -166,7 +166,7 @@ impl Default for WorkerAffinity {
 }
 
 impl WorkerAffinity {
-    /// Anywhere.
+    /// The worker may run on any CPU.
     pub fn new() -> WorkerAffinity {
         WorkerAffinity {
             allowed: own_affinity().ok().filter(|cpus| cpus.count() > 1),
@@ -261,7 +261,7 @@ pub struct HandlerCpu {
     /// Messages that were waited for elsewhere, since the handler was last seen to be where the
     /// thread is.
     apart: u32,
-    /// The last answer.
+    /// When the last fault was answered.
     last: Nanos,
     crowd: CrowdWatch,
     idle: IdleStay,

@@ -177,7 +177,7 @@ pub(crate) struct Preload {
 }
 
 impl Preload {
-    /// It is wanted.
+    /// From now on everything is wanted in memory; continues where it was.
     pub(crate) fn begin(&mut self) {
         self.at = self.at.or(Some(PageNo(0)));
     }

@@ -26,7 +26,7 @@ use crate::engine::Engine;
 
 /// How old a look may become while the process is past its limit.
 const AGE: Duration = Duration::from_millis(250);
-/// The kinds.
+/// The kinds of memory that cannot go out, each with its counter.
 const KINDS: [Counter; 4] = [
     Counter::UnmovableReadOnly,
     Counter::UnmovableExecutable,

@@ -42,7 +42,7 @@ impl GroupPath {
         }
     }
 
-    /// The text.
+    /// As `/NAME/NAME`; the root is `/`.
     pub fn as_str(&self) -> &str {
         &self.0
     }

@@ -9,7 +9,7 @@ use crate::units::{SizeError, parse_bytes, parse_share};
 pub struct Settings {
     /// Tiers that are not excluded here; what is excluded above is excluded all the same.
     pub tiers: TierMask,
-    /// Most memory.
+    /// Bytes of memory that it may have; `None`: no bound.
     pub ram_max: Option<u64>,
     /// Memory from which on limits go down.
     pub ram_high: Option<u64>,
@@ -68,7 +68,7 @@ pub const KEYS: [&str; 8] = [
 /// Why a key, which is named first, cannot be set so.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SettingError {
-    /// No such key.
+    /// The group has no such key.
     #[error("there is no {0:?}; a group has {keys}", keys = KEYS.join(", "))]
     Unknown(String),
     /// A key that can only be read.

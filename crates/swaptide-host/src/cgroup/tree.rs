@@ -29,7 +29,7 @@ pub use crate::cgroup::path::{GroupPath, PathError, memory_cgroup};
 pub(crate) use crate::cgroup::settings::READ_ONLY;
 pub use crate::cgroup::settings::{KEYS, SettingError, Settings};
 
-/// What processes have.
+/// Sums over processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct GroupUsage {
     /// Resident memory in bytes.
@@ -94,10 +94,10 @@ struct Passed {
     swap_high: bool,
 }
 
-/// A group.
+/// A node of the tree, with its settings and what its processes have.
 #[derive(Clone, Debug)]
 pub struct Group {
-    /// Its path.
+    /// From the root on: `/NAME/NAME`.
     pub path: GroupPath,
     /// Its parent; the root has none.
     pub parent: Option<GroupIndex>,
@@ -117,13 +117,13 @@ pub struct Group {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum GroupError {
-    /// No path.
+    /// The text is no path of a group.
     #[error("{0}")]
     Path(PathError),
     /// There is none of this path.
     #[error("there is no group {0}; setting one of its keys creates it")]
     NotFound(GroupPath),
-    /// There are [`MAX_GROUPS`].
+    /// There are [`MAX_GROUPS`] groups already.
     #[error("{0}: there are {MAX_GROUPS} groups already; remove one first")]
     Full(GroupPath),
     /// One that cannot go now, and why.
@@ -163,12 +163,12 @@ impl GroupTree {
         GroupTree { segment, tiers: Tiers::new(), groups: vec![Some(root)], ram }
     }
 
-    /// The tiers.
+    /// The tiers, which all groups of the tree share.
     pub fn tiers(&self) -> &Tiers {
         &self.tiers
     }
 
-    /// A group.
+    /// The group with this index; `None`: there is none.
     pub fn get(&self, index: GroupIndex) -> Option<&Group> {
         self.groups.get(index.0 as usize)?.as_ref()
     }
@@ -584,7 +584,7 @@ impl GroupTree {
 /// A group at a moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupView {
-    /// Its path.
+    /// The group's path: `/NAME/NAME`.
     pub path: String,
     /// What can be read of it, by key: what was set, what it has, and what happened.
     pub values: BTreeMap<String, String>,

@@ -126,7 +126,7 @@ fn most() -> usize {
     (files / 8) as usize
 }
 
-/// The thread.
+/// The thread that waits for the connections.
 fn look_after(list: &HoldList, woken: &Conn) {
     loop {
         let holds = list.holds();

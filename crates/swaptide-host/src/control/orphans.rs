@@ -201,7 +201,7 @@ fn start_thread(shared: &Arc<Shared>, woken: &Arc<Conn>, limit: usize) -> bool {
     started
 }
 
-/// A thread.
+/// A thread: looks for an orphan to work on, and works on it.
 fn serve(shared: &Arc<Shared>, woken: &Arc<Conn>, limit: usize) {
     loop {
         let next = shared.queue().pop_front();

@@ -34,7 +34,7 @@ use crate::memctl::processes::descends;
 /// it.
 const AT_SECURE: u64 = 23;
 
-/// A client.
+/// The process at the other end of a connection, held by a pidfd.
 pub struct Peer {
     /// Its process id.
     pub pid: u32,

@@ -56,7 +56,7 @@ const ENV_DIRECTORY: &str = "SWAPTIDE_DIRECTORY";
 pub enum Question {
     /// What it has, uses and did so far.
     Stats,
-    /// Its swap areas.
+    /// The run's swap areas.
     Devices,
     /// Add a swap area: a device as `--swap` takes it, with an absolute path.
     Swapon(String),
@@ -70,7 +70,7 @@ pub enum Question {
     Readahead(Vec<(String, String)>),
     /// A group and those below it; with settings, make it if there is none, and change it first.
     Group {
-        /// Its path.
+        /// The group's path: `/NAME/NAME`.
         path: String,
         /// Keys and values, all or none. The key `processes` moves a process there.
         #[serde(default)]
@@ -80,16 +80,16 @@ pub enum Question {
     Remove(String),
     /// Take this many bytes of memory from a group.
     Reclaim {
-        /// Its path.
+        /// The group's path: `/NAME/NAME`.
         path: String,
-        /// How many.
+        /// How many bytes are to go out.
         bytes: u64,
     },
     /// Have a group go out as far as it can, on to the swap areas, and stay there.
     Freeze(String),
     /// Have it come back, at once and in one go.
     Preload(String),
-    /// The budget.
+    /// The run's budget in bytes.
     Budget,
     /// Bring everything of a process back and detach it for good; all of a run, if it is the one
     /// that the user started.
@@ -121,7 +121,7 @@ pub enum Question {
 pub struct Join {
     /// The process that the user started.
     pub front: u32,
-    /// The program's name.
+    /// The program's name, for lists.
     pub program: String,
     /// The group of its processes; where there is none, that of the cgroup of the one that asks.
     pub group: Option<String>,
@@ -140,7 +140,7 @@ pub struct Joined {
     pub pool_cap: u64,
     /// Number of the choice of codecs.
     pub codec: u32,
-    /// Its group.
+    /// Path of the group that its processes are in.
     pub group: String,
     /// Whose processes are helped to a userfaultfd.
     #[serde(default)]
@@ -179,20 +179,20 @@ pub(crate) enum Answer {
 pub struct TiersView {
     /// As a table for people.
     pub table: String,
-    /// Each, highest first.
+    /// The tiers, that of the highest priorities first.
     pub tiers: Vec<TierRow>,
 }
 
-/// One tier.
+/// A tier and the priorities that belong to it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TierRow {
-    /// Its name.
+    /// As it was defined: `SSD`, say.
     pub name: String,
     /// Its place in masks.
     pub index: u32,
-    /// Its lowest priority.
+    /// The lowest priority that belongs to it.
     pub start: i32,
-    /// Its highest priority.
+    /// The highest priority that belongs to it.
     pub end: i32,
 }
 
@@ -288,9 +288,9 @@ pub struct ServedRun {
     pub pid: u32,
     /// Whose descendants its processes are.
     pub root: u32,
-    /// The program's name.
+    /// The program's name, for lists.
     pub program: String,
-    /// When it began.
+    /// When the program was started.
     pub started: Instant,
     /// The tree's budget in bytes.
     pub budget: u64,
@@ -368,13 +368,13 @@ fn converse(
 
 /// What is asked of runs and of daemons alike.
 pub(crate) struct RequestHandler<'a> {
-    /// The swap areas.
+    /// The swap areas of the run or daemon.
     pub areas: &'a Areas,
     /// The thread that keeps everything.
     pub controller: &'a mpsc::Sender<controller::ControllerRequest>,
     /// The budget, by which a file without a size gets one.
     pub budget: u64,
-    /// The client.
+    /// User id of the client, as the kernel says.
     pub uid: u32,
     /// Whether that is root, or the user whose run or daemon it is. Others see and steer their own
     /// groups.

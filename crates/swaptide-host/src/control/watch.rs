@@ -29,9 +29,9 @@ pub struct Scene {
     pub areas: Vec<(u8, AreaView)>,
     /// The tiers, highest first.
     pub tiers: Vec<TierRow>,
-    /// The groups.
+    /// The groups of the run or daemon.
     pub groups: Vec<GroupView>,
-    /// When it was.
+    /// When the look was taken; rates are by the time between two.
     #[serde(skip)]
     pub at: Option<Instant>,
 }
@@ -49,7 +49,7 @@ pub struct Rates {
     pub pswpout: f64,
     /// Pages that came back soon after they went.
     pub refaults: f64,
-    /// Faults answered.
+    /// Faults that the handlers answered.
     pub faults: f64,
 }
 

@@ -15,13 +15,13 @@ use crate::units::human;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DaemonError {
-    /// The file.
+    /// The configuration file cannot be read, or is not one.
     #[error("{0}")]
     Config(ConfigError),
     /// The budget is less than the engine needs.
     #[error("ram: {} is too small; the minimum is {}", human(*.0), human(MIN_BUDGET_BYTES))]
     SmallBudget(u64),
-    /// A swap area.
+    /// A device of `swap` cannot be used.
     #[error("swap: {0}")]
     Device(DeviceError),
     /// There are too many.
@@ -30,7 +30,7 @@ pub enum DaemonError {
     /// A process of a run that it keeps serves one.
     #[error("swap: {0}")]
     Circular(String),
-    /// Groups or tiers.
+    /// A group or the tiers cannot be made.
     #[error("{0}")]
     Groups(GroupError),
     /// Another one is there.
@@ -39,7 +39,7 @@ pub enum DaemonError {
     /// A file or a directory of its own.
     #[error("{path}: {1}; the daemon must be able to write there", path = .0.display())]
     State(PathBuf, io::Error),
-    /// A system call.
+    /// A system call failed, for what is named.
     #[error("{0}: {1}; see the limits of this user (ulimit -a)")]
     System(&'static str, io::Error),
 }

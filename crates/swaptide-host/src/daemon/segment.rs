@@ -140,7 +140,7 @@ fn numbers(directory: &Path) -> impl Iterator<Item = u32> {
     entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
 }
 
-/// Maps a segment.
+/// Maps a daemon's segment for reading and writing.
 pub fn map(file: &OwnedFd) -> io::Result<SharedMap> {
     Ok(SharedMap::map(file.as_fd(), Segment::BYTES)?)
 }

@@ -66,7 +66,7 @@ const DEFAULT_RAM: &str = "80%";
 /// What a daemon is started with.
 #[derive(Clone, Debug)]
 pub struct DaemonConfig {
-    /// `--config`.
+    /// Path of the configuration file (`--config`).
     pub config: PathBuf,
     /// `--state`: instead of what the file says, or the usual place.
     pub state: Option<PathBuf>,

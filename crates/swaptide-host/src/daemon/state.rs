@@ -54,7 +54,7 @@ pub struct SavedState {
     /// could have written it.
     #[serde(default)]
     pub follows_forks: bool,
-    /// The swap areas.
+    /// The swap areas, by which they are opened again.
     pub areas: Vec<SavedArea>,
     /// The devices that the configuration file listed.
     #[serde(default)]

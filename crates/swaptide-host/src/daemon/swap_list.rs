@@ -19,7 +19,7 @@ use crate::swap::spec::{self, BackingDevice, Device, DeviceError, DeviceKind};
 #[derive(Debug, Default)]
 pub(super) struct Changes {
     add: Vec<Device>,
-    /// By their names.
+    /// Names of the devices to take away.
     remove: Vec<String>,
 }
 

@@ -62,7 +62,7 @@ pub enum ControllerRequest {
     Joined(u32),
     /// Do this between two ticks.
     Do(Box<dyn FnOnce(&mut MemoryController) + Send>),
-    /// End.
+    /// End the controller's thread.
     Stop,
 }
 
@@ -472,12 +472,12 @@ impl MemoryController {
         Ok(below.map(|(index, _)| groups.view(index)).collect())
     }
 
-    /// The swap areas.
+    /// The swap areas that the processes use.
     pub fn areas(&self) -> &Areas {
         &self.areas
     }
 
-    /// The budget.
+    /// Bytes that all processes together may have.
     pub fn budget(&self) -> u64 {
         self.budget
     }

@@ -30,14 +30,14 @@ pub(crate) struct Node {
     pub low: u64,
 }
 
-/// A process.
+/// What a process needs of the budget, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Claim {
     /// The number of its group.
     pub node: usize,
     /// What it cannot do without.
     pub floor: u64,
-    /// What it uses.
+    /// Bytes that it uses now.
     pub used: u64,
     /// What it would use beyond its floor: not less than what it does use beyond it.
     pub demand: u64,
@@ -133,7 +133,7 @@ fn parts(
     members.iter().map(part).collect()
 }
 
-/// One group's division.
+/// Divides what one group has over its members; in their order.
 fn share_out(whole: u64, parts: &[Part]) -> Vec<u64> {
     let floors = total(parts.iter().map(|p| p.floor));
     if floors >= u128::from(whole) {

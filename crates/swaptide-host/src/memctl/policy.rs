@@ -98,7 +98,7 @@ pub enum Standing {
 pub struct Process {
     /// The number of its group.
     pub group: usize,
-    /// How it stands.
+    /// Whether it can be managed, and is.
     pub standing: Standing,
     /// Resident anonymous memory in bytes.
     pub used: u64,

@@ -47,7 +47,7 @@ pub struct IdleGroups {
 }
 
 impl IdleGroups {
-    /// Whether and when.
+    /// Sets from when on memory is taken out that is not used; `None`: never.
     pub(crate) fn set_rule(&mut self, rule: Option<IdleReclaim>) {
         if self.rule != rule {
             (self.rule, self.looked) = (rule, None);

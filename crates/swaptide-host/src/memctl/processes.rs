@@ -85,7 +85,7 @@ struct Pss {
     cost: Duration,
 }
 
-/// The members.
+/// The processes of all runs, as the last scan of /proc found them.
 #[derive(Default)]
 pub struct ProcessTree {
     roots: BTreeSet<u32>,

@@ -54,7 +54,7 @@ const MAX_SHOWN_BYTES: usize = 200;
 pub struct Agreed {
     /// Bytes of the export.
     pub size: u64,
-    /// Its transmission flags.
+    /// Transmission flags of the protocol.
     pub flags: u16,
     /// Replies may be structured.
     pub structured: bool,
@@ -100,9 +100,9 @@ struct OptionReply {
     data: Vec<u8>,
 }
 
-/// One negotiation.
+/// A connection during its negotiation.
 pub struct Talk<'t> {
-    /// Which export.
+    /// The export that is negotiated.
     pub url: &'t Url,
     /// For when it comes to TLS.
     pub tls: &'t Result<Arc<ClientConfig>, NbdError>,

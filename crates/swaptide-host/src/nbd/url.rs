@@ -28,14 +28,14 @@ const MAX_NAME_BYTES: usize = 4096;
 /// Where a server is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Endpoint {
-    /// On the network.
+    /// A server on the network (`nbd://`, `nbds://`).
     Tcp {
-        /// Name or address.
+        /// Name or address of the server.
         host: String,
-        /// Port.
+        /// TCP port, 10809 if none was given.
         port: u16,
     },
-    /// On this machine.
+    /// A server of this machine, by its socket's path.
     Unix(PathBuf),
 }
 
@@ -46,7 +46,7 @@ pub struct Url {
     pub place: Endpoint,
     /// The export's name; the empty name is the default export.
     pub export: String,
-    /// TLS or nothing.
+    /// Whether the connection uses TLS, and no other way.
     pub tls: bool,
     /// The authority to trust instead of those of the machine.
     pub ca: Option<PathBuf>,
@@ -80,7 +80,7 @@ pub enum UrlError {
         nbd+unix:///EXPORT?socket=PATH (nbds for TLS)"
     )]
     Scheme(String),
-    /// No host.
+    /// The URL names no host.
     #[error("{0:?}: no host; write nbd://HOST[:PORT]/EXPORT")]
     Host(String),
     /// No port number.

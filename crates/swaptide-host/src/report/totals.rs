@@ -26,9 +26,9 @@ use crate::units::{human, human_count};
 /// Everything that is counted in a run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Totals {
-    /// By [`Counter`].
+    /// Sums, in the order of [`Counter::ALL`].
     counters: Vec<u64>,
-    /// By bucket.
+    /// How many faults took how long, by bucket of the histogram.
     faults: Vec<u64>,
     longest_fault_ns: u64,
     /// Most resident anonymous memory of the tree at one time, in bytes.
@@ -40,9 +40,9 @@ pub struct Totals {
     /// The least that the memory cgroups around the run left of its budget, in bytes; none if they
     /// left all of it.
     pub cgroup_left: Option<u64>,
-    /// The swap areas.
+    /// The swap areas, in the order of their numbers.
     pub areas: Vec<AreaView>,
-    /// The groups.
+    /// The groups of the run.
     pub groups: Vec<GroupView>,
     /// Processes that could not be managed though they were asked to be.
     pub refused: u64,
@@ -85,7 +85,7 @@ impl Totals {
         self.longest_fault_ns = self.longest_fault_ns.max(slot.faults.max_ns.load(Relaxed));
     }
 
-    /// A counter's sum.
+    /// The sum of a counter over all processes, those that have ended included.
     pub fn get(&self, counter: Counter) -> u64 {
         // One that came from another process may have fewer.
         self.counters.get(counter as usize).copied().unwrap_or(0)
@@ -129,29 +129,29 @@ impl Totals {
     }
 }
 
-/// The report's content.
+/// What `--report` writes as JSON; fields are its keys.
 #[derive(Debug, Serialize)]
 pub struct Report {
     /// What `swaptide run` exits with.
     pub exit_status: u8,
     /// Seconds from start to end.
     pub wall_s: f64,
-    /// The budget.
+    /// The run's budget in bytes.
     pub budget_bytes: u64,
     /// Most resident anonymous memory of the tree.
     pub peak_resident_bytes: u64,
     /// Most memory of the programs, resident and swapped.
     pub peak_footprint_bytes: u64,
-    /// Most compressed memory.
+    /// Most bytes of compressed memory at one time.
     pub peak_pool_bytes: u64,
     /// The least that the memory cgroups around the run left of the budget; `null` if they left all
     /// of it.
     pub cgroup_left_bytes: Option<u64>,
     /// Counters under the kernel's names.
     pub stats: BTreeMap<&'static str, u64>,
-    /// Times of faults.
+    /// How long threads waited for faults.
     pub fault_us: FaultTimes,
-    /// Where pages went.
+    /// Compressed memory, and each swap area.
     pub devices: Vec<DeviceReport>,
     /// The groups, as they were at the end.
     pub groups: Vec<GroupView>,
@@ -164,11 +164,11 @@ pub struct Report {
 pub struct View {
     /// The process that the user started.
     pub pid: u32,
-    /// The program's name.
+    /// The program's name, for lists.
     pub program: String,
     /// Seconds since the start.
     pub wall_s: f64,
-    /// The budget.
+    /// The run's budget in bytes.
     pub budget_bytes: u64,
     /// Resident anonymous memory of the tree.
     pub resident_bytes: u64,
@@ -178,20 +178,20 @@ pub struct View {
     pub peak_footprint_bytes: u64,
     /// Bytes of the swap file that are leased.
     pub file_bytes: u64,
-    /// The processes.
+    /// The processes that live.
     pub processes: Vec<ProcessView>,
     /// Counters under the kernel's names, those of processes that are gone among them.
     pub stats: BTreeMap<String, u64>,
-    /// Times of faults.
+    /// How long threads waited for faults.
     pub fault_us: FaultTimes,
 }
 
 /// A process of a run at a moment.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct ProcessView {
-    /// Its number.
+    /// Process id, as the supervisor sees it.
     pub pid: u32,
-    /// Its group.
+    /// Path of its group.
     pub group: String,
     /// `engaged`: its memory is managed; `watching`: it fits; `unmanaged`: it cannot be managed.
     pub state: String,
@@ -218,15 +218,15 @@ pub struct FaultTimes {
     pub p50: f64,
     /// All but a hundredth.
     pub p99: f64,
-    /// The longest.
+    /// The slowest fault.
     pub max: f64,
 }
 
-/// One device.
+/// Where pages went: compressed memory, or a swap area.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename_all = "lowercase")]
 pub enum DeviceReport {
-    /// Compressed memory.
+    /// Compressed memory of all processes.
     Zram {
         /// Its cap; 0: a share of each process's limit.
         size_bytes: u64,
@@ -249,7 +249,7 @@ pub enum DeviceReport {
 /// What stands fixed from the start of a run and belongs into its report.
 #[derive(Clone, Debug)]
 pub struct ReportFile {
-    /// The budget.
+    /// The budget in bytes.
     pub budget: u64,
     /// Cap of the pool.
     pub pool_cap: u64,
@@ -257,7 +257,7 @@ pub struct ReportFile {
     pub codec: Scheme,
     /// When the pool refuses pages.
     pub acceptance: PoolAcceptance,
-    /// The program's name.
+    /// The program's name, for the summary.
     pub program: String,
 }
 

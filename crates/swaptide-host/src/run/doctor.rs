@@ -48,14 +48,14 @@ const MIN_SWAP_BYTES: u64 = 256 << 20;
 const MIN_MAP_COUNT: u64 = 65_530;
 const MIN_DESCRIPTORS: u64 = 256;
 
-/// One line.
+/// What one check found.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
     /// What was looked at.
     pub name: &'static str,
     /// Whether a run works with it.
     pub ok: bool,
-    /// What was found.
+    /// What the machine has, in a few words.
     pub found: String,
     /// The command that fixes it; `None` where it is ok.
     pub fix: Option<String>,
@@ -75,11 +75,11 @@ impl Finding {
 pub struct Diagnosis {
     /// Whether `swaptide run` will work.
     pub ok: bool,
-    /// Line by line.
+    /// The checks, in the order in which they are shown.
     pub findings: Vec<Finding>,
 }
 
-/// Looks at everything.
+/// Runs all checks; changes nothing on the machine.
 pub fn examine() -> Diagnosis {
     let findings = vec![
         kernel(),

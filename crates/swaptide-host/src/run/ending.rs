@@ -27,7 +27,7 @@ use swaptide_sys::process::{pidfd_open, pidfd_send_signal, processes};
 
 use crate::memctl::processes::descends;
 
-/// Between two looks.
+/// Between two looks at the processes that were told to end.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Looks in a row at which a process must be stuck.
 const STUCK_POLLS: u32 = 5;
@@ -116,7 +116,7 @@ impl Thread {
 /// What a process has done with the signals that were meant to end it.
 #[derive(Debug, PartialEq, Eq)]
 enum SignalResponse {
-    /// None is pending.
+    /// It has taken them all: none is pending.
     Taken,
     /// One is, and a thread of the program may still take it.
     Pending,

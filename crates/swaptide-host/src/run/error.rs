@@ -29,13 +29,13 @@ pub enum RunError {
     /// `--ram` is less than the engine needs.
     #[error("--ram: {} is too small; the minimum is {}", human(*.0), human(MIN_BUDGET_BYTES))]
     SmallBudget(u64),
-    /// A device.
+    /// A device of `--swap` cannot be used.
     #[error("--swap: {0}")]
     Swap(DeviceError),
     /// There are too many of them.
     #[error("--swap: {0}")]
     Area(AreaError),
-    /// `--config`.
+    /// The file of `--config` cannot be read, or is not one.
     #[error("--config: {0}")]
     Config(ConfigError),
     /// `--tiers`, or what `--config` says of groups.
@@ -56,7 +56,7 @@ pub enum RunError {
     /// No program was named.
     #[error("no program to run; name it after --")]
     NoCommand,
-    /// The program.
+    /// The program cannot be run managed.
     #[error("{0}")]
     Target(TargetError),
     /// The preloaded library is not where it should be.
@@ -87,7 +87,7 @@ pub enum RunError {
     /// The kernel or its settings do not allow it.
     #[error("{0}; swaptide doctor shows how to fix it")]
     Userfaultfd(OpenError),
-    /// A system call.
+    /// A system call failed, for what is named.
     #[error("{0}: {1}; see the limits of this user (ulimit -a)")]
     System(&'static str, io::Error),
     /// The program could not be started after all.

@@ -48,9 +48,9 @@ const CROWDED_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The controller of a run.
 pub(super) enum RunMode {
-    /// Its own supervisor.
+    /// The run's own supervisor.
     Alone { areas: Arc<Areas>, groups: Box<GroupTree>, group: Option<GroupIndex> },
-    /// The daemon.
+    /// The daemon that the run has joined.
     Daemon { join: Join, areas: Arc<RemoteAreas> },
 }
 
@@ -176,7 +176,7 @@ pub(super) struct Supervisor {
     counter: AgentServer,
     /// Threads that fork, where the kernel does not report it.
     followed: TracedForks,
-    /// Shared memory's pager.
+    /// Pager of shared memory; `None` without `--shared`.
     shared: Option<&'static SharedPager>,
     /// Where there is no daemon that does it.
     controller: Option<mpsc::Sender<controller::ControllerRequest>>,

@@ -18,7 +18,7 @@ use thiserror::Error;
 /// A program that can be run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Target {
-    /// Its file.
+    /// Path of the file that is executed.
     pub path: PathBuf,
     /// Its name as it was typed, which becomes its `argv[0]`.
     pub name: OsString,

@@ -55,7 +55,7 @@ pub struct AreaView {
     /// `file`, `block` or `nbd`.
     #[serde(rename = "type")]
     pub kind: String,
-    /// Where it is.
+    /// Absolute path of the file or device, or URL of the export.
     pub place: String,
     /// Its size in bytes.
     pub size_bytes: u64,
@@ -71,7 +71,7 @@ pub struct AreaView {
     /// `open`; `leaving`: it is being taken away; `retired`: it failed too often, and what lies
     /// there is being moved; `away`: its server does not answer.
     pub state: String,
-    /// Transfers that failed.
+    /// Transfers that failed since it was added.
     pub errors: u32,
     /// Whether it bypasses the page cache.
     pub direct_io: bool,
@@ -85,7 +85,7 @@ pub struct AreaView {
 /// The second copy of an area as people see it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct MirrorView {
-    /// Where it is.
+    /// Path of the file or directory.
     pub place: String,
     /// Transfers that failed, and pages that were not what had been written.
     pub errors: u32,
@@ -137,7 +137,7 @@ pub enum AreaError {
         name: String,
         /// Bytes that are still there.
         left: u64,
-        /// The holders.
+        /// Process ids of the holders.
         holders: Vec<u32>,
     },
 }
@@ -193,7 +193,7 @@ pub struct Areas {
 }
 
 impl Areas {
-    /// No area yet.
+    /// An empty list of areas in a segment.
     pub fn new(segment: &'static Segment) -> Areas {
         Areas { segment, held: Mutex::default(), trims: trim::Trims::default() }
     }

@@ -15,7 +15,7 @@ use crate::units::{SizeError, human};
 
 /// The smallest swap file: a few extents for each of a few processes.
 pub const MIN_FILE_BYTES: u64 = 16 << 20;
-/// The largest.
+/// The largest swap file: all extents of the segment.
 pub const MAX_FILE_BYTES: u64 = MAX_EXTENTS as u64 * EXTENT_BYTES;
 /// The name of the cipher that areas have unless `cipher=none` is said.
 pub const CIPHER: &str = "aes-256-gcm";
@@ -24,7 +24,7 @@ pub const CIPHER: &str = "aes-256-gcm";
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// Not the grammar.
+    /// The text is none of the forms of `--swap`.
     #[error(
         "{0:?} is not a device; write zram:SIZE, file:PATH[:SIZE], /dev/BLOCK or \
         nbd://HOST/EXPORT"
@@ -151,11 +151,11 @@ pub enum DeviceError {
         human(*.asked)
     )]
     NoRoom {
-        /// Where.
+        /// The directory that has too little.
         place: PathBuf,
-        /// What it has.
+        /// Bytes that are free there.
         free: u64,
-        /// What was asked.
+        /// Bytes that were asked for.
         asked: u64,
     },
 }

@@ -8,7 +8,7 @@ use crate::units::parse_bytes;
 /// What stands behind `,mirror=`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mirror {
-    /// A place.
+    /// At a path of its own.
     Place {
         /// A directory, or the file's own path.
         path: PathBuf,

@@ -40,10 +40,10 @@ pub(crate) const DEFAULT_PRIORITY: i32 = -1;
 const SWAP_MARK: &[u8; 10] = b"SWAPSPACE2";
 const SWAP_MARK_AT: u64 = 4086;
 
-/// One `--swap`.
+/// One `--swap` option, or one entry of `swap` in a configuration file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// What it is.
+    /// What takes the pages: compressed memory, file, block device, export.
     pub kind: DeviceKind,
     /// Its priority: the higher one is used first.
     pub priority: Option<i32>,
@@ -76,10 +76,10 @@ impl Device {
     }
 }
 
-/// Kinds of devices.
+/// What a device is, with what only its kind has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeviceKind {
-    /// Compressed memory.
+    /// Compressed memory (`zram:SIZE`).
     Zram {
         /// The most it may take, compressed.
         bytes: u64,
@@ -88,7 +88,7 @@ pub enum DeviceKind {
         /// When it refuses pages.
         acceptance: PoolAcceptance,
     },
-    /// A file.
+    /// A swap file (`file:PATH`).
     File {
         /// A directory (the file has no name there) or the file's own path, which is made and
         /// unlinked.
@@ -96,9 +96,9 @@ pub enum DeviceKind {
         /// Its size, where one was given.
         bytes: Option<u64>,
     },
-    /// A block device.
+    /// A block device that mkswap has marked.
     Block {
-        /// Its path.
+        /// Path of its device node.
         path: PathBuf,
     },
     /// An export of a network block device server.
@@ -340,13 +340,13 @@ impl fmt::Debug for Medium {
 pub struct BackingDevice {
     /// What people call it.
     pub name: String,
-    /// What it is.
+    /// File, block device or export.
     pub kind: BackingKind,
-    /// Where it is.
+    /// Absolute path, or URL, for lists.
     pub place: PathBuf,
     /// How it is reached.
     pub medium: Medium,
-    /// Its extents.
+    /// How many extents of 2 MiB it has.
     pub extents: u32,
     /// Where the first of them begins, in bytes.
     pub base_bytes: u64,

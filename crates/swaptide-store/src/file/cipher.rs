@@ -23,9 +23,9 @@ pub(super) type Tag = [u8; 16];
 /// How an object lies on its area.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub(super) enum Form {
-    /// Encrypted.
+    /// Encrypted and authenticated.
     Sealed,
-    /// As it is.
+    /// As it is, authenticated alone.
     Plain,
 }
 

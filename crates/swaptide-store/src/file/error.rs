@@ -39,7 +39,7 @@ pub enum ReadErrorKind {
 pub struct ReadError {
     /// The first slot that failed.
     pub slot: Slot,
-    /// Why.
+    /// What failed.
     pub kind: ReadErrorKind,
 }
 

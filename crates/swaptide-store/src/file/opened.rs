@@ -13,7 +13,7 @@ pub enum Opened {
         /// A socket in the transmission phase; none while none can be made: [`Dialer`] is
         /// asked for one until the call's time is over.
         connection: Option<OwnedFd>,
-        /// What was negotiated.
+        /// What was negotiated with its server.
         export: Export,
         /// Makes further connections.
         dialer: Box<dyn Dialer>,
@@ -33,9 +33,9 @@ impl Opened {
 
 /// A descriptor that a forked child is given.
 pub struct HandedOver {
-    /// The area's number.
+    /// Number of the area that it is of.
     pub area: u8,
-    /// Its generation.
+    /// Generation of the area when it was opened.
     pub generation: u32,
     /// The child's own descriptor.
     pub opened: Opened,

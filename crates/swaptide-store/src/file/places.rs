@@ -89,7 +89,7 @@ impl SlotExtents {
         true
     }
 
-    /// Slots in use.
+    /// How many slots have data on an area.
     pub(super) fn used(&self) -> usize {
         self.used
     }

@@ -26,7 +26,7 @@ const READ_BUFFERS: usize = MAX_REMOTE_READERS + 1;
 /// Blocks that are read before they are unpacked.
 const READ_BLOCKS: usize = 128;
 
-/// What reading needs.
+/// A buffer for one reader, and what unpacks its blocks.
 struct ReadBuffer {
     buffer: Buffer,
     unpacker: Unpacker,

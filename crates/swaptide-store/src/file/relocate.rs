@@ -36,7 +36,7 @@ pub enum Leaving {
 
 /// What moving pages came to.
 struct Relocated {
-    /// Blocks became free.
+    /// Whether blocks became free.
     gained: bool,
     /// There was no room for more.
     full: bool,

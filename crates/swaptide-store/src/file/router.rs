@@ -50,7 +50,7 @@ pub struct FilePlace {
 /// Where an extent lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Location {
-    /// Its own device.
+    /// Where it lies on the area that it belongs to.
     pub spot: FilePlace,
     /// A copy of it.
     pub mirror: Option<FilePlace>,
@@ -67,7 +67,7 @@ pub trait AreaDirectory: Send + Sync {
     /// What this process lacks for that (descriptors, say), or `NODEV`.
     fn open(&self, area: u8) -> Result<Opened, Errno>;
 
-    /// A transfer failed.
+    /// Counts a failed transfer; too many empty the area.
     fn failed(&self, area: u8);
 
     /// A change of an extent is sent to a server now. Tells whether the extent was not in doubt
@@ -94,7 +94,7 @@ pub enum InjectedFault {
     Torn,
     /// A write does half, and says so; a read is whole.
     Short,
-    /// It takes longer.
+    /// The transfer takes so much longer, and is done.
     Slow(Duration),
 }
 

@@ -60,7 +60,7 @@ enum Incoming {
     HolePlace { index: usize, last: bool },
     /// Bytes of an error number and the length of a message.
     Error { index: usize, len: u32, last: bool },
-    /// A message.
+    /// Text of an error's message, which is read and dropped.
     Skip { index: usize, left: u32, last: bool },
 }
 

@@ -48,7 +48,7 @@ impl Pool {
         self.most
     }
 
-    /// An idle connection.
+    /// Takes a connection that no call uses; `None`: none is idle.
     pub(super) fn take(&self) -> Option<Link<'_>> {
         self.idle.iter().find_map(|place| {
             let fd = place.swap(NONE, Ordering::Acquire);

@@ -50,11 +50,11 @@ impl Failure {
 /// ```
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub(super) enum State {
-    /// On no connection.
+    /// On no connection: to be sent, perhaps again.
     Waiting,
     /// Will go out on the connection taken with this serial number.
     Queued(u64),
-    /// Is out there.
+    /// Sent on that connection, and not answered.
     Sent(u64),
     Done(Result<(), Failure>),
 }
@@ -144,7 +144,7 @@ impl<'b> Request<'b> {
         self.came.len() + self.pieces.iter().map(ExactSizeIterator::len).sum::<usize>() == buf.len()
     }
 
-    /// How it ended.
+    /// The result; `Unreachable` for one that no server has answered.
     pub(super) fn outcome(&self) -> Result<(), Failure> {
         if let State::Done(outcome) = self.state { outcome } else { Err(Failure::Unreachable) }
     }
@@ -162,7 +162,7 @@ impl<'b> Request<'b> {
         matches!(self.state, State::Done(_))
     }
 
-    /// Its connection broke.
+    /// To be sent again, for its connection broke.
     pub(super) fn set_back(&mut self) {
         self.again |= matches!(self.state, State::Sent(_));
         self.state = State::Waiting;

@@ -12,7 +12,7 @@ use crate::{CLUSTER_SLOTS, Slot};
 /// What a slot holds.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub(super) enum Handle {
-    /// Nothing.
+    /// No page is stored for the slot.
     Empty,
     /// A page of one repeated word.
     Same(SameId),
@@ -110,7 +110,7 @@ impl Handles {
         before
     }
 
-    /// Slots in use.
+    /// How many slots have a page.
     pub(super) fn used(&self) -> usize {
         self.used
     }

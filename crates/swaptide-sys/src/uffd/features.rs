@@ -90,7 +90,7 @@ pub enum OpenError {
     Refused {
         /// What was asked for.
         asked: Features,
-        /// The kernel's answer.
+        /// The error number that it gave.
         errno: Errno,
     },
 }

@@ -37,14 +37,14 @@ pub enum Event {
     },
     /// The process forked; the child's registered memory belongs to this new descriptor.
     Fork {
-        /// The child's userfaultfd.
+        /// A new descriptor, which the receiver owns.
         uffd: Uffd,
     },
     /// Memory moved from one address to another. An [`Event::Unmap`] of the old place follows.
     Remap {
-        /// The old start.
+        /// Where the memory was.
         from: VirtAddr,
-        /// The new start.
+        /// Where it is now.
         to: VirtAddr,
         /// Bytes that moved: the old length, also when the mapping grew.
         len: usize,

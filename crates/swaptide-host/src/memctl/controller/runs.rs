@@ -27,9 +27,9 @@ pub struct ManagedRun {
     pub root: u32,
     /// The process that the user started.
     pub front: u32,
-    /// Whose it is.
+    /// User id of the run's user.
     pub uid: u32,
-    /// The program's name.
+    /// The program's name, for lists.
     pub program: String,
     /// When it began, in seconds since 1970.
     pub started: f64,
