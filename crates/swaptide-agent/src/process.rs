@@ -29,7 +29,7 @@ use crate::log;
 use crate::own_pid::is_own_process;
 use crate::seccomp;
 
-/// See the module's description.
+/// Held around a fork, and while the process is engaged or detached.
 pub(crate) static FORK_LOCK: Lock<()> = Lock::new(());
 pub(crate) static ENGINE: AtomicPtr<Engine> = AtomicPtr::new(std::ptr::null_mut());
 static SEGMENT: AtomicPtr<Segment> = AtomicPtr::new(std::ptr::null_mut());

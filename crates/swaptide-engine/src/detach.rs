@@ -42,7 +42,7 @@ use crate::readahead::policy::SwappedIn;
 /// Groups that are brought in between two looks for faults.
 const GROUPS: usize = 4;
 
-/// See the module's description.
+/// How far detaching the program has come.
 #[derive(Default)]
 pub(crate) struct Detach {
     /// Where bringing everything in continues; `None`: the program is not to be let go.

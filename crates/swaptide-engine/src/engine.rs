@@ -160,7 +160,7 @@ struct OwnNames {
     index: Arc<AtomicU32>,
 }
 
-/// See the module's description.
+/// All that the threads of the engine share; one for each managed process.
 pub struct Engine {
     /// The memory lock; ARCHITECTURE.md has the lock order.
     pub mm: Lock<Mm>,

@@ -36,7 +36,7 @@ const FAULTS_PER_DETACH_STEP: u32 = 16;
 /// Between two looks at request pages that are to be emptied.
 const REQUEST_PAGE_INTERVAL: Duration = Duration::from_millis(1);
 
-/// See the module's description.
+/// The handler's loop: what it reads, answers and does unasked.
 pub struct Handler {
     engine: &'static Engine,
     pager: Pager,

@@ -28,7 +28,7 @@ const MAX_ADOPT_TRIES: u32 = 8;
 /// event and its next one: one try in this many is made without reading first.
 const TRY_WITHOUT_READING: u32 = 8;
 
-/// See the module's description.
+/// Answers faults: brings pages in, and adopts memory that is not managed yet.
 pub(crate) struct Pager {
     pub(crate) path: FaultPath,
     pub(crate) adopter: Adopter,

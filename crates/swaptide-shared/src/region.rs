@@ -132,7 +132,7 @@ impl Counts {
     }
 }
 
-/// See the module's description.
+/// A shared region: its memory file, and the state of every page.
 pub struct Region {
     /// Device and inode of its memory file.
     pub id: RegionId,

@@ -77,7 +77,7 @@ pub enum SpaceState {
     Gone,
 }
 
-/// See the module's description.
+/// An address space that has shared regions mapped.
 pub struct Space {
     /// The userfaultfd with which its mappings are registered.
     pub uffd: Uffd,

@@ -106,7 +106,7 @@ impl AreaDirectory for SharedExtents {
     }
 }
 
-/// See the module's description.
+/// Compressed memory and swap files for pages of shared regions.
 pub struct Store {
     pool: Zram,
     file: FileDevice,

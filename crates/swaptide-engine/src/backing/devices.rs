@@ -302,7 +302,7 @@ fn slot_device(ty: SwapType, mut slots: u32) -> Result<SwapDevice, EngineError> 
     Ok(SwapDevice::new_in(memory, ty, slots, 1, Kind::Solid).with_table_discard(give_back))
 }
 
-/// See the module's description.
+/// Compressed memory and the swap areas, with the slots of both.
 pub struct Devices {
     /// Slots of compressed memory.
     pub pool_slots: SwapDevice,

@@ -22,7 +22,7 @@ const IN_TESTS: Duration = Duration::from_secs(2);
 /// Between two attempts.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// See the module's description.
+/// Until when reads that fail for want of memory are tried again.
 #[derive(Default)]
 pub(crate) struct OwnShortage(Option<Deadline>);
 

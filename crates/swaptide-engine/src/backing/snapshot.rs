@@ -69,7 +69,7 @@ pub enum Backing {
     },
 }
 
-/// See the module's description.
+/// Where each page of a range is, as it was without the lock.
 pub struct Snapshot {
     first: PageNo,
     len: usize,

@@ -48,7 +48,7 @@ impl ForkPhase {
     }
 }
 
-/// See the module's description.
+/// The fork that is under way, and forks of other threads read meanwhile.
 pub(crate) struct ForkState {
     pub(crate) phase: ForkPhase,
     /// The forking thread has returned from fork(2).

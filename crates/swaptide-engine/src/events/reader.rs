@@ -63,7 +63,7 @@ const MESSAGES_PER_READ: usize = 16;
 /// A thread waits for one fault at a time, and nothing may be allocated during a fork.
 const MAX_PENDING_FAULTS: usize = 4096;
 
-/// See the module's description.
+/// Reads the userfaultfd: applies changes of mappings, queues faults and requests.
 pub(crate) struct UffdReader {
     pub(crate) engine: &'static Engine,
     pub(crate) uffd: &'static Uffd,

@@ -75,7 +75,7 @@ pub(crate) struct LoadedPages {
     pub(crate) run: Option<FrameRun>,
 }
 
-/// See the module's description.
+/// Moves or copies pages to their place in the program, or poisons them.
 pub(crate) struct Installer {
     engine: &'static Engine,
     uffd: &'static Uffd,

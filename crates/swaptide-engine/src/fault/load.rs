@@ -46,7 +46,7 @@ const PAGE_CLUSTER: u8 = 3;
 /// What reading a page from a swap area is taken to cost before one was read, in nanoseconds.
 const FIRST_READ_NS: u64 = 60_000;
 
-/// See the module's description.
+/// Loads pages from the devices into buffers of the handler.
 pub(crate) struct Loader {
     engine: &'static Engine,
     /// What pages are decompressed with.

@@ -62,7 +62,7 @@ pub(crate) enum Served {
     Crowded,
 }
 
-/// See the module's description.
+/// Fills pages for faults; its parts are those that one fault needs.
 pub(crate) struct FaultPath {
     pub(crate) engine: &'static Engine,
     pub(crate) reader: UffdReader,

@@ -47,7 +47,7 @@ fn shifted(page: PageNo, from: VirtAddr, to: VirtAddr) -> PageNo {
     PageNo(page.0.wrapping_sub(PageNo::of(from).0).wrapping_add(PageNo::of(to).0))
 }
 
-/// See the module's description.
+/// Which of the ranges that the parent has listed a forked child has, and where.
 #[derive(Clone, Default, Debug)]
 pub struct Layout {
     undone: Vec<VmaChange>,

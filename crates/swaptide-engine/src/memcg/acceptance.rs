@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 /// The threshold where only a percentage of the limit was given.
 const USUAL_THRESHOLD: u32 = 90;
 
-/// See the module's description.
+/// zswap's two bounds, and whether compressed memory takes a page under them.
 pub struct Acceptance {
     /// 0: no bound by percentage.
     max_percent: u32,

@@ -59,7 +59,7 @@ struct PoolBounds {
     acceptance: Acceptance,
 }
 
-/// See the module's description.
+/// What a process uses, by kind, and its limit; all in bytes.
 pub struct Charge {
     limit: AtomicU64,
     grace: AtomicU64,

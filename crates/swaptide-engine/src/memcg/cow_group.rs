@@ -32,7 +32,7 @@ const HINT_HYSTERESIS: Duration = Duration::from_millis(200);
 /// measured.
 const CHILD_MEMBERSHIP: Duration = Duration::from_secs(1);
 
-/// See the module's description.
+/// Whether other processes share much memory with this one since a fork.
 #[derive(Default)]
 pub struct CowGroup {
     is_one: AtomicBool,
@@ -116,7 +116,7 @@ impl CowGroup {
         self.heir_of.load(Relaxed) != 0
     }
 
-    /// See the module's description.
+    /// True while others do, as the supervisor said last or a fork has just made it.
     pub(crate) fn is_active(&self) -> bool {
         self.is_one.load(Relaxed)
     }

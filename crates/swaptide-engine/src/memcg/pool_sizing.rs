@@ -78,7 +78,8 @@ struct Distances {
     age: u64,
 }
 
-/// See the module's description. Distances and ages are in pages taken out.
+/// Decides which share of a process's limit compressed memory has. Distances and ages are in pages
+/// taken out.
 pub struct PoolSizer {
     refaults: Refaults,
     costs: SwapInCosts,

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed, Ordering::Release, fence};
 use swaptide_ipc::{Counter, ProcSlot};
 use swaptide_sys::thread::Nanos;
 
-/// See the module's description.
+/// Since when a thread of the program waits for memory, if one does.
 #[derive(Default)]
 pub(crate) struct Stall {
     on: bool,

@@ -41,7 +41,7 @@ const MAX_MAPPINGS_PER_LOOK: usize = 1024;
 /// Classes of candidates by size: one page, up to 3, up to 7, and more.
 const SIZE_CLASSES: usize = 4;
 
-/// See the module's description.
+/// How much memory small mappings have, and whether they are managed.
 pub struct Small {
     managed: AtomicBool,
     are_more: AtomicBool,

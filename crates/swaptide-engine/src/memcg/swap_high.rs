@@ -27,7 +27,7 @@ const MAX_DELAY: Duration = Duration::from_secs(2);
 /// A shorter delay is carried over until enough has accumulated.
 const MIN_DELAY: Duration = Duration::from_millis(1);
 
-/// See the module's description.
+/// Threads that asked for new memory and are answered later.
 pub(crate) struct Throttle {
     /// Threads that wait, by the pages they wait for, and until when.
     held: VecDeque<(Nanos, PageNo)>,

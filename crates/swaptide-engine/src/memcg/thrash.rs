@@ -16,7 +16,7 @@ const THRASHING_SCORE: u32 = 896;
 /// What is left of that after a step, so that the next one waits for what this one does.
 const SCORE_AFTER_STEP_1024: u32 = 768;
 
-/// See the module's description.
+/// Finds from refaults that the program makes no progress within its limit.
 #[derive(Default, Debug)]
 pub struct ThrashDetector {
     soon: u32,

@@ -67,7 +67,7 @@ impl Faults {
     }
 }
 
-/// See the module's description.
+/// The pages that threads faulted on last, which stay until they could be used.
 pub struct Grace {
     tids: [u32; MAX_THREADS],
     /// When each thread faulted last.

@@ -20,7 +20,7 @@ use crate::mm::page_table::{
 };
 use crate::mm::types::ChunkNo;
 
-/// See the module's description.
+/// Queues of chunks: in memory, in compressed memory, and with kept copies.
 #[derive(Default)]
 pub struct Queues {
     resident: VecDeque<ChunkNo>,

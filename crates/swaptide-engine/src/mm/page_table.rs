@@ -157,7 +157,7 @@ type Leaf = [Option<Box<Cell>>; CHUNKS_PER_LEAF];
 
 type Mid = Vec<Option<Box<Leaf>>>;
 
-/// See the module's description.
+/// A word for each managed page, in chunks, each with its masks and heat.
 pub struct PageTable {
     top: Vec<Option<Mid>>,
     present: usize,

@@ -23,7 +23,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering::Acquire, Ordering::Relaxed, Ordering::SeqCst};
 
-/// See the module's description.
+/// Whether pages of the program may have readers outside; never taken back.
 #[derive(Debug, Default)]
 pub struct References(AtomicBool);
 

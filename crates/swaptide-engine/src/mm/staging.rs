@@ -103,7 +103,7 @@ pub struct Discard {
     trash: Arc<Lock<DiscardArea>>,
 }
 
-/// See the module's description.
+/// The slabs of staging frames, and which frames are full, lent or empty.
 pub struct Staging {
     map: Mapping,
     trash: Arc<Lock<DiscardArea>>,

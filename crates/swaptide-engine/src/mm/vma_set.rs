@@ -11,7 +11,7 @@
 
 use swaptide_sys::page::{VirtAddr, VirtRange};
 
-/// See the module's description.
+/// A set of ranges of addresses that do not overlap.
 #[derive(Default)]
 pub struct VmaSet {
     ranges: Vec<VirtRange>,

@@ -10,7 +10,7 @@ use crate::readahead::locality::Reading;
 /// Ranges that are remembered at most; more are ignored.
 const MAX_HINTS: usize = 256;
 
-/// See the module's description.
+/// The ranges for which the program gave advice, with how it reads them.
 #[derive(Default)]
 pub(crate) struct ReadingHints(Vec<(VirtRange, Reading)>);
 

@@ -212,7 +212,7 @@ fn entries_for(limit: u64) -> u32 {
     1 << entries.ilog2()
 }
 
-/// See the module's description.
+/// Replays a sequence of misses that repeats, and records the misses.
 pub(crate) struct TemporalPrefetcher {
     book: Option<MissHistory>,
     /// The entry that is expected next, on a trail.

@@ -180,7 +180,7 @@ struct Observed {
     faults: u32,
 }
 
-/// See the module's description.
+/// Streams of faults, and chunks under observation.
 pub struct Locality {
     growth: Streams,
     reads: Streams,

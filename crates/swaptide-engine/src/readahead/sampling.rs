@@ -58,7 +58,7 @@ struct Hole {
 
 const NONE: Hole = Hole { page: usize::MAX, stream: StreamId(0), patience: 0 };
 
-/// See the module's description.
+/// Pages left out of windows, and whether they were asked for.
 pub struct Samples {
     holes: [Hole; HOLES],
     /// Pages that came in since one was left out.

@@ -21,7 +21,7 @@ const BACKOFF: Duration = Duration::from_secs(1);
 /// Its waiting may be this part of its running.
 const MAX_WAIT_DIVISOR: u64 = 4;
 
-/// See the module's description.
+/// Sees that the process is idle, and whether the CPU is wanted.
 pub struct Calm {
     happened: u64,
     since: Nanos,

@@ -57,7 +57,7 @@ struct RepackItem {
     tight: Option<Range<usize>>,
 }
 
-/// See the module's description.
+/// Compresses with zstd what stays in compressed memory.
 pub struct Recompress {
     items: Vec<RepackItem>,
     packed: Vec<u8>,

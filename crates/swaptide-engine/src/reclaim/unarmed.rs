@@ -39,7 +39,7 @@ pub(crate) enum Lookup {
     NotOne,
 }
 
-/// See the module's description.
+/// What was found of the mappings that the pages of one batch lie in.
 #[derive(Default)]
 pub(crate) struct Seen {
     /// Armed, in one mapping.

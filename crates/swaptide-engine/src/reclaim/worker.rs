@@ -95,7 +95,7 @@ pub enum Step {
     Nothing,
 }
 
-/// See the module's description.
+/// Takes pages out: the work of one thread, or of the handler in its stead.
 pub struct Worker {
     compressor: Compressor,
     unpacker: Unpacker,

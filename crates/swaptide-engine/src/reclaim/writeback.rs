@@ -40,7 +40,7 @@ struct Moving {
     copy: Option<(SwapEntry, Range<usize>, PackedKind)>,
 }
 
-/// See the module's description.
+/// Writes the oldest pages of compressed memory to a swap area.
 pub struct Writeback {
     data: Vec<u8>,
     moving: Vec<Moving>,

@@ -35,7 +35,7 @@ const END_SOCKET: u32 = 2;
 const END_SENT: u32 = 3;
 /// The handler cannot learn of a fork.
 pub(crate) const REFUSED: u32 = 4;
-/// See the module's description.
+/// What a forking thread and the handler tell each other.
 pub struct ForkControl {
     /// The kernel does not report forks: they are followed ([`crate::mm::dontfork`]).
     pub followed: bool,

@@ -148,7 +148,7 @@ impl Hint {
     }
 }
 
-/// See the module's description.
+/// The request pages, and what waits for the answers.
 pub struct HandlerRequests {
     area: Mapping,
     busy: AtomicU32,

@@ -246,7 +246,7 @@ struct IdleStay {
     stay_out_ns: u64,
 }
 
-/// See the module's description.
+/// On which CPU and in which scheduling class the handler runs.
 pub struct HandlerCpu {
     allowed: Option<CpuSet>,
     bound: Option<u32>,

@@ -72,7 +72,7 @@ const LIBRARY_BSS_BYTES: usize = 16 << 20;
 
 const MAPS_BUFFER_BYTES: usize = 64 << 10;
 
-/// See the module's description.
+/// Finds mappings that are to be managed, and registers them.
 pub(crate) struct Adopter {
     maps_buf: Box<[u8]>,
     /// Buffers of one look: what it found, and what of a range is not managed.

@@ -35,7 +35,7 @@ const AGE: Duration = Duration::from_secs(1);
 const PART_OF_TIME: u32 = 8;
 const EVERYWHERE: VirtAddr = VirtAddr(usize::MAX);
 
-/// See the module's description.
+/// What is known of memory that the program keeps apart from its children.
 #[derive(Default)]
 pub(crate) struct Apart {
     known: VmaSet,

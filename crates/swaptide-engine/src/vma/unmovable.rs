@@ -38,7 +38,7 @@ const EXECUTABLE: usize = 1;
 const LOCKED: usize = 2;
 const FILE: usize = 3;
 
-/// See the module's description.
+/// Bytes that cannot go out, by kind, at the last look.
 #[derive(Default)]
 pub struct Unmovable {
     looked_at: Option<Nanos>,

@@ -67,7 +67,7 @@ struct Hold {
     is_ending: bool,
 }
 
-/// See the module's description.
+/// The supervisor's descriptors of engines' userfaultfds.
 #[derive(Default)]
 pub struct Holds {
     list: Arc<HoldList>,

@@ -83,7 +83,7 @@ struct OrphanState {
     is_said: bool,
 }
 
-/// See the module's description.
+/// The orphans, and the threads that poison what is touched of them.
 #[derive(Default)]
 pub(super) struct Orphans {
     shared: Arc<Shared>,

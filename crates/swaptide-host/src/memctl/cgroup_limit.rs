@@ -80,7 +80,7 @@ impl Reserve {
     }
 }
 
-/// See the module's description.
+/// The memory cgroups around the run, and what they leave of its budget.
 #[derive(Default)]
 pub struct CgroupLimit {
     levels: Vec<LimitedCgroup>,

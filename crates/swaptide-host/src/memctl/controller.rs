@@ -96,7 +96,7 @@ pub(super) struct TickMember {
     pub(super) group: GroupIndex,
 }
 
-/// See the module's description.
+/// The memory controller: its thread owns all of this.
 pub struct MemoryController {
     segment: &'static Segment,
     areas: Arc<Areas>,

@@ -22,7 +22,7 @@ struct Membership {
     looked: Instant,
 }
 
-/// See the module's description.
+/// The group of each process, by process id.
 #[derive(Default)]
 pub struct Memberships(HashMap<u32, Membership>);
 

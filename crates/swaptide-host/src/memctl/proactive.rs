@@ -38,7 +38,7 @@ struct IdleGroup {
     bound: Option<u64>,
 }
 
-/// See the module's description.
+/// Groups whose bound sinks while they refault little.
 #[derive(Default)]
 pub struct IdleGroups {
     rule: Option<IdleReclaim>,

@@ -35,7 +35,7 @@ struct ReclaimRequest {
     done: Sender<ReclaimOutcome>,
 }
 
-/// See the module's description.
+/// The reclaims that `ctl` has asked for, by group.
 #[derive(Default)]
 pub struct ReclaimRequests(BTreeMap<GroupIndex, ReclaimRequest>);
 

@@ -17,7 +17,7 @@ use swaptide_sys::sock::Conn;
 use crate::client_conn::close;
 use crate::swap::areas::AreaOpener;
 
-/// See the module's description.
+/// The pager of the run's shared memory.
 pub struct SharedPager {
     segment: &'static Segment,
     areas: Arc<dyn AreaOpener>,

@@ -160,7 +160,7 @@ fn state_of(pid: u32, told: u64, root: u32) -> (SignalResponse, u64) {
     (judge(&threads, told), threads.iter().map(Thread::waits_for_pages).sum())
 }
 
-/// See the module's description.
+/// Since when the run is to end, and which processes do not take the signal.
 #[derive(Default)]
 pub struct Ending {
     /// The signals that were passed on and may still be pending somewhere.

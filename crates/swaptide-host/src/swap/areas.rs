@@ -185,7 +185,7 @@ pub trait AreaOpener: Send + Sync {
     fn open(&self, id: AreaId) -> Result<OwnedFd, Errno>;
 }
 
-/// See the module's description.
+/// The open swap areas of a run or daemon, by number.
 pub struct Areas {
     segment: &'static Segment,
     held: Mutex<BTreeMap<AreaId, Held>>,

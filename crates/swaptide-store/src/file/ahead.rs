@@ -74,7 +74,7 @@ impl Window {
     }
 }
 
-/// See the module's description.
+/// Pages that came along with others and wait to be asked for.
 pub struct ReadAhead {
     buffer: Buffer,
     /// What lies in each page of the buffer.

@@ -28,7 +28,7 @@ const TRIM_BACKOFF: Duration = Duration::from_secs(60);
 /// How long nothing is moved off a server that has not answered a read.
 const MOVE_BACKOFF: Duration = Duration::from_secs(10);
 
-/// See the module's description.
+/// The leased extents, and which slot has which place in them.
 pub(super) struct ExtentStore {
     pub(super) io: Box<dyn BlockIo>,
     pub(super) source: Box<dyn ExtentSource + Send + Sync>,

@@ -32,7 +32,7 @@ struct ReadBuffer {
     unpacker: Unpacker,
 }
 
-/// See the module's description.
+/// The buffers that blocks are read into, one for each reader.
 pub(super) struct PageReader {
     /// Blocks on their way in.
     buffers: [Lock<ReadBuffer>; READ_BUFFERS],

@@ -100,7 +100,7 @@ pub enum InjectedFault {
 
 type Io = Arc<dyn BlockIo>;
 
-/// See the module's description.
+/// Sends each transfer to the area of its extent, and to the mirror.
 pub(super) struct Router {
     areas: Box<dyn AreaDirectory>,
     open: [Lock<Option<(u32, Io)>>; MAX_AREAS],

@@ -29,7 +29,7 @@ const MAX_CLEANINGS_PER_WRITE: usize = 8;
 /// Times a write is tried: what one place does not take another may.
 const MAX_WRITE_TRIES: usize = 4;
 
-/// See the module's description.
+/// The buffers that blocks are written from; one write at a time.
 pub(super) struct PageWriter {
     /// Blocks on their way out; the lock of the writers.
     bounce: Lock<Buffer>,

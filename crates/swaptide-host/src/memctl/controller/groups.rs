@@ -38,7 +38,7 @@ pub(super) fn node_of(member: &TickMember, runs: &Runs, nodes: &Nodes) -> usize 
     of_run.or_else(|| nodes.get(&BudgetNode::Group(member.group))).copied().unwrap_or(0)
 }
 
-/// See the module's description.
+/// The tree of groups, the group of each process, and bounds for a time.
 pub(super) struct GroupControl {
     pub(super) tree: GroupTree,
     pub(super) members: Memberships,

@@ -17,7 +17,7 @@ use swaptide_ipc::{AreaId, ExtentId, Segment};
 /// was held by the server.
 const FORGIVEN_AFTER: Duration = Duration::from_secs(60 * 60);
 
-/// See the module's description.
+/// The extents in doubt, with when each was first seen so.
 #[derive(Default)]
 pub(super) struct Doubts(BTreeMap<ExtentId, Instant>);
 
