@@ -49,7 +49,7 @@ pub(crate) fn run(inner: Arc<Inner>) {
     while inner.stop.load(Relaxed) & STOP_FAULTS == 0 {
         let patience: i64 = {
             let state = inner.lock();
-            let is_short = state.shortage.is_any() || state.unwritten.is_any();
+            let is_short = state.shortages.is_any();
             let is_short = is_short && !state.waiting.is_empty();
             let looks = |space: &Space| space.guard.is_none() || space.is_unrescued();
             if is_short || state.spaces.values().any(looks) { 5 } else { 100 }
@@ -397,8 +397,8 @@ impl FaultThread {
         }
     }
 
-    /// A page that is out, and what is likely to be wanted with it. False when it could not be read,
-    /// or put in, for want of something of this process's own.
+    /// A page that is out, and what is likely to be wanted with it. False when it could not be
+    /// read, or put in, for want of something of this process's own.
     fn swap_in(&mut self, state: &mut PagerState, site: FaultSite, page: usize) -> bool {
         let bound = self.bound();
         let id = site.piece.region;

@@ -20,8 +20,23 @@ pub(crate) fn bound(is_test: bool) -> Duration {
     if is_test { SHORTAGE_TIMEOUT_IN_TESTS } else { SHORTAGE_TIMEOUT }
 }
 
-/// How long reads, or writes, have failed so. Such a page stays out, and is asked for again: nothing is wrong
-/// with it, and what ends the shortage may wait for the state's lock.
+/// What is short at the moment.
+#[derive(Default)]
+pub(crate) struct Shortages {
+    /// Of reads from the swap areas.
+    pub(crate) reads: Shortage,
+    /// Of writes into memory files.
+    pub(crate) writes: Shortage,
+}
+
+impl Shortages {
+    pub(crate) fn is_any(&self) -> bool {
+        self.reads.is_any() || self.writes.is_any()
+    }
+}
+
+/// How long reads, or writes, have failed so. Such a page stays out, and is asked for again:
+/// nothing is wrong with it, and what ends the shortage may wait for the state's lock.
 #[derive(Default)]
 pub(crate) struct Shortage(Option<Deadline>);
 

@@ -30,7 +30,7 @@ use swaptide_sys::{AsFd, AsRawFd, BorrowedFd, Errno, OwnedFd};
 
 use crate::huge_pages::HugePages;
 use crate::region::{Counts, Region, RegionId, RegionPage, SlotSpace};
-use crate::shortage::Shortage;
+use crate::shortage::Shortages;
 use crate::space::{GrowthHold, Piece, Space, SpaceId, SpaceState, scan};
 use crate::store::{SLOTS, Store};
 
@@ -107,10 +107,8 @@ pub(crate) struct PagerState {
     pub waiting: Vec<(SpaceId, VirtAddr, bool)>,
     /// Until then no fault waits for room: there was nothing to make it of.
     pub stuck_until: Option<Instant>,
-    /// Whether the swap areas can be read at the moment.
-    pub shortage: Shortage,
-    /// Whether pages can be written into memory files at the moment.
-    pub unwritten: Shortage,
+    /// What this process is short of at the moment.
+    pub shortages: Shortages,
     /// Faults that wait for a layout.
     pub held: Vec<(SpaceId, VirtAddr, bool)>,
     next_space: u64,

@@ -132,7 +132,7 @@ impl Inner {
             .map(|(page, buffer)| (region.slot(page), region.state(page), buffer))
             .collect();
         let unloaded = self.store.load(&mut requests, &mut loader.unpacker);
-        self.follow_shortage(&mut state.shortage, &unloaded);
+        self.follow_shortage(&mut state.shortages.reads, &unloaded);
         let mut short: Vec<usize> =
             unloaded.short.iter().map(|slot| (slot.0 - region.base) as usize).collect();
         short.sort_unstable();
@@ -177,7 +177,7 @@ impl Inner {
             brought.push(is_in);
         }
         let has_written = brought.iter().any(|run| !run.is_empty());
-        self.follow_unwritten(&mut state.unwritten, has_written, unwritten.as_ref());
+        self.follow_unwritten(&mut state.shortages.writes, has_written, unwritten.as_ref());
         for chunk in brought.iter().flat_map(|run| run.start / 16..run.end.div_ceil(16)) {
             self.activate(state, id, chunk);
         }
@@ -311,7 +311,7 @@ mod tests {
         let mut state = inner.lock();
         assert!(!inner.restore(&mut state, id, 0..4));
         // The first one is in, which is progress.
-        assert!(!state.unwritten.is_any());
+        assert!(!state.shortages.writes.is_any());
         let memory = Arc::clone(&state.regions[&id].memory);
         let mut first = [0; PAGE_SIZE];
         memory.read_exact_at(&mut first, 0).expect("it is there");
@@ -320,7 +320,7 @@ mod tests {
         memory.write_all_at(&[77; PAGE_SIZE], 0).expect("a write");
         for _ in 0..3 {
             assert!(!inner.restore(&mut state, id, 0..4));
-            assert!(state.unwritten.is_any(), "nothing bounds how long it is tried");
+            assert!(state.shortages.writes.is_any(), "nothing bounds how long it is tried");
         }
         assert_eq!(counted(), 1, "what did not come in is counted");
         memory.read_exact_at(&mut first, 0).expect("it is there");
