@@ -11,7 +11,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use swaptide_engine::fault_injection::is_read_short;
 use swaptide_engine::memcg::acceptance::{Acceptance, Verdict};
-use swaptide_ipc::{Area, AreaId, AreaMask, AreaState, ExtentId, Segment, SlotIndex, Transport};
+use swaptide_ipc::{
+    Area, AreaId, AreaMask, AreaState, ExtentId, ProcSlot, Segment, SlotIndex, Transport,
+};
 use swaptide_store::codec::{Compressor, Packed, PackedKind, Scheme, Unpacker};
 use swaptide_store::file::{
     AreaDirectory, Extent, ExtentSource, FileDevice, FilePlace, InjectedFault, Leaving, Location,
@@ -195,7 +197,7 @@ impl Store {
 
     /// Whether there is anything beyond compressed memory that takes pages: a file or a block
     /// device.
-    pub(crate) fn has_file(&self) -> bool {
+    pub fn has_file(&self) -> bool {
         let SharedExtents { segment, index, .. } = &self.areas;
         segment.has_area()
             && segment.slot(*index).control.no_writeback.load(Relaxed) == 0
@@ -204,7 +206,7 @@ impl Store {
 
     /// Follows changes of the areas: moves some of what lies on one that is being taken away. False
     /// when there is nothing to move.
-    pub(crate) fn follow_areas(&self) -> bool {
+    pub fn follow_areas(&self) -> bool {
         let segment = self.areas.segment;
         let epoch = segment.areas_epoch();
         if self.looked.swap(epoch, Relaxed) != epoch {
@@ -226,14 +228,14 @@ impl Store {
 
     /// Sets what compressed memory may take: of a limit of `limit` bytes `percent`, and where it is
     /// bounded for all processes together, what the others leave.
-    pub(crate) fn set_pool_limit(&self, limit: u64, percent: u64) {
+    pub fn set_pool_limit(&self, limit: u64, percent: u64) {
         let SharedExtents { segment, index, .. } = &self.areas;
         let others = || {
             segment
                 .claimed()
                 .filter(|(other, _)| other != index)
-                .map(|(_, slot)| slot.usage.pool_bytes.load(Relaxed))
-                .sum()
+                .map(|(_, slot)| ProcSlot::bytes(&slot.usage.pool_bytes))
+                .sum::<u64>()
         };
         let cap = match segment.header.pool.cap_bytes.load(Relaxed) {
             0 => u64::MAX,
@@ -241,12 +243,13 @@ impl Store {
         };
         let bound = cap.min(self.acceptance.bound(limit));
         self.pool_bound.store(bound, Relaxed);
-        self.pool_limit.store((limit / 100 * percent).min(bound), Relaxed);
+        // The limit and the percentage are words that any process of the run can write.
+        self.pool_limit.store((limit / 100).saturating_mul(percent).min(bound), Relaxed);
     }
 
     /// Bytes by which compressed memory is over what it may have; while it refuses pages, over the
     /// threshold from which on it takes them again.
-    pub(crate) fn pool_excess(&self) -> u64 {
+    pub fn pool_excess(&self) -> u64 {
         let mut goal = self.pool_limit.load(Relaxed);
         if self.acceptance.is_full() {
             goal = goal.min(self.acceptance.threshold(self.pool_bound.load(Relaxed)));
@@ -310,7 +313,7 @@ impl Store {
 
     /// Copies pages from compressed memory to the file, as they are there. Answers for each whether
     /// it is in both now; a page that left meanwhile is not.
-    pub(crate) fn copy_back(&self, slots: &[Slot], unpacker: &mut Unpacker) -> Vec<bool> {
+    pub fn copy_back(&self, slots: &[Slot], unpacker: &mut Unpacker) -> Vec<bool> {
         let mut bytes = self.scratch.lock().expect("no thread of the pager panics");
         bytes.clear();
         let mut kinds: Vec<Option<(PackedKind, usize)>> = Vec::with_capacity(slots.len());
@@ -475,6 +478,21 @@ mod tests {
             assert!(unloaded.has_read && unloaded.short.is_empty(), "{fail}: {unloaded:?}");
             assert_eq!(pages[0][..], [3; PAGE_SIZE]);
         }
+    }
+
+    #[test]
+    fn amounts_of_the_segment_that_cannot_be_are_no_overflow() {
+        let (segment, store) = store(&Arc::default(), 0);
+        for pid in [1, 2, 3] {
+            let index = segment.claim(pid, 0).expect("a slot");
+            segment.slot(index).usage.pool_bytes.store(u64::MAX, Relaxed);
+        }
+        segment.header.pool.cap_bytes.store(u64::MAX, Relaxed);
+        store.set_pool_limit(u64::MAX, u64::from(u32::MAX));
+        assert_eq!(store.pool_excess(), 0, "nothing is in compressed memory");
+        segment.header.pool.cap_bytes.store(1, Relaxed);
+        store.set_pool_limit(u64::MAX, u64::from(u32::MAX));
+        assert_eq!(store.pool_limit.load(Relaxed), 0, "others have more than all");
     }
 
     #[test]

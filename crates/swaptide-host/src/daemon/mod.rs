@@ -2,7 +2,7 @@
 
 pub(crate) mod error;
 pub(crate) mod metrics;
-pub(crate) mod segment;
+pub mod segment;
 pub mod server;
-pub(crate) mod state;
+pub mod state;
 mod swap_list;

@@ -465,7 +465,7 @@ impl SavedState {
 
     /// The processes that live, and the runs they belong to. What dead processes had is taken back.
     /// A process whose mappings cannot be read keeps what it has.
-    pub(crate) fn restore_runs(
+    pub fn restore_runs(
         &self,
         controller: &mut MemoryController,
         segment: &Segment,

@@ -329,7 +329,8 @@ impl Areas {
                 continue;
             }
             let far = matches!(held.backing.medium, Medium::Nbd(..));
-            if area.errors() >= held.forgiven + MAX_FAILED_TRANSFERS && !held.retired {
+            if area.errors() >= held.forgiven.saturating_add(MAX_FAILED_TRANSFERS) && !held.retired
+            {
                 held.retired = true;
                 held.tried = Instant::now();
                 // One that is being removed stays closed: its pages continue to move.
