@@ -1,7 +1,9 @@
 //! The supervisor's side of a segment into which a hostile process has written: it neither ends nor
 //! hangs, and gives out no extent that is not there. Each input ends with looks of the
 //! keeper, which reads all that the supervisor reads: areas, tree, budget, `--strict`, groups,
-//! totals, and what `ctl` and `top` show. The keeper has one run, whose root this process is.
+//! totals, and what `ctl` and `top` show. The keeper has one run, whose root this process is. Then
+//! the store of shared memory, which is in the supervisor too, puts pages away and brings them back,
+//! areas are removed, and a daemon starts again with the segment.
 #![no_main]
 
 use std::collections::BTreeSet;
@@ -11,25 +13,38 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
-use swaptide_fuzz::{Bytes, empty_segment};
+use swaptide_fuzz::{Bytes, empty_segment, page_of};
 use swaptide_host::cgroup::psi::TimeShare;
 use swaptide_host::cgroup::tree::{GroupPath, GroupTree, GroupUsage};
+use swaptide_host::daemon::segment::SegmentId;
+use swaptide_host::daemon::state::SavedState;
 use swaptide_host::memctl::controller::{self, ControllerRequest, ManagedRun, MemoryController};
 use swaptide_host::swap::areas::{AreaOpener, Areas};
 use swaptide_ipc::{
     AreaId, AreaMask, ExtentId, GroupIndex, Header, MAX_AREAS, MAX_EXTENTS, MAX_GROUPS, NewArea,
     ProcSlot, Segment, SlotIndex,
 };
+use swaptide_shared::region::RegionPage;
+use swaptide_shared::store::{PutOutcome, Store, compressor};
+use swaptide_store::codec::Unpacker;
+use swaptide_store::{PAGE_SIZE, Slot};
+use swaptide_sys::OwnedFd;
 use swaptide_sys::thread::Nanos;
 
 /// Writes a word where any process of the tree can.
 fn scribble(segment: &Segment, bytes: &mut Bytes<'_>) -> Option<()> {
     let (place, at, value) = (bytes.byte()?, usize::from(bytes.short()?), bytes.word()?);
+    let groups = offset_of!(Segment, groups);
     let (start, len) = match place % 4 {
         0 => (0, size_of::<Header>()),
         // The first slots, to the end of what is not the bits of extents, and those.
         1 => (offset_of!(Segment, procs), 4 * size_of::<ProcSlot>()),
-        2 => (offset_of!(Segment, groups), 64 * MAX_GROUPS),
+        // The groups, the first extents of each, and all.
+        2 if place / 4 % 4 < 2 => (groups, 64 * MAX_GROUPS),
+        2 if place / 4 % 4 == 2 => {
+            (groups + 64 * MAX_GROUPS + 16 + at / 1024 * 2 * MAX_EXTENTS, 4096)
+        }
+        2 => (groups + at * 128 % (Segment::BYTES - groups - 4096), 4096),
         _ => (offset_of!(Segment, extent_refs), 4096),
     };
     let offset = start + at * 4 % len / 4 * 4;
@@ -41,7 +56,7 @@ fn scribble(segment: &Segment, bytes: &mut Bytes<'_>) -> Option<()> {
 }
 
 /// Two looks of a keeper at the segment as it is, and everything that it can be asked.
-fn keep(segment: &'static Segment, groups: GroupTree, areas: &Arc<Areas>) {
+fn keep(segment: &'static Segment, groups: GroupTree, areas: &Arc<Areas>) -> SavedState {
     let me = std::process::id();
     segment.claim(me, 0);
     let mut thread = MemoryController::new(segment, Arc::clone(areas), groups, 64 << 20);
@@ -58,6 +73,7 @@ fn keep(segment: &'static Segment, groups: GroupTree, areas: &Arc<Areas>) {
     thread.add_run(run);
     let (keeper, requests) = mpsc::channel();
     let thread = std::thread::spawn(move || thread.run(requests));
+    let mut saved = None;
     for _ in 0..2 {
         let looked = controller::ask(&keeper, move |keeper| {
             let (view, totals) = (keeper.view(me), keeper.totals(me));
@@ -81,16 +97,69 @@ fn keep(segment: &'static Segment, groups: GroupTree, areas: &Arc<Areas>) {
                 keeper.preloading(GroupIndex::ROOT, true),
                 keeper.run_of(me).is_some(),
             );
+            SavedState::of(keeper, 0, 0)
         });
-        assert!(looked.is_some(), "the keeper has ended, or takes too long");
+        saved = looked;
+        assert!(saved.is_some(), "the keeper has ended, or takes too long");
     }
     let _ = keeper.send(ControllerRequest::Stop);
     thread.join().expect("the keeper");
+    saved.expect("two looks")
+}
+
+/// What the pager of shared memory reads of the segment: it is a process of the run, with a slot.
+fn put_away(segment: &'static Segment, areas: &Arc<Areas>, limit: u64) {
+    let Some(index) = segment.claim(std::process::id(), 0) else { return };
+    let areas = Arc::clone(areas);
+    let open = Arc::new(move |id| areas.open(id));
+    let store = Store::new(segment, index, open, 0).expect("address space");
+    let (mut compressor, mut unpacker) = (compressor(segment), Unpacker::new());
+    let percent = segment.header.pool.percent.load(SeqCst);
+    store.set_pool_limit(limit, percent.into());
+    let pages: Vec<_> = (0..24).map(page_of).collect();
+    let mut states = Vec::new();
+    for (slot, page) in (0..).map(Slot).zip(&pages) {
+        let state = match store.put(slot, page, &mut compressor) {
+            PutOutcome::In(state) => Some(state),
+            _ if store.write(&[(slot, page)]) => Some(RegionPage::File),
+            _ => None,
+        };
+        states.push(state);
+    }
+    let of_pool = |slot: &Slot| states[slot.0 as usize] == Some(RegionPage::Pool);
+    let slots: Vec<Slot> = (0..8).map(Slot).filter(of_pool).collect();
+    if store.has_file() && store.pool_excess() > 0 {
+        store.copy_back(&slots, &mut unpacker);
+    }
+    store.follow_areas();
+    for (slot, state) in (0..).map(Slot).zip(states) {
+        let Some(state) = state else { continue };
+        let mut page = [0; PAGE_SIZE];
+        let unloaded = store.load(&mut [(slot, state, &mut page)], &mut unpacker);
+        let is_in = unloaded.failed.is_empty() && unloaded.short.is_empty();
+        assert!(!is_in || page == *pages[slot.0 as usize], "a wrong page came back");
+        store.free(slot, state);
+    }
+}
+
+/// A daemon that starts again with the segment, and an area whose server is away.
+fn start_again(segment: &'static Segment, file: &OwnedFd, mut saved: SavedState) {
+    let away = r#"{"id":2,"name":"away","kind":"nbd","place":"","extents":4,"base_bytes":0,
+        "path":"nbd+unix:///x?socket=/nonexistent","priority":0,"direct_io":false,"plain":false}"#;
+    saved.areas.push(serde_json::from_str(away).expect("an area"));
+    let areas = Arc::new(Areas::new(segment));
+    let mut groups = GroupTree::new(segment, 1 << 34);
+    saved.restore(&areas, &mut groups, segment);
+    let mut keeper = MemoryController::new(segment, Arc::clone(&areas), groups, 64 << 20);
+    let id = SegmentId::of(file).expect("its number");
+    saved.restore_runs(&mut keeper, segment, id);
+    areas.measure();
+    let _ = (areas.view().len(), keeper.totals(std::process::id()).pages_out());
 }
 
 fuzz_target!(|data: &[u8]| {
     let mut bytes = Bytes(data);
-    let segment = empty_segment().0;
+    let (segment, file) = empty_segment();
     let areas = Arc::new(Areas::new(segment));
     let mut groups = GroupTree::new(segment, 1 << 34);
     let mut scribbled = false;
@@ -235,6 +304,14 @@ fuzz_target!(|data: &[u8]| {
         let _ = (areas.is_far(id), areas.open(id).is_ok());
     }
     if scribbled {
-        keep(segment, groups, &areas);
+        let saved = keep(segment, groups, &areas);
+        put_away(segment, &areas, u64::from(data.len() as u8) << 56 | 16 << 20);
+        for id in (0..MAX_AREAS as u8).map(AreaId) {
+            // Of one that is used its pages would be waited for.
+            if segment.area(id).used() == 0 {
+                let _ = areas.remove(&id.0.to_string(), |_| ());
+            }
+        }
+        start_again(segment, file, saved);
     }
 });
