@@ -2,8 +2,8 @@
 //! hangs, and gives out no extent that is not there. Each input ends with looks of the
 //! keeper, which reads all that the supervisor reads: areas, tree, budget, `--strict`, groups,
 //! totals, and what `ctl` and `top` show. The keeper has one run, whose root this process is. Then
-//! the store of shared memory, which is in the supervisor too, puts pages away and brings them back,
-//! areas are removed, and a daemon starts again with the segment.
+//! the store of shared memory, which is in the supervisor too, puts pages away and brings them
+//! back, areas are removed, and a daemon starts again with the segment.
 #![no_main]
 
 use std::collections::BTreeSet;
