@@ -476,7 +476,7 @@ def test_security_inject(case):
     its shared memory, goes by its own environment, and so does the engine. All pages come back.
     """
     areas = ["--swap", "zram:2M", "--swap", f"file:{case.directory}:256M"]
-    done = hostile(case, "inject", "64", str(case.seed), options=["--shared", *areas])
+    done = hostile(case, "inject", "48", str(case.seed), options=["--shared", *areas])
     stats, errors = done.report["stats"], done.report["errors"]
     assert stats["pswpin"] > 1000 and errors["pages_poisoned"] == 0, f"{stats}, {errors}"
 

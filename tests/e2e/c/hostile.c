@@ -377,7 +377,7 @@ static int inject(size_t megabytes, uint64_t seed) {
             region[page * WORDS + at] = word_of(key_of(seed, page, 1), at);
     for (uint32_t number = 16; number > 0; number--) {
         __atomic_store_n(fail, number, __ATOMIC_SEQ_CST);
-        for (size_t page = number % 4; page < pages; page += 4)
+        for (size_t page = number - 1; page < pages; page += 16)
             if (region[page * WORDS + 7] != word_of(key_of(seed, page, 1), 7))
                 die("page %zu is wrong", page);
     }
