@@ -2,8 +2,11 @@
 """Finds words that are wrong wherever they stand: in documents, comments and strings.
 
 The list is short on purpose: words for which plain technical English has a better one in every
-sentence, and private names of earlier versions that docs/glossary.md replaces. Names in code are
-not looked at, nor are words in backquotes or braces, or strings of one word.
+sentence, and private names of earlier versions that docs/glossary.md replaces. In sentences, words
+in backquotes or braces are not looked at, nor are strings of one word.
+
+Names that Rust and Python code declares are split into words, for which there is a list of its own:
+words of the old vocabulary for which the kernel or the field has a term.
 
 Usage: prose.py [--list] [PATH...]      --list prints the words and what to write instead.
 Exit status 1, and a line for each place, where there is one.
@@ -41,6 +44,49 @@ WORDS = [
     (r"goes the same way|a known way", "repeats a fault sequence"),
     (r"tells? nobody", "does not report"),
 ]
+# Words that no declared name has, and what to write instead.
+IN_NAMES = {
+    "a thread, a process, the subject itself": "who whoever whom",
+    "no, none, not": "nobody",
+    "a thread, a process, each, all, any": "somebody everybody anybody",
+    "again, new": "anew",
+    "with, next to, alongside": "beside",
+    "child, holder, successor": "heir heirs",
+    "copy-on-write group": "family families",
+    "child, first stop, start": "birth births born",
+    "socket, channel, listener": "door doors",
+    "remote": "far",
+    "fault, injected fault": "mishap mishaps",
+    "idle": "calm",
+    "release": "bury buried",
+    "MADV_DONTFORK": "shield shielded",
+    "history, sequence": "trail trails",
+    "eventfd, request": "gong gongs bell bells knock knocks",
+    "trampoline, helper": "cradle patron patrons",
+    "fix": "mend mends mended",
+    "foreign, other": "stranger strangers",
+    "clear": "forgive forgiven",
+    "reclaim request, thrashing": "squeeze squeezes squeezed",
+    "controller, housekeeping": "keeper keepers",
+    "CPU state, connection": "lane lanes",
+    "restore": "rescue rescued",
+    "timeout, deadline": "patience",
+    "complete": "vouch vouches",
+}
+BETTER = {word: better for better, words in IN_NAMES.items() for word in words.split()}
+# Names with such a word that are right, by file: of sockets, of a key of 0.1, of a user.
+NAMES_ALLOWED = {
+    "crates/swaptide-host/src/swap/listeners.rs": {"rows_of_both_families_are_read"},
+    "crates/swaptide-host/src/daemon/segment.rs": {"family"},
+    "crates/swaptide-host/src/run/doctor.rs": {"mend"},
+    "tests/e2e/unprivileged.py": {"become_nobody"},
+}
+DECLARED = re.compile(
+    r"\b(?:fn|struct|enum|union|trait|type|mod|const|static|let|def|class)\s+(?:mut\s+|ref\s+)*"
+    r"([A-Za-z_]\w*)|^\s*(?:pub(?:\([^)]*\))?\s+)?([a-z_]\w*):\s[\w&<(\[]",
+    re.M,
+)
+WORDS_OF_NAME = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 FILES = ("*.md", "*.rs", "*.py", "*.c", "*.h", "*.toml", "check", "demo")
 # This file, and history that is told as it was.
 SKIPPED = ("tests/prose.py",)
@@ -78,8 +124,26 @@ def parts(path, text):
     return [(0, text)]
 
 
+def declared(path, text):
+    """Words of declared names, each with the offset of its name."""
+    if path.suffix not in (".rs", ".py"):
+        return
+    code = list(text)
+    for start, part in parts(path, text):
+        code[start : start + len(part)] = " " * len(part)
+    allowed = NAMES_ALLOWED.get(str(path.relative_to(ROOT)), ())
+    for match in DECLARED.finditer("".join(code)):
+        name = match[1] or match[2]
+        for word in WORDS_OF_NAME.findall(name):
+            if word.lower() in BETTER and name not in allowed:
+                better = BETTER[word.lower()]
+                yield match.start(1 if match[1] else 2), f"{word} in {name}; better: {better}"
+
+
 def found(path):
     text = path.read_text(errors="replace")
+    for start, word in declared(path, text):
+        yield text.count("\n", 0, start) + 1, word
     for start, part in parts(path, text):
         # Words in backquotes and braces are names, and so is a string of one word; a line break
         # within a phrase is a blank.
@@ -99,6 +163,8 @@ def main():
     if options.list:
         for word, better in WORDS:
             print(f"{word:45} {better}")
+        for better, words in IN_NAMES.items():
+            print(f"in names: {words:35} {better}")
         return 0
     listed = ["git", "-C", str(ROOT), "ls-files", "--", *(options.paths or FILES)]
     names = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\n")
