@@ -134,7 +134,7 @@ def declared(path, text):
     allowed = NAMES_ALLOWED.get(str(path.relative_to(ROOT)), ())
     for match in DECLARED.finditer("".join(code)):
         name = match[1] or match[2]
-        for word in WORDS_OF_NAME.findall(name):
+        for word in WORDS_OF_NAME.findall(name.replace("so_far", "")):
             if word.lower() in BETTER and name not in allowed:
                 better = BETTER[word.lower()]
                 yield match.start(1 if match[1] else 2), f"{word} in {name}; better: {better}"
