@@ -29,9 +29,7 @@ import measures  # noqa: E402
 ROOT = measures.ROOT
 
 # Names of two things, with the reason.
-ALLOWED = {
-    "Request": "to the supervisor; what is sent to a server of NBD is named as its protocol does",
-}
+ALLOWED = {}
 
 # Items that nothing uses, with the reason: "crate::name".
 KEPT = {

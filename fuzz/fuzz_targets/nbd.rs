@@ -215,8 +215,8 @@ fuzz_target!(|data: &[u8]| {
     let limit = Duration::from_millis(50);
     let options = Options {
         request_limit: limit,
-        read_patience: 3 * limit,
-        write_patience: 3 * limit,
+        read_timeout: 3 * limit,
+        write_timeout: 3 * limit,
         drain: limit,
         durable: kind & 16 != 0,
     };
@@ -260,5 +260,5 @@ fuzz_target!(|data: &[u8]| {
             _ => drop((nbd.trim(offset, 4096), nbd.flush())),
         }
     }
-    assert!(begun.elapsed() < Duration::from_secs(20), "no call takes longer than its patience");
+    assert!(begun.elapsed() < Duration::from_secs(20), "no call takes longer than its timeout");
 });

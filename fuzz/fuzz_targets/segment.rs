@@ -1,8 +1,8 @@
 //! The supervisor's side of a segment into which a hostile process has written: it neither ends nor
 //! hangs, and gives out no extent that is not there. Each input ends with looks of the
-//! keeper, which reads all that the supervisor reads: areas, tree, budget, `--strict`, groups,
-//! totals, and what `ctl` and `top` show. The keeper has one run, whose root this process is. Then
-//! the store of shared memory, which is in the supervisor too, puts pages away and brings them
+//! controller, which reads all that the supervisor reads: areas, tree, budget, `--strict`, groups,
+//! totals, and what `ctl` and `top` show. The controller has one run, whose root this process is.
+//! Then the store of shared memory, which is in the supervisor too, puts pages away and brings them
 //! back, areas are removed, and a daemon starts again with the segment.
 #![no_main]
 
@@ -55,7 +55,7 @@ fn scribble(segment: &Segment, bytes: &mut Bytes<'_>) -> Option<()> {
     Some(())
 }
 
-/// Two looks of a keeper at the segment as it is, and everything that it can be asked.
+/// Two looks of a controller at the segment as it is, and everything that it can be asked.
 fn keep(segment: &'static Segment, groups: GroupTree, areas: &Arc<Areas>) -> SavedState {
     let me = std::process::id();
     segment.claim(me, 0);
@@ -71,12 +71,12 @@ fn keep(segment: &'static Segment, groups: GroupTree, areas: &Arc<Areas>) -> Sav
         strict: true,
     };
     thread.add_run(run);
-    let (keeper, requests) = mpsc::channel();
+    let (controller, requests) = mpsc::channel();
     let thread = std::thread::spawn(move || thread.run(requests));
     let mut saved = None;
     for _ in 0..2 {
-        let looked = controller::ask(&keeper, move |keeper| {
-            let (view, totals) = (keeper.view(me), keeper.totals(me));
+        let looked = controller::ask(&controller, move |controller| {
+            let (view, totals) = (controller.view(me), controller.totals(me));
             assert!(
                 view.processes.iter().all(|process| process.pid == me),
                 "only the kernel's word makes members"
@@ -90,20 +90,20 @@ fn keep(segment: &'static Segment, groups: GroupTree, areas: &Arc<Areas>) -> Sav
             );
             let _ = (
                 serde_json::to_string(&totals).map(drop),
-                keeper.group_views(&GroupPath::root()).map(|views| views.len()),
+                controller.group_views(&GroupPath::root()).map(|views| views.len()),
             );
             let _ = (
-                keeper.areas().view().len(),
-                keeper.preloading(GroupIndex::ROOT, true),
-                keeper.run_of(me).is_some(),
+                controller.areas().view().len(),
+                controller.preloading(GroupIndex::ROOT, true),
+                controller.run_of(me).is_some(),
             );
-            SavedState::of(keeper, 0, 0)
+            SavedState::of(controller, 0, 0)
         });
         saved = looked;
-        assert!(saved.is_some(), "the keeper has ended, or takes too long");
+        assert!(saved.is_some(), "the controller has ended, or takes too long");
     }
-    let _ = keeper.send(ControllerRequest::Stop);
-    thread.join().expect("the keeper");
+    let _ = controller.send(ControllerRequest::Stop);
+    thread.join().expect("the controller");
     saved.expect("two looks")
 }
 
@@ -121,7 +121,7 @@ fn put_away(segment: &'static Segment, areas: &Arc<Areas>, limit: u64) {
     for (slot, page) in (0..).map(Slot).zip(&pages) {
         let state = match store.put(slot, page, &mut compressor) {
             PutOutcome::In(state) => Some(state),
-            _ if store.write(&[(slot, page)]) => Some(RegionPage::File),
+            _ if store.write(&[(slot, page)]) => Some(RegionPage::Area),
             _ => None,
         };
         states.push(state);
@@ -150,11 +150,11 @@ fn start_again(segment: &'static Segment, file: &OwnedFd, mut saved: SavedState)
     let areas = Arc::new(Areas::new(segment));
     let mut groups = GroupTree::new(segment, 1 << 34);
     saved.restore(&areas, &mut groups, segment);
-    let mut keeper = MemoryController::new(segment, Arc::clone(&areas), groups, 64 << 20);
+    let mut controller = MemoryController::new(segment, Arc::clone(&areas), groups, 64 << 20);
     let id = SegmentId::of(file).expect("its number");
-    saved.restore_runs(&mut keeper, segment, id);
+    saved.restore_runs(&mut controller, segment, id);
     areas.measure();
-    let _ = (areas.view().len(), keeper.totals(std::process::id()).pages_out());
+    let _ = (areas.view().len(), controller.totals(std::process::id()).pages_out());
 }
 
 fuzz_target!(|data: &[u8]| {
@@ -184,7 +184,7 @@ fuzz_target!(|data: &[u8]| {
                     segment.doubt_extent(ExtentId(*extent));
                     doubtful.insert(*extent);
                     if bytes.byte().is_some_and(|byte| byte % 2 == 0) {
-                        segment.settle_extent(ExtentId(*extent));
+                        segment.clear_doubt(ExtentId(*extent));
                         doubtful.remove(extent);
                     }
                 }
@@ -232,9 +232,9 @@ fuzz_target!(|data: &[u8]| {
                 let id = AreaId(what >> 4);
                 if usize::from(id.0) < MAX_AREAS {
                     segment.close_area(id);
-                    for extent in segment.lost_extents(id) {
+                    for extent in segment.extents_in_doubt(id) {
                         assert!((extent.0 as usize) < MAX_EXTENTS);
-                        segment.forgive_extent(extent);
+                        segment.clear_stale_doubt(extent);
                         doubtful.remove(&extent.0);
                     }
                     let _ = (segment.holders(id), segment.area(id).free());
@@ -297,11 +297,11 @@ fuzz_target!(|data: &[u8]| {
     for id in (0..MAX_AREAS as u8).map(AreaId) {
         if id.0 < 2 {
             let device = swaptide_host::swap::spec::parse("file:/dev/shm:16M").expect("a device");
-            if let Ok(backing) = swaptide_host::swap::spec::open_beyond(&device, 1 << 30) {
+            if let Ok(backing) = swaptide_host::swap::spec::open_backing(&device, 1 << 30) {
                 areas.restore(id, backing);
             }
         }
-        let _ = (areas.is_far(id), areas.open(id).is_ok());
+        let _ = (areas.may_block(id), areas.open(id).is_ok());
     }
     if scribbled {
         let saved = keep(segment, groups, &areas);

@@ -10,7 +10,7 @@ use swaptide_fuzz::empty_segment;
 use swaptide_host::control::agent_api::{AgentServer, Users};
 use swaptide_host::control::fork_tracer::TracedForks;
 use swaptide_host::swap::areas::{AreaOpener, Areas};
-use swaptide_ipc::Request;
+use swaptide_ipc::AgentRequest;
 use swaptide_sys::AsFd;
 use swaptide_sys::sock::Conn;
 
@@ -34,9 +34,9 @@ fuzz_target!(|data: &[u8]| {
     }
     let joined = counter.serve(segment, areas, None, &mut TracedForks::default());
     let known =
-        Request::from_byte(message[0]).filter(|request| message.len() == 1 + request.body());
+        AgentRequest::from_byte(message[0]).filter(|request| message.len() == 1 + request.body());
     assert!(
-        joined.is_empty() || known == Some(Request::Segment),
+        joined.is_empty() || known == Some(AgentRequest::Segment),
         "a client that asks for something else has not joined"
     );
     let (mut reply, mut got) = ([0; 64], [None, None]);

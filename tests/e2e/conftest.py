@@ -16,7 +16,7 @@ import pytest
 from harness import HERE, MIB, NATIVE, Case, Failure, Options, Suite
 from processes import adopt_orphans, kill_tree
 
-pytest.register_assert_rewrite("ctl", "mishaps", "servers", "workloads")
+pytest.register_assert_rewrite("ctl", "server_faults", "servers", "workloads")
 
 BINARY = HERE.parent.parent / "target" / "release" / "swaptide"
 SUITE = pytest.StashKey[Suite]()

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """An NBD server on a Unix socket that misbehaves:
 
-    nbd_server.py SOCKET IMAGE SEED [MISHAP=N]... [away=SECONDS] [hangs=SECONDS] [latest=SECONDS]
+    nbd_server.py SOCKET IMAGE SEED [FAULT=N]... [away=SECONDS] [hangs=SECONDS] [latest=SECONDS]
                   [slow=SECONDS] [private=N] [structured=1]
 
-`MISHAP=N` has that mishap happen to every Nth request it can happen to, at random by SEED:
+`FAULT=N` has that fault happen to every Nth request it can happen to, at random by SEED:
 
     refused     the request is answered EIO, and nothing of it is done
     full        a write is answered ENOSPC
@@ -29,7 +29,7 @@ then, it is done later, too (`orphan`). With `private`, the server does
 not say that several connections see the same, and what connections write that are made after that
 many writes, no other sees. What a trimmed range held is overwritten with noise. With
 `structured=1` it answers in chunks, in any order. Nothing goes wrong before the second write. On
-SIGTERM it prints how often each mishap happened, as JSON, and ends.
+SIGTERM it prints how often each fault happened, as JSON, and ends.
 """
 
 import contextlib
@@ -235,7 +235,7 @@ class Connection:
             else:
                 answer(1 << 31 | 1)
 
-    def mishap(self, kinds):
+    def fault(self, kinds):
         """What goes wrong with a request, if anything does. Nothing before the second write: a
         client that looks whether the export is empty is told so, and reads what the first wrote.
         """
@@ -256,27 +256,27 @@ class Connection:
         if command in (READ, WRITE, TRIM) and offset + size > self.server.size:
             raise Gone
         kinds = {READ: OF_READS, WRITE: OF_WRITES, TRIM: OF_TRIMS}
-        mishap = self.mishap(kinds.get(command, OF_ANY))
+        fault = self.fault(kinds.get(command, OF_ANY))
         changes = command in (WRITE, TRIM)
         if changes and self.server.settings.get("slow"):
             time.sleep(float(self.server.settings["slow"]))
-            if mishap is None and self.is_orphaned():
-                mishap = "orphan"
-                self.server.count(mishap)
-        if mishap in ("ghost", "withheld", "orphan"):
+            if fault is None and self.is_orphaned():
+                fault = "orphan"
+                self.server.count(fault)
+        if fault in ("ghost", "withheld", "orphan"):
             self.server.do_later(command, offset, size, payload)
-            if mishap == "ghost":
+            if fault == "ghost":
                 raise Gone
             return
         self.server.count(("reads", "writes", "", "flushes", "trims")[command])
         # Sometimes it is done, and no answer says so.
-        done = mishap not in ("refused", "full", "shutdown", "lost") and not (
-            mishap == "cut" and self.chance.random() < 0.5
+        done = fault not in ("refused", "full", "shutdown", "lost") and not (
+            fault == "cut" and self.chance.random() < 0.5
         )
         if done and command == WRITE:
-            if mishap == "torn":
+            if fault == "torn":
                 payload = payload[: size // 2]
-            if mishap == "damaged":
+            if fault == "damaged":
                 payload = self.flip(payload)
             if self.own is None:
                 self.server.write(offset, payload)
@@ -292,23 +292,23 @@ class Connection:
                 self.own.get(at, data[at - offset : at - offset + 4096]) for at in pages
             )
         self.server.answers.wait()
-        if mishap == "flipped":
+        if fault == "flipped":
             data = self.flip(data)
-        if mishap == "cut":
+        if fault == "cut":
             raise Gone
-        if mishap in ("noise", "stranger"):
+        if fault in ("noise", "stranger"):
             self.send(
                 self.chance.randbytes(24)
-                if mishap == "noise"
+                if fault == "noise"
                 else self.reply(cookie ^ 1 << 40, None, 0, 0)
             )
-        if mishap == "short":
+        if fault == "short":
             whole = self.reply(cookie, data, offset, 0)
             self.send(whole[: self.chance.randrange(1, len(whole))])
             raise Gone
-        error = {"refused": EIO, "torn": EIO, "full": ENOSPC, "shutdown": SHUTDOWN}.get(mishap, 0)
+        error = {"refused": EIO, "torn": EIO, "full": ENOSPC, "shutdown": SHUTDOWN}.get(fault, 0)
         reply = self.reply(cookie, data, offset, error)
-        if mishap == "late":
+        if fault == "late":
             timer = threading.Timer(
                 self.chance.uniform(0.02, float(self.server.settings.get("latest", 0.4))),
                 self.send_late,
@@ -318,7 +318,7 @@ class Connection:
             timer.start()
             return
         self.send(reply)
-        if mishap == "shutdown":
+        if fault == "shutdown":
             raise Gone
 
     def is_orphaned(self):
@@ -372,7 +372,7 @@ def main():
     others = {"away", "hangs", "latest", "private", "slow", "structured"}
     unknown = set(settings) - {*OF_READS, *OF_WRITES, *others}
     if unknown:
-        sys.exit(f"nbd_server.py: there is no mishap called {', '.join(sorted(unknown))}")
+        sys.exit(f"nbd_server.py: there is no fault called {', '.join(sorted(unknown))}")
     server = Server(path, image, seed, settings)
 
     def ends(_number, _frame):

@@ -54,7 +54,7 @@ class Server:
 class Misbehaving:
     """A server process with an export of its own; `counts` are there after `end`."""
 
-    def __init__(self, case, name, seed, mishaps, size=1 << 30):
+    def __init__(self, case, name, seed, faults, size=1 << 30):
         self.socket, image = (
             case.directory / f"{name}.socket",
             case.directory / f"{name}.export",
@@ -68,7 +68,7 @@ class Misbehaving:
             self.socket,
             image,
             seed,
-            *[f"{key}={value}" for key, value in mishaps.items()],
+            *[f"{key}={value}" for key, value in faults.items()],
         ]
         self.process = subprocess.Popen(
             [str(word) for word in words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE

@@ -256,7 +256,7 @@ RESTS = """if True:
 
 
 @pytest.mark.swaptide(budget=64, allowance=4, native=False)
-def test_calm(case):
+def test_idle_recompress(case):
     """What is out of a program that rests gets smaller though there is room enough, nothing comes
     in for it, and it is right afterwards.
     """

@@ -134,7 +134,7 @@ def test_fork_refuses_confined(case):
 
 
 @pytest.mark.swaptide(budget=24, allowance=200, forks=True)
-def test_fork_fails_beside(case):
+def test_fork_fails_alongside(case):
     """A fork past libc at the moment of a fork that fails: the child gets its memory, and the
     thread whose fork failed does not wait 15 s for a child that it has not.
     """
@@ -250,7 +250,7 @@ def test_fork_fails(case):
 
 @pytest.mark.unprivileged
 @pytest.mark.swaptide(budget=24, forks=True, complaint="does not register its memory")
-def test_fork_birth(case):
+def test_fork_unregistered(case):
     """A child of a followed fork that never arms its memory is killed, and said to be; its parent
     continues.
     """
@@ -370,7 +370,7 @@ print("tried", tried)
 
 
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)
-def test_fork_door(case):
+def test_fork_socket(case):
     """Where pidfd_getfd is not permitted, as in containers, forks work and their children are
     managed; and another user who connects to every visible socket is given nothing."""
     thief = subprocess.Popen(

@@ -13,8 +13,8 @@ import pytest
 
 from ctl import ask, until, wait_for_line
 from harness import MIB, status_of_signal
-from mishaps import EXTENT
 from processes import descendants
+from server_faults import EXTENT
 from servers import Misbehaving, Server, forward
 
 pytestmark = [pytest.mark.network]
@@ -147,7 +147,7 @@ def test_full_network_mirror(case):
 
 
 @pytest.mark.swaptide(budget=16, limit=120, needs=("nbdkit",), allowance=128, native=False)
-def test_far(case):
+def test_network_delay(case):
     """A server that takes 20 ms to answer: threads wait for it at the same time, and a thread
     that needs nothing of it does not wait, though it is stopped for 3 s.
     """
@@ -158,7 +158,7 @@ def test_far(case):
             # Then, some of the loads of several pages are out of date at their second look.
             env = {**os.environ, "SWAPTIDE_TEST_STALE": "19"} if mode else None
             program = case.start(
-                [case.binary("far"), 40, 8 if not mode else 4, case.seed, *mode],
+                [case.binary("remote"), 40, 8 if not mode else 4, case.seed, *mode],
                 options=options,
                 env=env,
             )
@@ -169,7 +169,7 @@ def test_far(case):
                 time.sleep(3)
                 server.process.send_signal(signal.SIGCONT)
             done = program.finish()
-            assert "OK far" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
+            assert "OK remote" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
             report = json.loads(program.report_path.read_text())
             assert report["errors"]["pages_poisoned"] == 0, f"pages were lost: {report['errors']}"
             if mode:
@@ -185,7 +185,7 @@ def test_far(case):
                 f"other"
             )
         # A thread that is gone with what others wait for: the process ends with a message.
-        words = case.command(case.binary("far"), 40, 8, case.seed, options=["--quiet", *options])
+        words = case.command(case.binary("remote"), 40, 8, case.seed, options=["--quiet", *options])
         done = subprocess.run(
             [str(word) for word in words],
             capture_output=True,

@@ -340,7 +340,7 @@ def test_security_undumpable(case):
 
 
 @pytest.mark.swaptide(budget=32, allowance=16, forks=True, native=False)
-def test_security_heirs(case):
+def test_security_holders(case):
     """A child of a fork of which the supervisor cannot have a descriptor, for the run has more
     processes than its limit of open files allows: it keeps what it inherited.
     """
@@ -349,17 +349,17 @@ def test_security_heirs(case):
     def few_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 
-    case.run_c("heirs", "crowd", megabytes=64, options=devices, preexec=few_files)
+    case.run_c("holders", "crowd", megabytes=64, options=devices, preexec=few_files)
 
 
 @pytest.mark.swaptide(budget=32, allowance=16, forks=True, native=False)
-def test_security_heirs_number(case):
+def test_security_holders_number(case):
     """A child of a fork that has the number of one which has just ended, before the supervisor has
     heard of that: it keeps what it inherited.
     """
     need_root()
     devices = ["--swap", "zram:2M", "--swap", f"file:{case.directory}:400M"]
-    case.run_c("heirs", "number", megabytes=64, options=devices)
+    case.run_c("holders", "number", megabytes=64, options=devices)
 
 
 @pytest.mark.swaptide(budget=32, allowance=8, forks=True, native=False)
@@ -647,13 +647,13 @@ print(done.stdout.strip(), flush=True)
 # Has the name of a supervisor that is gone, and says what it hears there.
 IMPOSTOR = """
 import socket, sys
-door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-door.bind(b"\\0" + sys.argv[1].encode())
-door.listen()
+listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listening.bind(b"\\0" + sys.argv[1].encode())
+listening.listen()
 print("listens", flush=True)
 held = []
 while True:
-    held.append(door.accept()[0])
+    held.append(listening.accept()[0])
     said, came, *_ = held[-1].recvmsg(64, 1024)
     print("heard", said.hex() or "nothing", len(came), flush=True)
 """

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from harness import param
-from mishaps import PLANS, run_with_mishaps
+from server_faults import PLANS, run_with_faults
 
 
 @pytest.mark.swaptide(budget=32, allowance=128, forks=True)
@@ -34,7 +34,7 @@ def run_with_failing_area(case, number, seconds, mode, seed):
     program = case.start(
         [case.binary("torture"), 96, seconds, seed, mode],
         options=swap,
-        env={**os.environ, "SWAPTIDE_TEST_MISHAPS": "7"},
+        env={**os.environ, "SWAPTIDE_TEST_IO_FAULTS": "7"},
     )
     done = program.finish()
     assert f"OK torture {mode}" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
@@ -53,7 +53,7 @@ def run_with_failing_area(case, number, seconds, mode, seed):
 
 
 @pytest.mark.swaptide(budget=32, allowance=128, forks=True, native=False)
-def test_torture_mishaps(case):
+def test_torture_io_faults(case):
     """Devices that fail under the torture program, with one thread and with several."""
     for number, mode in enumerate(("single", "threads")):
         run_with_failing_area(case, number, 5, mode, case.seed)
@@ -104,7 +104,7 @@ def test_torture_network(case):
         ("lies", ("heap", "threads"), 96, 2),
     )
     for number, (plan, program, megabytes, seconds) in enumerate(plans):
-        run_with_mishaps(case, number, plan, program, megabytes, seconds, case.seed)
+        run_with_faults(case, number, plan, program, megabytes, seconds, case.seed)
 
 
 @pytest.mark.network
@@ -118,7 +118,7 @@ def test_full_torture_network(case):
         mode = "single" if turn // len(PLANS) % 2 else "threads"
         program = ("heap", mode) if plan == "lies" else ("torture", mode)
         seed = case.seed * 1000 + turn
-        counts, done = run_with_mishaps(case, turn, plan, program, 96, 60 // len(PLANS), seed)
+        counts, done = run_with_faults(case, turn, plan, program, 96, 60 // len(PLANS), seed)
         for kind, n in counts.items():
             sums[kind] = sums.get(kind, 0) + n
         case.note(
@@ -128,7 +128,7 @@ def test_full_torture_network(case):
             f"{done.wall:.0f} s",
         )
     case.note(f"what happened there: {dict(sorted(sums.items()))}")
-    missing = {kind for mishaps, _ in PLANS.values() for kind in mishaps} - {
+    missing = {kind for faults, _ in PLANS.values() for kind in faults} - {
         kind for kind, n in sums.items() if n
     }
     assert not missing, f"nothing of {missing} has happened in any of the runs"

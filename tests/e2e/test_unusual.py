@@ -14,7 +14,7 @@ from harness import MIB, param
     ("mode", "megabytes"),
     [
         param("small", 56, forks=True),
-        param("birth", 64),
+        param("churn", 64),
         # What is read-only or locked stays, and so do the tops of stacks, which hold their threads'
         # control blocks.
         param("readonly", 48, allowance=12),

@@ -57,21 +57,21 @@ pub(crate) enum Turn {
 }
 
 /// How long the fork was waited for that is under way.
-pub(crate) struct ForkPatience {
+pub(crate) struct ForkWait {
     fork: u32,
     looked: Nanos,
     outside: Duration,
     all: Duration,
 }
 
-impl ForkPatience {
+impl ForkWait {
     /// No time has passed yet; the clock starts now.
-    pub(crate) fn new() -> ForkPatience {
-        ForkPatience::from(0, now())
+    pub(crate) fn new() -> ForkWait {
+        ForkWait::from(0, now())
     }
 
-    fn from(fork: u32, looked: Nanos) -> ForkPatience {
-        ForkPatience { fork, looked, outside: Duration::ZERO, all: Duration::ZERO }
+    fn from(fork: u32, looked: Nanos) -> ForkWait {
+        ForkWait { fork, looked, outside: Duration::ZERO, all: Duration::ZERO }
     }
 
     /// To be asked at least every [`MAX_STEP`].
@@ -85,7 +85,7 @@ impl ForkPatience {
             return Turn::NoFork;
         }
         if self.fork != fork {
-            *self = ForkPatience::from(fork, now);
+            *self = ForkWait::from(fork, now);
             return Turn::Waits;
         }
         let passed = now.since(self.looked);
@@ -107,10 +107,10 @@ mod tests {
 
     /// Milliseconds until a fork is waited for no longer, looked at every `step` of them.
     fn waits(step: u64, is_outside: impl Fn(u64) -> bool) -> u64 {
-        let mut patience = ForkPatience::from(7, Nanos(0));
+        let mut wait = ForkWait::from(7, Nanos(0));
         (0..1_000_000)
             .step_by(step as usize)
-            .find(|at| patience.turn_at(7, Nanos(at * 1_000_000), || is_outside(*at)) == Turn::Over)
+            .find(|at| wait.turn_at(7, Nanos(at * 1_000_000), || is_outside(*at)) == Turn::Over)
             .expect("it ends")
     }
 
@@ -125,16 +125,16 @@ mod tests {
 
     #[test]
     fn each_fork_is_waited_for_by_itself() {
-        let mut patience = ForkPatience::from(1, Nanos(0));
+        let mut wait = ForkWait::from(1, Nanos(0));
         let at = |ms: u64| Nanos(ms * 1_000_000);
         for ms in (0..1_990).step_by(30) {
-            assert_eq!(patience.turn_at(1, at(ms), || true), Turn::Waits);
+            assert_eq!(wait.turn_at(1, at(ms), || true), Turn::Waits);
         }
-        assert_eq!(patience.turn_at(2, at(2_000), || true), Turn::NoFork);
+        assert_eq!(wait.turn_at(2, at(2_000), || true), Turn::NoFork);
         for ms in (2_000..3_980).step_by(30) {
-            assert_eq!(patience.turn_at(3, at(ms), || true), Turn::Waits);
+            assert_eq!(wait.turn_at(3, at(ms), || true), Turn::Waits);
         }
-        assert_eq!(patience.turn_at(3, at(4_040), || true), Turn::Over);
+        assert_eq!(wait.turn_at(3, at(4_040), || true), Turn::Over);
     }
 
     #[test]

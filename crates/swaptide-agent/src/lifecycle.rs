@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use swaptide_engine::event_loop::Handler;
 use swaptide_engine::{Engine, Start};
-use swaptide_ipc::{Counter, ProcSlot, ProcState, Request, Segment, SlotIndex};
+use swaptide_ipc::{AgentRequest, Counter, ProcSlot, ProcState, Segment, SlotIndex};
 use swaptide_sys::affinity::go_first;
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::thread::{abort_with, getpid, now, set_name, sleep};
@@ -51,7 +51,7 @@ pub(crate) fn same_pid_namespace(segment: &Segment) -> bool {
         // process.
         Err(_) => {
             let mut reply = [0u8; 8];
-            exchange(&[Request::Identity as u8], &[], &mut reply)
+            exchange(&[AgentRequest::Identity as u8], &[], &mut reply)
                 .is_some_and(|(length, _)| length == 5)
                 && reply[1..5] == getpid().0.to_le_bytes()
         }
@@ -242,7 +242,7 @@ fn prepare_engine(
         log: log::line,
         main_object: is_main_object,
         excluded: excluded::is_excluded,
-        keeps_apart: excluded::are_kept_apart,
+        gives_fork_advice: excluded::is_fork_advice_given,
         pinned: pinned::pinned_pages,
         spawn_reader,
         release_hold,

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use swaptide_engine::Engine;
 use swaptide_engine::requests::{FaultRequest, HandlerRequest};
-use swaptide_ipc::{AreaId, ENV_SOCKET, NO_LIMIT, ProcState, Request, Segment, SlotIndex};
+use swaptide_ipc::{AgentRequest, AreaId, ENV_SOCKET, NO_LIMIT, ProcState, Segment, SlotIndex};
 use swaptide_sys::helper::PrivilegedHelper;
 use swaptide_sys::lock::Lock;
 use swaptide_sys::mem::{Advice, Mapping, SharedMap, advise};
@@ -24,7 +24,7 @@ use swaptide_sys::thread::{
 use swaptide_sys::{AsFd, BorrowedFd, Errno, OwnedFd};
 
 use crate::environment::Variable;
-use crate::forking::{ForkPatience, Turn};
+use crate::forking::{ForkWait, Turn};
 use crate::log;
 use crate::own_pid::is_own_process;
 use crate::seccomp;
@@ -180,22 +180,22 @@ pub(crate) fn may_follow_forks() -> bool {
     known_segment().is_none_or(|segment| segment.header.followed_forks.load(Relaxed) != 0)
 }
 
-fn ask(request: Request) -> Option<OwnedFd> {
+fn ask(request: AgentRequest) -> Option<OwnedFd> {
     exchange(&[request as u8], &[], &mut [0u8; 8])?.1
 }
 
 /// Asks the supervisor to follow a thread of this process through its fork; the connection on which
 /// it waits for the end of that.
 pub(crate) fn ask_to_follow(tid: u32, entry: u64, frame: u64) -> Option<Conn> {
-    let mut request = [Request::Fork as u8; 21];
+    let mut request = [AgentRequest::Fork as u8; 21];
     request[1..5].copy_from_slice(&tid.to_le_bytes());
     request[5..13].copy_from_slice(&entry.to_le_bytes());
     request[13..].copy_from_slice(&frame.to_le_bytes());
-    let conn = Conn::connect_trusted_aside(socket()).ok()?;
+    let conn = Conn::connect_trusted_high(socket()).ok()?;
     conn.send(&request, &[]).ok()?;
     let mut reply = [0u8; 8];
     let (length, _) = conn.recv(&mut reply, &mut []).ok()?;
-    (length == 1 && reply[0] == Request::Fork as u8).then_some(conn)
+    (length == 1 && reply[0] == AgentRequest::Fork as u8).then_some(conn)
 }
 
 /// In a child that has just been made by fork(2): the engine of its parent, of which it has a copy.
@@ -211,7 +211,7 @@ pub(crate) fn inherited_engine() -> Option<&'static Engine> {
 /// none.
 pub(crate) fn open_area(id: AreaId) -> Result<OwnedFd, Errno> {
     let conn = Conn::connect_trusted(socket())?;
-    conn.send(&[Request::Area as u8, id.0], &[])?;
+    conn.send(&[AgentRequest::Area as u8, id.0], &[])?;
     let mut fds = [None];
     let (length, _) = conn.recv(&mut [0u8; 8], &mut fds)?;
     let [fd] = fds;
@@ -235,17 +235,17 @@ pub(crate) fn exchange(
 
 /// The supervisor may what this process may not, or not any more.
 pub(crate) static HELPER: PrivilegedHelper = PrivilegedHelper {
-    device: || ask(Request::Device),
+    device: || ask(AgentRequest::Device),
     handshake: |fd, features| {
-        let mut request = [Request::Handshake as u8; 9];
+        let mut request = [AgentRequest::Handshake as u8; 9];
         request[1..].copy_from_slice(&features.to_le_bytes());
         exchange(&request, &[fd], &mut [0u8; 8]).is_some_and(|(length, _)| length == 1)
     },
     proc_file: |name| {
         ask(match name.to_bytes() {
-            b"pagemap" => Request::Pagemap,
-            b"maps" => Request::Maps,
-            b"statm" => Request::Statm,
+            b"pagemap" => AgentRequest::Pagemap,
+            b"maps" => AgentRequest::Maps,
+            b"statm" => AgentRequest::Statm,
             _ => return None,
         })
     },
@@ -256,7 +256,7 @@ pub(crate) fn segment() -> Option<&'static Segment> {
     if let Some(segment) = unsafe { SEGMENT.load(Acquire).as_ref() } {
         return Some(segment);
     }
-    let fd = ask(Request::Segment)?;
+    let fd = ask(AgentRequest::Segment)?;
     let map = SharedMap::map(fd.as_fd(), Segment::BYTES).ok()?;
     match Segment::open(map) {
         Ok(segment) => {
@@ -292,7 +292,7 @@ pub(crate) fn request_hold(engine: &Engine) -> bool {
         return false;
     }
     let sent = Conn::connect_trusted(socket()).and_then(|conn| {
-        conn.send(&[Request::Hold as u8], &[engine.uffd().as_fd()])?;
+        conn.send(&[AgentRequest::Hold as u8], &[engine.uffd().as_fd()])?;
         // Where a limit on files forbids to poll, the answer is waited for.
         if poll_readable(&[conn.as_fd()], Some(HOLD_TIMEOUT)) != Ok(0) {
             conn.recv(&mut [0u8; 8], &mut [])?;
@@ -307,7 +307,7 @@ pub(crate) fn request_hold(engine: &Engine) -> bool {
 /// has what it needs. No thread waits for it: the child runs already.
 pub(crate) fn hold_child(uffd: BorrowedFd<'_>) -> Option<Conn> {
     let conn = Conn::try_connect_abstract(socket()).and_then(Conn::of_trusted).ok()?;
-    conn.send(&[Request::Hold as u8], &[uffd]).ok()?;
+    conn.send(&[AgentRequest::Hold as u8], &[uffd]).ok()?;
     Some(conn)
 }
 
@@ -370,8 +370,8 @@ pub(crate) fn begin_before(len: usize, reserved: bool) {
     slot.engage_now.store(1, Release);
     // The process that asks for the segment is examined then. It is not taken: for a moment it
     // would be at a number of the program's.
-    if let Ok(conn) = Conn::connect_trusted_aside(socket())
-        && conn.send(&[Request::Segment as u8], &[]).is_ok()
+    if let Ok(conn) = Conn::connect_trusted_high(socket())
+        && conn.send(&[AgentRequest::Segment as u8], &[]).is_ok()
     {
         let _ = conn.wait();
     }
@@ -404,9 +404,9 @@ pub(crate) fn detach() -> bool {
     if let Some(engine) = engine() {
         engine.handler_requests.submit(HandlerRequest::Detach);
     }
-    let mut patience = ForkPatience::new();
+    let mut wait = ForkWait::new();
     while matches!(slot.state(), ProcState::Watching | ProcState::Engaged) {
-        if patience.turn() == Turn::Over {
+        if wait.turn() == Turn::Over {
             if !was_asked_for {
                 let word = &slot.control.limit_bytes;
                 let _ = word.compare_exchange(NO_LIMIT, limit, AcqRel, Relaxed);

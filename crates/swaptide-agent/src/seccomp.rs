@@ -63,13 +63,13 @@ pub(crate) fn set(call: impl FnOnce() -> isize) -> isize {
 /// True for the arguments (operation and filter) of a `seccomp` that may set one. Without a filter
 /// the call only asks whether the kernel knows it.
 pub(crate) fn sets(operation: usize, filter: usize) -> bool {
-    operation == SET_STRICT || operation == SET_FILTER && filter != 0
+    operation == SECCOMP_SET_MODE_STRICT || operation == SECCOMP_SET_MODE_FILTER && filter != 0
 }
 
 /// The same for the arguments of `prctl`: option, mode and filter.
 pub(crate) fn sets_by_prctl(option: usize, mode: usize, filter: usize) -> bool {
     // The modes are numbered otherwise than the operations.
-    option == PR_SET_SECCOMP && (mode != MODE_FILTER || filter != 0)
+    option == PR_SET_SECCOMP && (mode != SECCOMP_MODE_FILTER || filter != 0)
 }
 
 /// Where libc keeps a thread's id. Called by the constructor.
@@ -122,11 +122,11 @@ pub(crate) fn look() {
 
 /// Option of `prctl` that sets a filter.
 const PR_SET_SECCOMP: usize = linux_raw_sys::prctl::PR_SET_SECCOMP as usize;
-/// Its mode `SECCOMP_MODE_FILTER`.
-const MODE_FILTER: usize = 2;
+const SECCOMP_MODE_FILTER: usize = linux_raw_sys::ptrace::SECCOMP_MODE_FILTER as usize;
 /// Operations of `seccomp` that set one.
-const SET_STRICT: usize = 0;
-pub(crate) const SET_FILTER: usize = 1;
+const SECCOMP_SET_MODE_STRICT: usize = linux_raw_sys::ptrace::SECCOMP_SET_MODE_STRICT as usize;
+pub(crate) const SECCOMP_SET_MODE_FILTER: usize =
+    linux_raw_sys::ptrace::SECCOMP_SET_MODE_FILTER as usize;
 
 #[cfg(test)]
 mod tests {

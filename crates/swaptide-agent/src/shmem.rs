@@ -20,7 +20,7 @@ use std::time::Duration;
 use linux_raw_sys::general as k;
 use swaptide_ipc::ProcState;
 use swaptide_ipc::shared::{
-    self, ADVICE_HOLD, ADVICE_REMOVE, ADVICE_SETTLE, AdviceOutcome, MIN_REGION_BYTES, REGION_PATH,
+    self, ADVICE_HOLD, ADVICE_RELEASE, ADVICE_REMOVE, AdviceOutcome, MIN_REGION_BYTES, REGION_PATH,
     Reach,
 };
 use swaptide_sys::lock::futex;
@@ -195,7 +195,7 @@ pub(crate) fn remove(addr: usize, len: usize) -> Option<isize> {
         return Some(-EAGAIN);
     }
     let range = VirtRange { start: VirtAddr(addr), end: VirtAddr(end).page_up() };
-    let Ok(maps) = MapsFile::open_aside() else { return Some(-EAGAIN) };
+    let Ok(maps) = MapsFile::open_high() else { return Some(-EAGAIN) };
     // The kernel continues behind what is not mapped, and stops where it refuses.
     let mut gap = false;
     let mut at = range.start;
@@ -306,7 +306,7 @@ pub(crate) fn around(
         note(VirtRange { start, end: start.offset(new_len.max(1)).page_up() });
     }
     if let Some((socket, start, len)) = held {
-        let _ = shared::advise(socket, start, len, ADVICE_SETTLE);
+        let _ = shared::advise(socket, start, len, ADVICE_RELEASE);
     }
     Some(word)
 }
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_mapped_once_is_asked_about_and_too_much_rather_than_too_little() {
+    fn ranges_that_were_mapped_once_are_asked_about() {
         let range =
             |n: usize| VirtRange { start: VirtAddr(n << 32), end: VirtAddr((n << 32) + (1 << 20)) };
         assert!(!concerns(1 << 32, 4096));

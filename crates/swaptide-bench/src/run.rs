@@ -53,7 +53,7 @@ fn held_by(pid: u32) -> Option<PoolUsage> {
     Some(PoolUsage {
         ram: sum(|process| process.pool_bytes),
         pages: sum(|process| process.swapped_pool_bytes),
-        beyond: sum(|process| process.swapped_file_bytes),
+        on_areas: sum(|process| process.swapped_file_bytes),
     })
 }
 
@@ -65,7 +65,7 @@ fn written(machine: &Machine) -> u64 {
 
 impl Workload {
     /// When a run is ended from outside: no phase looks at the clock while it waits for one page.
-    fn patience(&self) -> Duration {
+    fn timeout(&self) -> Duration {
         const STARTING_AND_ENDING: u64 = 30;
         let phases = self.phases.len() as u64 * u64::from(self.repeat);
         Duration::from_secs(
@@ -319,7 +319,7 @@ impl Runner {
         };
         let mut outcome = RunOutcome::default();
         let mut finished = false;
-        let mut lines = Lines::new(output, begin + job.patience());
+        let mut lines = Lines::new(output, begin + job.timeout());
         loop {
             match lines.next_line().map_err(|e| format!("reading the workload's results: {e}"))? {
                 Next::Line(line) if line == DONE => {

@@ -1,7 +1,7 @@
 //! Finding free slots.
 //!
 //! The search, for a run of order `o`:
-//! 1. the lane's current cluster of that order, from where the last allocation ended;
+//! 1. the CPU's current cluster of that order, from where the last allocation ended;
 //! 2. on a device with discard, or told so ([`crate::SearchOrder`]): an empty cluster;
 //! 3. nonfull[o], each once: what does not serve moves to frag[o]. While there are empty clusters
 //!    and `o` > 0, a few of them: the others are the first next time;
@@ -23,7 +23,7 @@
 //! 1. A cluster with data serves its own order, and order 0 when nothing else is left (stealing
 //!    does not change its order).
 //! 2. `holes` says that a part of the cluster was freed after the last scan passed it: such a
-//!    cluster stays on nonfull[o] though a lane fills it, and a lane that reaches its end looks at
+//!    cluster stays on nonfull[o] though a CPU fills it, and a CPU that reaches its end looks at
 //!    it once more from the start. (With the kernel's rule, any scan moves it to frag[o], and the
 //!    holes are forgotten.)
 //! 3. Order 0 does not fail while a slot is free: the reservation says that one is, so the search
@@ -38,7 +38,7 @@ use crate::error::AllocError;
 use crate::ids::{
     ClusterIndex, CpuId, FolioId, GroupId, ORDERS, Order, SLOTS_PER_CLUSTER, SwapOffset,
 };
-use crate::per_cpu::{BATCH, LaneIndex, PerCpu};
+use crate::per_cpu::{BATCH, CpuIndex, PerCpu};
 use crate::reclaim;
 use crate::sync::{AtomicU64, Ordering, SpinGuard, relax};
 use crate::table::Table;
@@ -69,10 +69,10 @@ struct Search<'a> {
     /// orders.
     class: u8,
     entry: Entry,
-    /// The lane it is for.
-    own: LaneIndex,
-    /// Where that lane's last allocation of this order ended.
-    lane: &'a AtomicU64,
+    /// The CPU it is for.
+    own: CpuIndex,
+    /// Where that CPU's last allocation of this order ended.
+    cursor: &'a AtomicU64,
     no_memory: bool,
 }
 
@@ -86,12 +86,12 @@ pub(crate) fn alloc_folio(
     folio: FolioId,
     group: GroupId,
 ) -> Result<SwapOffset, AllocError> {
-    let own = device.lanes.of(cpu.0.into());
+    let own = device.per_cpu.of(cpu.0.into());
     reserve_or_reclaim(device, own, order.pages())?;
     let entry = Entry::new_folio(folio, group);
     let class = if device.cursor.is_some() { 0 } else { order.index() as u8 };
-    let lane = device.lanes.current(own, order.index());
-    let mut search = Search { device, order, class, entry, own, lane, no_memory: false };
+    let cursor = device.per_cpu.current(own, order.index());
+    let mut search = Search { device, order, class, entry, own, cursor, no_memory: false };
     let rounds = if order == Order::ZERO { ORDER_0_ROUNDS } else { 1 };
     let mut spins = 0;
     for _ in 0..rounds {
@@ -110,17 +110,17 @@ pub(crate) fn alloc_folio(
         }
         relax(&mut spins);
     }
-    device.lanes.undo(order.pages());
+    device.per_cpu.undo(order.pages());
     Err(if search.no_memory { AllocError::NoMemory } else { AllocError::NoRun })
 }
 
 /// Takes `n` slots out of the capacity. When the device is full, slots that only the swap cache
 /// holds are asked for first.
 #[inline]
-fn reserve_or_reclaim(device: &SwapDevice, lane: LaneIndex, n: u32) -> Result<(), AllocError> {
-    match device.reserve(lane, n) {
+fn reserve_or_reclaim(device: &SwapDevice, cpu: CpuIndex, n: u32) -> Result<(), AllocError> {
+    match device.reserve(cpu, n) {
         Err(AllocError::Full) if device.reclaim.is_some() && reclaim::when_full(device, n) => {
-            device.reserve(lane, n)
+            device.reserve(cpu, n)
         }
         done => done,
     }
@@ -133,7 +133,7 @@ impl<'a> Search<'a> {
         if self.device.cursor.is_some() {
             return self.sweep();
         }
-        let current = self.lane.load(Ordering::Relaxed);
+        let current = self.cursor.load(Ordering::Relaxed);
         if current == NOWHERE {
             return None;
         }
@@ -141,7 +141,7 @@ impl<'a> Search<'a> {
         let mut state = self.device.cluster(index).lock();
         let own = state.order == self.class;
         if state.used == 0 || !(own || self.order == Order::ZERO) {
-            self.lane.store(NOWHERE, Ordering::Relaxed);
+            self.cursor.store(NOWHERE, Ordering::Relaxed);
             return None;
         }
         let mut found = self.take(index, &mut state, next);
@@ -362,7 +362,7 @@ impl<'a> Search<'a> {
         let at = free_run(table, state, n, start)?;
         (at..at + n).for_each(|i| table.set(i, self.entry));
         state.used += n as u16;
-        state.lane = PerCpu::<BATCH>::short(self.own);
+        state.last_cpu = PerCpu::<BATCH>::short(self.own);
         if n >= SLOTS_PER_LINE {
             state.open &= !(lines_of(n) << (at / SLOTS_PER_LINE));
         } else if n == 1 && start <= at / SLOTS_PER_LINE * SLOTS_PER_LINE {
@@ -373,7 +373,7 @@ impl<'a> Search<'a> {
         Some(at)
     }
 
-    /// After an attempt: the cluster goes to its list, the lane remembers where it was.
+    /// After an attempt: the cluster goes to its list, the CPU's state remembers where it was.
     #[inline]
     fn keep_current(
         &self,
@@ -387,8 +387,8 @@ impl<'a> Search<'a> {
         let next = found
             .map(|at| at + self.order.pages() as usize)
             .filter(|&next| !full && next < SLOTS_PER_CLUSTER);
-        // A lane is a hint: a lost update costs a search, nothing else.
-        self.lane.store(
+        // The cursor is a hint: a lost update costs a search, nothing else.
+        self.cursor.store(
             next.map_or(NOWHERE, |next| u64::from(index.0) << 32 | next as u64),
             Ordering::Relaxed,
         );

@@ -56,8 +56,8 @@ pub(crate) struct ClusterState {
     pub table: TableState,
     pub used: u16,
     pub order: u8,
-    /// The lane that took slots of it last: a hint.
-    pub lane: u8,
+    /// The CPU that took slots of it last: a hint.
+    pub last_cpu: u8,
     pub list: ListId,
     /// Lines of the table that may have a free slot; a line is [`SLOTS_PER_LINE`] words, one cache
     /// line.
@@ -76,7 +76,7 @@ impl Default for Cluster {
                 table: TableState::Bare,
                 used: 0,
                 order: 0,
-                lane: 0,
+                last_cpu: 0,
                 list: ListId::None,
                 open: u64::MAX,
                 holes: false,

@@ -24,7 +24,7 @@ use crate::ids::{
     ClusterIndex, MAX_SLOTS, Order, SLOTS_PER_CLUSTER, SwapEntry, SwapOffset, SwapType,
 };
 use crate::lists::{Headers, Lists};
-use crate::per_cpu::{BATCH, LaneIndex, PerCpu};
+use crate::per_cpu::{BATCH, CpuIndex, PerCpu};
 #[cfg(not(loom))]
 use crate::sync::TableMemory;
 use crate::sync::{AtomicBool, AtomicU32, AtomicUsize, Ordering, SpinLock};
@@ -85,7 +85,7 @@ pub struct SwapDevice {
     pub(crate) tables: Tables,
     pub(crate) lists: CachePadded<SpinLock<Lists>>,
     /// How many slots are in use, and where each CPU allocated last.
-    pub(crate) lanes: PerCpu<BATCH>,
+    pub(crate) per_cpu: PerCpu<BATCH>,
     bad: AtomicU32,
     limit: AtomicU32,
     enabled: AtomicBool,
@@ -99,7 +99,7 @@ pub struct SwapDevice {
 
 impl SwapDevice {
     /// A device of `slots` slots (at most [`MAX_SLOTS`], more are cut off), all free, open for
-    /// allocation. `cpus` is the number of allocation lanes; a larger CPU number wraps around.
+    /// allocation. `cpus` is the number of per-CPU states; a larger CPU number wraps around.
     ///
     /// The tables' addresses come from the allocator, as zeros: one that writes these itself makes
     /// a large device cost its 8 bytes a slot from the start. Where that is so, or is unknown,
@@ -135,7 +135,7 @@ impl SwapDevice {
 
     fn over(tables: Tables, ty: SwapType, slots: u32, cpus: usize, kind: Kind) -> SwapDevice {
         let (slots, clusters) = (slots.min(MAX_SLOTS), clusters_of(slots));
-        let lanes = if kind == Kind::Rotational { 1 } else { cpus.max(1) };
+        let cpus = if kind == Kind::Rotational { 1 } else { cpus.max(1) };
         let device = SwapDevice {
             ty,
             slots,
@@ -143,7 +143,7 @@ impl SwapDevice {
             headers: Headers::new(clusters),
             tables,
             lists: CachePadded::new(SpinLock::new(Lists::new(clusters as u32))),
-            lanes: PerCpu::new(lanes),
+            per_cpu: PerCpu::new(cpus),
             bad: AtomicU32::new(0),
             limit: AtomicU32::new(u32::MAX),
             enabled: AtomicBool::new(true),
@@ -235,7 +235,7 @@ impl SwapDevice {
 
     /// Slots in use, with those just being allocated.
     pub fn used(&self) -> u32 {
-        self.lanes.used()
+        self.per_cpu.used()
     }
 
     /// Most slots that can be in use.
@@ -280,7 +280,7 @@ impl SwapDevice {
         size_of::<Self>()
             + self.headers.bytes()
             + self.tables.bytes()
-            + self.lanes.bytes()
+            + self.per_cpu.bytes()
             + self.overflow_bytes.load(Ordering::Relaxed)
     }
 
@@ -435,17 +435,17 @@ impl SwapDevice {
     /// searches, and before it fails, a small one may find its slots reserved: "full" is exact but
     /// for allocations under way.
     #[inline]
-    pub(crate) fn reserve(&self, lane: LaneIndex, n: u32) -> Result<(), crate::AllocError> {
+    pub(crate) fn reserve(&self, cpu: CpuIndex, n: u32) -> Result<(), crate::AllocError> {
         // Looked at before, too: a caller that tries on a closed device again and again must not
         // show as use of it.
         if !self.allocation_enabled() {
             return Err(crate::AllocError::Disabled);
         }
-        if !self.lanes.take(lane, n, self.capacity()) {
+        if !self.per_cpu.take(cpu, n, self.capacity()) {
             return Err(crate::AllocError::Full);
         }
         if !self.allocation_enabled() {
-            self.lanes.undo(n);
+            self.per_cpu.undo(n);
             return Err(crate::AllocError::Disabled);
         }
         Ok(())

@@ -69,7 +69,7 @@ struct SlotRun<'a> {
 
 impl SwapDevice {
     /// Allocates `2^order` aligned slots for `folio`: each is in the swap cache and has a count of
-    /// 1, the page table that is about to point to it. `cpu` chooses the lane.
+    /// 1, the page table that is about to point to it. `cpu` chooses the per-CPU state.
     ///
     /// # Errors
     /// [`AllocError`]; nothing was changed. Order 0 gets [`AllocError::NoRun`] only while the last
@@ -353,10 +353,10 @@ impl SlotRun<'_> {
             let order = self.state.order;
             self.device.move_to(self.index, &mut self.state, ListId::Nonfull(order));
         }
-        let (device, lane) = (self.device, self.device.lanes.of_short(self.state.lane));
+        let (device, cpu) = (self.device, self.device.per_cpu.of_short(self.state.last_cpu));
         drop(self);
         // Last: a reservation finds the slots it was given.
-        device.lanes.give(lane, freed);
+        device.per_cpu.give(cpu, freed);
         freed
     }
 

@@ -211,7 +211,7 @@ show!(Shadow, "shadow ");
 pub struct GroupId(pub u16);
 show!(GroupId, "group ");
 
-/// Number of the CPU, or of any other lane, that allocates. A hint: it decides only which current
+/// Number of the CPU that allocates. A hint: it decides only which current
 /// cluster is used.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct CpuId(pub u16);

@@ -516,10 +516,13 @@ fn transfer(
         dest.left(spare);
     }
     source.left(moved);
-    let lanes = (device.lanes.of_short(source.state.lane), other.lanes.of_short(dest.state.lane));
+    let cpus = (
+        device.per_cpu.of_short(source.state.last_cpu),
+        other.per_cpu.of_short(dest.state.last_cpu),
+    );
     drop((source, dest));
-    other.lanes.give(lanes.1, spare);
-    device.lanes.give(lanes.0, moved);
+    other.per_cpu.give(cpus.1, spare);
+    device.per_cpu.give(cpus.0, moved);
     moved
 }
 

@@ -2,9 +2,9 @@
 //! advance.
 //!
 //! One counter of the slots in use, written for every slot that comes and goes, is a cache line
-//! that all CPUs fight for: two of them were no faster together than one. So a lane counts
+//! that all CPUs fight for: two of them were no faster together than one. So a CPU's state counts
 //! [`BATCH`] slots at a time as taken and keeps those that it does not use yet as *credit*; what is
-//! freed becomes credit of the lane that allocated from that cluster last. Slots in use are those
+//! freed becomes credit of the CPU that allocated from that cluster last. Slots in use are those
 //! taken without the credits.
 //!
 //! Invariants:
@@ -24,7 +24,7 @@ use crate::ids::ORDERS;
 use crate::sync::{AtomicU32, AtomicU64, Ordering, relax};
 use crossbeam_utils::CachePadded;
 
-/// Slots that a lane counts at a time, and half of what it keeps of those that were freed.
+/// Slots that a CPU's state counts at a time, and half of what it keeps of those that were freed.
 #[cfg(not(loom))]
 pub(crate) const BATCH: u32 = 256;
 #[cfg(loom)]
@@ -34,7 +34,7 @@ pub(crate) const BATCH: u32 = 0;
 const BEGUN: u64 = 1;
 const DONE: u64 = (1 << 32) - BEGUN;
 
-struct Lane {
+struct CpuState {
     /// Per order: where the last allocation ended, `cluster << 32 | slot in cluster`. Hints: the
     /// cluster lock decides.
     current: [AtomicU64; ORDERS],
@@ -46,9 +46,9 @@ struct SlotCount {
     moves: AtomicU64,
 }
 
-/// Number of a lane.
+/// Number of a CPU's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct LaneIndex(usize);
+pub(crate) struct CpuIndex(usize);
 
 /// A counter's value. (Under loom a write that changes nothing: it forgets reads, and then misses
 /// the race with the write that follows.)
@@ -60,59 +60,59 @@ fn seen(counter: &AtomicU32) -> u32 {
     counter.load(Ordering::SeqCst)
 }
 
-/// All lanes of one device. `N`: [`BATCH`].
+/// The states of all CPUs of one device. `N`: [`BATCH`].
 pub(crate) struct PerCpu<const N: u32> {
-    lanes: Box<[CachePadded<Lane>]>,
+    cpus: Box<[CachePadded<CpuState>]>,
     /// Written once for many slots; on a line of its own, as the rest is read by every look-up.
     taken: CachePadded<SlotCount>,
 }
 
 impl<const N: u32> PerCpu<N> {
-    /// `lanes` lanes without credit; nothing is taken.
-    pub fn new(lanes: usize) -> Self {
-        let lane = || Lane {
+    /// States of `cpus` CPUs without credit; nothing is taken.
+    pub fn new(cpus: usize) -> Self {
+        let state = || CpuState {
             current: core::array::from_fn(|_| AtomicU64::new(u64::MAX)),
             credit: AtomicU32::new(0),
         };
         let taken = SlotCount { slots: AtomicU32::new(0), moves: AtomicU64::new(0) };
         PerCpu {
-            lanes: (0..lanes.max(1)).map(|_| CachePadded::new(lane())).collect(),
+            cpus: (0..cpus.max(1)).map(|_| CachePadded::new(state())).collect(),
             taken: CachePadded::new(taken),
         }
     }
 
-    /// The lane of a CPU; larger numbers wrap around.
+    /// The state of a CPU; larger numbers wrap around.
     #[inline]
-    pub fn of(&self, cpu: usize) -> LaneIndex {
-        let lanes = self.lanes.len();
+    pub fn of(&self, cpu: usize) -> CpuIndex {
+        let cpus = self.cpus.len();
         // A remainder costs as much as the rest of a short allocation.
-        LaneIndex(if cpu < lanes { cpu } else { cpu % lanes })
+        CpuIndex(if cpu < cpus { cpu } else { cpu % cpus })
     }
 
-    /// The lane's number for a cluster's record, and back.
+    /// The state's number for a cluster's record, and back.
     #[inline]
-    pub fn short(index: LaneIndex) -> u8 {
+    pub fn short(index: CpuIndex) -> u8 {
         index.0 as u8
     }
 
-    /// See [`PerCpu::short`]. Of more than 256 lanes it is another one, which is as good.
+    /// See [`PerCpu::short`]. Of more than 256 CPUs it is another one, which is as good.
     #[inline]
-    pub(crate) fn of_short(&self, short: u8) -> LaneIndex {
+    pub(crate) fn of_short(&self, short: u8) -> CpuIndex {
         self.of(short.into())
     }
 
-    /// Where the lane's last allocation of that order ended.
+    /// Where the CPU's last allocation of that order ended.
     #[inline]
-    pub fn current(&self, index: LaneIndex, order: usize) -> &AtomicU64 {
-        &self.lanes[index.0].current[order]
+    pub fn current(&self, index: CpuIndex, order: usize) -> &AtomicU64 {
+        &self.cpus[index.0].current[order]
     }
 
     /// Counts `n` slots as used. `false`: there is no room for them in `capacity`.
     #[inline]
-    pub fn take(&self, index: LaneIndex, n: u32, capacity: u32) -> bool {
+    pub fn take(&self, index: CpuIndex, n: u32, capacity: u32) -> bool {
         if N > 0 && seen(&self.taken.slots) <= capacity {
             let rest = |credit: u32| credit.checked_sub(n);
-            if self.lanes[index.0]
+            if self.cpus[index.0]
                 .credit
                 .fetch_update(Ordering::SeqCst, Ordering::Relaxed, rest)
                 .is_ok()
@@ -124,7 +124,7 @@ impl<const N: u32> PerCpu<N> {
     }
 
     #[cold]
-    fn take_more(&self, index: LaneIndex, n: u32, capacity: u32) -> bool {
+    fn take_more(&self, index: CpuIndex, n: u32, capacity: u32) -> bool {
         let within =
             |taken: u32, more: u32| taken.checked_add(more).filter(|&taken| taken <= capacity);
         loop {
@@ -136,7 +136,7 @@ impl<const N: u32> PerCpu<N> {
                         |taken| within(taken, n + N),
                     );
                     if done.is_ok() {
-                        self.lanes[index.0].credit.fetch_add(N, Ordering::SeqCst);
+                        self.cpus[index.0].credit.fetch_add(N, Ordering::SeqCst);
                     }
                     done
                 });
@@ -158,15 +158,15 @@ impl<const N: u32> PerCpu<N> {
         }
     }
 
-    /// `n` slots of a cluster from which that lane allocated are free.
+    /// `n` slots of a cluster from which that CPU allocated are free.
     #[inline]
-    pub fn give(&self, index: LaneIndex, n: u32) {
+    pub fn give(&self, index: CpuIndex, n: u32) {
         if N == 0 {
             let before = self.taken.slots.fetch_sub(n, Ordering::SeqCst);
             debug_assert!(before >= n);
             return;
         }
-        let credit = &self.lanes[index.0].credit;
+        let credit = &self.cpus[index.0].credit;
         if credit.fetch_add(n, Ordering::SeqCst) + n > 2 * N {
             self.give_back(credit);
         }
@@ -190,15 +190,15 @@ impl<const N: u32> PerCpu<N> {
         self.taken.slots.fetch_sub(n, Ordering::SeqCst);
     }
 
-    /// Takes every lane's credit back; `false` when there was none. (Looks first: a caller that
+    /// Takes every CPU's credit back; `false` when there was none. (Looks first: a caller that
     /// asks a full device again and again must not keep [`PerCpu::used`] waiting.)
     #[cold]
     fn gather(&self) -> bool {
         N > 0
-            && self.lanes.iter().any(|lane| seen(&lane.credit) > 0)
+            && self.cpus.iter().any(|state| seen(&state.credit) > 0)
             && self.moving(|| {
                 let all: u32 =
-                    self.lanes.iter().map(|lane| lane.credit.swap(0, Ordering::SeqCst)).sum();
+                    self.cpus.iter().map(|state| state.credit.swap(0, Ordering::SeqCst)).sum();
                 self.taken.slots.fetch_sub(all, Ordering::SeqCst);
                 all > 0
             })
@@ -232,7 +232,7 @@ impl<const N: u32> PerCpu<N> {
         loop {
             let before = self.moves();
             let taken = seen(&self.taken.slots);
-            let credits: u32 = self.lanes.iter().map(|lane| seen(&lane.credit)).sum();
+            let credits: u32 = self.cpus.iter().map(|state| seen(&state.credit)).sum();
             if before as u32 == 0 && self.moves() == before {
                 return taken.saturating_sub(credits);
             }
@@ -240,9 +240,9 @@ impl<const N: u32> PerCpu<N> {
         }
     }
 
-    /// Bytes of the lanes.
+    /// Bytes of the states.
     pub fn bytes(&self) -> usize {
-        size_of_val(&*self.lanes)
+        size_of_val(&*self.cpus)
     }
 }
 
@@ -253,19 +253,23 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn the_last_slot_is_found_in_whichever_lane_it_is_counted() {
-        let lanes = PerCpu::<8>::new(3);
-        let at = |cpu| lanes.of(cpu);
-        assert!((0..30).all(|i| lanes.take(at(i), 1, 30)), "all of them");
-        assert_eq!(lanes.used(), 30);
-        assert!(!lanes.take(at(0), 1, 30) && !lanes.take(at(1), 2, 31));
-        lanes.give(at(2), 1);
-        assert_eq!(lanes.used(), 29);
-        assert!(lanes.take(at(1), 1, 30) && !lanes.take(at(2), 1, 30));
+    fn the_last_slot_is_found_in_the_credit_of_any_cpu() {
+        let per_cpu = PerCpu::<8>::new(3);
+        let at = |cpu| per_cpu.of(cpu);
+        assert!((0..30).all(|i| per_cpu.take(at(i), 1, 30)), "all of them");
+        assert_eq!(per_cpu.used(), 30);
+        assert!(!per_cpu.take(at(0), 1, 30) && !per_cpu.take(at(1), 2, 31));
+        per_cpu.give(at(2), 1);
+        assert_eq!(per_cpu.used(), 29);
+        assert!(per_cpu.take(at(1), 1, 30) && !per_cpu.take(at(2), 1, 30));
         // A lowered capacity: nothing is taken until enough was given back.
-        lanes.give(at(0), 20);
-        assert_eq!(lanes.used(), 10);
-        assert!(!lanes.take(at(0), 1, 10) && lanes.take(at(0), 1, 11) && !lanes.take(at(1), 1, 11));
+        per_cpu.give(at(0), 20);
+        assert_eq!(per_cpu.used(), 10);
+        assert!(
+            !per_cpu.take(at(0), 1, 10)
+                && per_cpu.take(at(0), 1, 11)
+                && !per_cpu.take(at(1), 1, 11)
+        );
     }
 
     proptest! {
@@ -274,19 +278,20 @@ mod tests {
             capacity in 1u32..200,
             ops in prop::collection::vec((any::<bool>(), 0usize..4, 1u32..40), 1..200),
         ) {
-            let lanes = PerCpu::<16>::new(4);
+            let per_cpu = PerCpu::<16>::new(4);
             let (mut used, mut capacity) = (0, capacity);
-            for (takes, lane, n) in ops {
+            for (takes, cpu, n) in ops {
                 if takes {
-                    prop_assert_eq!(lanes.take(lanes.of(lane), n, capacity), used + n <= capacity);
+                    let taken = per_cpu.take(per_cpu.of(cpu), n, capacity);
+                    prop_assert_eq!(taken, used + n <= capacity);
                     used += if used + n <= capacity { n } else { 0 };
                 } else if n <= used {
-                    lanes.give(lanes.of(lane), n);
+                    per_cpu.give(per_cpu.of(cpu), n);
                     used -= n;
                 } else {
                     capacity = 1 + (capacity + n) % 200;
                 }
-                prop_assert_eq!(lanes.used(), used);
+                prop_assert_eq!(per_cpu.used(), used);
             }
         }
     }
@@ -294,35 +299,35 @@ mod tests {
     #[test]
     fn threads_never_take_more_than_there_is_and_nothing_is_lost() {
         const CAPACITY: u32 = 300;
-        let lanes = PerCpu::<16>::new(3);
+        let per_cpu = PerCpu::<16>::new(3);
         let taken = AtomicUsize::new(0);
         std::thread::scope(|s| {
             for cpu in 0..4 {
-                let (lanes, taken) = (&lanes, &taken);
+                let (per_cpu, taken) = (&per_cpu, &taken);
                 s.spawn(move || {
                     let mut own = Vec::new();
                     for i in 0..30_000u32 {
                         let n = 1 + i.wrapping_mul(0x9e37_79b9) % 16;
-                        if i % 7 < 4 && lanes.take(lanes.of(cpu), n, CAPACITY) {
+                        if i % 7 < 4 && per_cpu.take(per_cpu.of(cpu), n, CAPACITY) {
                             let now = taken.fetch_add(n as usize, Ordering::SeqCst) + n as usize;
                             assert!(now <= CAPACITY as usize, "{now} taken");
                             own.push(n);
                         } else if let Some(n) = own.pop() {
                             taken.fetch_sub(n as usize, Ordering::SeqCst);
-                            // Not always by the lane that took them.
-                            lanes.give(lanes.of(cpu + i as usize), n);
+                            // Not always by the CPU that took them.
+                            per_cpu.give(per_cpu.of(cpu + i as usize), n);
                         }
-                        assert!(lanes.used() <= CAPACITY);
+                        assert!(per_cpu.used() <= CAPACITY);
                     }
                     for n in own {
                         taken.fetch_sub(n as usize, Ordering::SeqCst);
-                        lanes.give(lanes.of(cpu), n);
+                        per_cpu.give(per_cpu.of(cpu), n);
                     }
                 });
             }
         });
-        assert_eq!(lanes.used(), 0);
-        assert!(lanes.take(lanes.of(0), CAPACITY, CAPACITY));
+        assert_eq!(per_cpu.used(), 0);
+        assert!(per_cpu.take(per_cpu.of(0), CAPACITY, CAPACITY));
     }
 }
 
@@ -331,7 +336,7 @@ mod tests {
     use super::*;
     use loom::sync::Arc;
 
-    /// Two lanes, `used` slots of `capacity` in use, and all ways in which two threads can go about
+    /// Two CPUs, `used` slots of `capacity` in use, and all ways in which two threads can go about
     /// them. `last` is told what both said.
     fn model(
         used: u32,
@@ -345,12 +350,12 @@ mod tests {
         builder.preemption_bound = Some(3);
         builder.check(move || {
             count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            let lanes = Arc::new(PerCpu::new(2));
-            assert!(lanes.take(lanes.of(0), used, capacity));
-            let theirs = lanes.clone();
+            let per_cpu = Arc::new(PerCpu::new(2));
+            assert!(per_cpu.take(per_cpu.of(0), used, capacity));
+            let theirs = per_cpu.clone();
             let theirs = loom::thread::spawn(move || other(&theirs));
-            let own = own(&lanes);
-            last(&lanes, own, theirs.join().unwrap());
+            let own = own(&per_cpu);
+            last(&per_cpu, own, theirs.join().unwrap());
         });
         let runs = count.load(std::sync::atomic::Ordering::Relaxed);
         println!("{runs} interleavings");
@@ -360,29 +365,29 @@ mod tests {
     /// No thread gets a fourth slot of three, and the sum is exact.
     #[test]
     fn credits_are_exact() {
-        let other = |lanes: &PerCpu<1>| {
-            let got = lanes.take(lanes.of(1), 2, 3);
+        let other = |per_cpu: &PerCpu<1>| {
+            let got = per_cpu.take(per_cpu.of(1), 2, 3);
             if got {
-                lanes.give(lanes.of(1), 1);
+                per_cpu.give(per_cpu.of(1), 1);
             }
             u32::from(got)
         };
         model(
             1,
             3,
-            |lanes| u32::from(lanes.take(lanes.of(0), 1, 3)),
+            |per_cpu| u32::from(per_cpu.take(per_cpu.of(0), 1, 3)),
             other,
-            |lanes, own, theirs| {
+            |per_cpu, own, theirs| {
                 assert!(own + theirs >= 1, "there was room for one of them");
-                assert_eq!(lanes.used(), 1 + own + theirs);
+                assert_eq!(per_cpu.used(), 1 + own + theirs);
             },
         );
     }
 
-    fn try_twice<const CAPACITY: u32>(lanes: &PerCpu<1>) -> u32 {
-        for lane in [1, 0] {
-            if lanes.take(lanes.of(lane), 1, CAPACITY) {
-                lanes.undo(1);
+    fn try_twice<const CAPACITY: u32>(per_cpu: &PerCpu<1>) -> u32 {
+        for cpu in [1, 0] {
+            if per_cpu.take(per_cpu.of(cpu), 1, CAPACITY) {
+                per_cpu.undo(1);
             }
         }
         0
@@ -392,9 +397,9 @@ mod tests {
     /// credit where there is room for that. Each try may be counted.
     #[test]
     fn what_is_taken_in_vain_hides_nothing() {
-        let last = |lanes: &PerCpu<1>, seen, _| {
+        let last = |per_cpu: &PerCpu<1>, seen, _| {
             assert!((1..=3).contains(&seen), "{seen}");
-            assert_eq!(lanes.used(), 1);
+            assert_eq!(per_cpu.used(), 1);
         };
         model(1, 3, PerCpu::used, try_twice::<3>, last);
         model(1, 5, PerCpu::used, try_twice::<5>, last);
@@ -403,14 +408,14 @@ mod tests {
     /// While others free all but one.
     #[test]
     fn what_is_used_is_never_overlooked() {
-        let other = |lanes: &PerCpu<1>| {
-            lanes.give(lanes.of(1), 2);
-            lanes.give(lanes.of(1), 3);
+        let other = |per_cpu: &PerCpu<1>| {
+            per_cpu.give(per_cpu.of(1), 2);
+            per_cpu.give(per_cpu.of(1), 3);
             0
         };
-        model(6, 9, PerCpu::used, other, |lanes, seen, _| {
+        model(6, 9, PerCpu::used, other, |per_cpu, seen, _| {
             assert!((1..=6).contains(&seen), "{seen}");
-            assert_eq!(lanes.used(), 1);
+            assert_eq!(per_cpu.used(), 1);
         });
     }
 }

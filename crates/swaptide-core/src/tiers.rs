@@ -358,9 +358,9 @@ impl Tiers {
         // The next lower tier reaches up by itself; below the lowest there is none, so the next
         // higher one reaches down.
         if gone.is_some_and(|tier| tier.start == Priority::MIN)
-            && let Some(heir) = self.iter().last().map(|tier| tier.index)
+            && let Some(successor) = self.iter().last().map(|tier| tier.index)
         {
-            self.place_start(heir, Priority::MIN);
+            self.place_start(successor, Priority::MIN);
         }
     }
 

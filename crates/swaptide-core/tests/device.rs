@@ -106,7 +106,7 @@ fn every_slot_of_a_device_can_be_used_and_not_one_more() {
 }
 
 #[test]
-fn order_0_steals_from_large_orders_only_when_nothing_else_is_left() {
+fn order_0_steals_from_large_orders_last() {
     let d = device(2048);
     let large = d.alloc_folio(CPU, order(4), FolioId(1), G).unwrap();
     for i in 0..3 * 512 {
@@ -352,7 +352,7 @@ fn priorities_masks_and_turns() {
 }
 
 #[test]
-fn a_device_with_room_but_no_run_sends_the_folio_to_its_peer_not_down() {
+fn a_fragmented_device_sends_the_folio_to_its_peer_not_down() {
     let space = SwapSpace::new();
     for (n, priority) in [(0, 5), (1, 5), (2, 1)] {
         space.add(SwapDevice::new(ty(n), 512, 1, Kind::Solid), priority).unwrap();

@@ -40,7 +40,7 @@ use crate::pager::Pager;
 use crate::readahead::policy::SwappedIn;
 
 /// Groups that are brought in between two looks for faults.
-const GROUPS: usize = 4;
+const GROUPS_PER_STEP: usize = 4;
 
 /// How far detaching the program has come.
 #[derive(Default)]
@@ -60,11 +60,11 @@ impl Detach {
         self.at.is_some()
     }
 
-    /// Brings in some of what is swapped. True when nothing is out any more; the workers stand
-    /// still then.
+    /// Brings in some of what is swapped. True when nothing is out any more; the workers are
+    /// quiesced then.
     pub(crate) fn step(&mut self, pager: &mut Pager, forks: &mut ForkServer) -> bool {
         let engine = pager.path.engine;
-        for _ in 0..GROUPS {
+        for _ in 0..GROUPS_PER_STEP {
             let Some(at) = self.at else { return false };
             if engine.slot().control.detach.load(Relaxed) == 0 {
                 self.at = None;
@@ -74,11 +74,11 @@ impl Detach {
                 return self.is_all_in(pager, forks);
             };
             let first = PageNo(page.0 / COPY_GROUP_PAGES * COPY_GROUP_PAGES);
-            let mut came = SwappedIn::new(first);
+            let mut swapped_in = SwappedIn::new(first);
             // A program that changes its mappings without pause leaves moments only behind the
             // reading of an event. What is not to be had now is met again at the next round.
             let path = &mut pager.path;
-            let _ = path.swap_in_span(first, COPY_GROUP_PAGES, LAST_PAGE, &mut came);
+            let _ = path.swap_in_span(first, COPY_GROUP_PAGES, LAST_PAGE, &mut swapped_in);
             if is_any_out(engine, first) {
                 if path.reader.drain().is_err() {
                     return false;
@@ -98,7 +98,7 @@ impl Detach {
         if engine.mm.lock().table.swapped() > 0 {
             return false;
         }
-        forks.park_workers(pager);
+        forks.quiesce_workers(pager);
         while pager.path.worker.store_waiting(engine) {}
         // The worker that publishes otherwise is quiesced.
         engine.publish_slot();
@@ -167,19 +167,19 @@ pub(crate) fn detach(path: &mut FaultPath) -> bool {
         mm.table = PageTable::new();
         if engine.fork.followed {
             let all = VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) };
-            dontfork::restore(mm.shielded(), all);
+            dontfork::restore(mm.dontfork_ranges(), all);
         }
         (mm.regions, mm.armed) = (VmaSet::default(), VmaSet::default());
         mm.changes.owed.clear();
     }
     path.installer.discard_fresh();
-    engine.devices.file.device.clear();
+    engine.devices.areas.device.clear();
     engine.devices.pool.compact(usize::MAX);
     engine.devices.pool.trim();
     engine.publish_slot();
     engine.retired.store(true, Release);
-    engine.workers.park.store(0, Release);
-    futex::wake(&engine.workers.park, u32::MAX >> 1, futex::Scope::Private);
+    engine.workers.quiesce.store(0, Release);
+    futex::wake(&engine.workers.quiesce, u32::MAX >> 1, futex::Scope::Private);
     engine.remote_reads.call();
     true
 }

@@ -39,7 +39,7 @@ use crate::readahead::history::SharedMissHistory;
 use crate::requests::HandlerRequests;
 use crate::requests::fork_control::ForkControl;
 
-/// How long the swap file is left alone after it took nothing.
+/// How long no page is written to swap areas after they took nothing.
 const FILE_FULL_BACKOFF: Duration = Duration::from_millis(100);
 
 /// What the engine needs of the kernel. Forks it learns of by [`Features::EVENT_FORK`], or they are
@@ -59,7 +59,8 @@ pub struct Start {
     pub index: SlotIndex,
     /// Asks the supervisor for the descriptor of a swap area.
     pub open_area: OpenArea,
-    /// A number no other process of the run uses: it keeps the nonces of the file's cipher apart.
+    /// A number no other process of the run uses: it keeps the nonces of the swap areas' cipher
+    /// apart.
     pub salt: u64,
     /// Writes one line to the log, if there is one.
     pub log: fn(&str),
@@ -69,7 +70,7 @@ pub struct Start {
     /// True for a range that the program wants treated apart at a fork: it is never managed.
     pub excluded: fn(VirtRange) -> bool,
     /// True once the program has asked, through libc, for memory that its children are not to have.
-    pub keeps_apart: fn() -> bool,
+    pub gives_fork_advice: fn() -> bool,
     /// Which pages of a chunk must stay, as bits: the kernel accesses them without waiting for us.
     pub pinned: fn(ChunkNo) -> u16,
     /// Starts a thread that runs [`Engine::serve_remote_reads`]. False if there can be none.
@@ -87,7 +88,7 @@ pub struct Start {
 /// process looks for what was advised before once, and acts on what it found for the rest of its
 /// life.
 #[derive(Default)]
-pub(crate) struct KnownApart {
+pub(crate) struct KnownForkAdvice {
     /// The address space was searched.
     pub(crate) is_sought: AtomicBool,
     /// There was such memory.
@@ -99,8 +100,8 @@ pub(crate) struct KnownApart {
 pub struct KnownMemory {
     /// Guard pages (see [`crate::fault::install`]).
     pub guarded: AtomicBool,
-    /// Memory that children are not to have (see [`crate::vma::apart`]).
-    pub(crate) apart: KnownApart,
+    /// Memory that children are not to have (see [`crate::vma::fork_advice`]).
+    pub(crate) fork_advice: KnownForkAdvice,
 }
 
 /// Swap space that took nothing.
@@ -108,7 +109,7 @@ pub struct KnownMemory {
 struct SwapFull {
     /// Pages could not be stored anywhere: told once.
     is_told: AtomicBool,
-    /// Until then nothing is written to the swap file: it took nothing a moment ago.
+    /// Until then nothing is written to swap areas: they took nothing a moment ago.
     file_rests_until: AtomicU64,
 }
 
@@ -124,9 +125,9 @@ pub struct Workers {
     /// Odd while pages are chosen and taken out: see [`Engine::await_taking`].
     pub(crate) taking: AtomicU32,
     /// Not 0: they stop at their next quiescent point.
-    pub park: AtomicU32,
+    pub quiesce: AtomicU32,
     /// How many of them are stopped there.
-    pub parked: AtomicU32,
+    pub quiesced: AtomicU32,
     /// The thread ids of the first ones, for the handler to place them; 0: none.
     pub tids: [AtomicU32; PLACED_WORKERS],
     /// One is to find a check failed (injected).
@@ -256,7 +257,7 @@ impl Engine {
                     recent: Vec::with_capacity(64),
                 },
                 jobs: Jobs::default(),
-                split: PoolSizer::new(),
+                pool_sizer: PoolSizer::new(),
                 clocks: MmClocks::default(),
                 grace: Grace::default(),
             }),
@@ -362,7 +363,7 @@ impl Engine {
     }
 
     /// A fork has left all pages shared with another process. The memory lock must be free.
-    pub(crate) fn is_shared_anew(&self) {
+    pub(crate) fn record_new_sharing(&self) {
         let mm = &mut *self.mm.lock();
         mm.clocks.forks = mm.clocks.forks.wrapping_add(1);
         mm.queues.forget_own(&mut mm.table);
@@ -373,9 +374,9 @@ impl Engine {
         let mut guard = self.mm.lock();
         let mm = &mut *guard;
         let charge = &self.charge;
-        if charge.family.is_active() {
+        if charge.cow_group.is_active() {
             // What comes back meanwhile tells nothing of how it should be divided afterwards.
-            mm.split.forget();
+            mm.pool_sizer.forget();
             return;
         }
         let oldest = mm.oldest_pooled(&self.devices);
@@ -385,9 +386,9 @@ impl Engine {
             resident: mm.table.present() as u64,
             pool: charge.pool(),
             oldest,
-            settled: mm.queues.any_settled(),
+            recompressed: mm.queues.any_recompressed(),
         };
-        let share = mm.split.decide(at);
+        let share = mm.pool_sizer.decide(at);
         if self.devices.is_backed() {
             charge.set_pool_share(share);
         }
@@ -465,7 +466,7 @@ impl Engine {
             );
             (mm.table.present(), mm.staging.full_frames(), mm.table.swapped(), mm.table.bytes())
         };
-        self.charge.set_aside(
+        self.charge.set_shared_bytes(
             self.fork.childrens_history.lock().as_ref().map_or(0, SharedMissHistory::used_bytes),
         );
         let populated = self.devices.pool.populated();
@@ -473,7 +474,7 @@ impl Engine {
             populated.saturating_sub(self.devices.populated_counted.swap(populated, Relaxed));
         self.count(Counter::EngineFaults, fresh as usize);
         let slot = self.slot();
-        let file_pages = self.devices.file.slots.usage().used as usize;
+        let file_pages = self.devices.areas.slots.usage().used as usize;
         let page = PAGE_SIZE as u64;
         slot.usage.managed_bytes.store(present as u64 * page, Relaxed);
         slot.usage.staging_bytes.store(full as u64 * page, Relaxed);
@@ -489,15 +490,15 @@ impl Engine {
             .fetch_max((present + swapped) as u64 * page + unmanaged, Relaxed);
     }
 
-    /// Notes that the swap file takes nothing. Asking it again and again would cost more than what
-    /// is to be had.
+    /// Notes that the swap areas take nothing. Asking them again and again would cost more than
+    /// what is to be had.
     pub(crate) fn rest_file(&self) {
         self.swap_full
             .file_rests_until
             .store(now().0.saturating_add(FILE_FULL_BACKOFF.as_nanos() as u64), Relaxed);
     }
 
-    /// True for a while after the swap file took nothing, and where the group's pages stay in
+    /// True for a while after the swap areas took nothing, and where the group's pages stay in
     /// memory.
     pub(crate) fn file_rests(&self) -> bool {
         if self.slot().control.no_writeback.load(Relaxed) != 0 {
@@ -507,9 +508,9 @@ impl Engine {
         until != 0 && now().0 < until
     }
 
-    /// A write to the swap file failed; nothing is lost.
+    /// A write to a swap area failed; nothing is lost.
     pub(crate) fn write_failed(&self, error: &swaptide_store::file::WriteError) {
-        (self.start.log)(&format!("write to the swap file failed, pages stay in memory: {error}"));
+        (self.start.log)(&format!("write to a swap area failed, pages stay in memory: {error}"));
         self.count(Counter::WriteErrors, 1);
         self.rest_file();
     }
@@ -551,15 +552,15 @@ impl Engine {
     /// What a thread that reads pages of servers does, until the program is let go.
     pub fn serve_remote_reads(&self) {
         self.remote_reads.serve(
-            &self.devices.file.device,
+            &self.devices.areas.device,
             || self.retired.load(Acquire),
             self.injection(),
             self.start.log,
         );
     }
 
-    /// Ends the process if the thread is gone that answers faults, or one that reads far pages: a
-    /// filter of system calls may have ended it. Faults would wait for ever, workers wait for the
+    /// Ends the process if the thread is gone that answers faults, or one that reads remote pages:
+    /// a filter of system calls may have ended it. Faults would wait for ever, workers wait for the
     /// handler too, and with the last of the engine's threads the userfaultfd would be closed.
     pub fn look_after_threads(&self) {
         if !self.remote_reads.are_all_there() && !self.retired.load(Relaxed) {
@@ -577,15 +578,15 @@ impl Engine {
     /// Waits while the workers are to be quiesced. Called by workers where nothing of theirs is
     /// half done. False when they shall end.
     pub(crate) fn quiescent_point(&self) -> bool {
-        if self.workers.park.load(Acquire) == 0 {
+        if self.workers.quiesce.load(Acquire) == 0 {
             return true;
         }
-        self.workers.parked.fetch_add(1, Release);
-        futex::wake(&self.workers.parked, 1, futex::Scope::Private);
-        while self.workers.park.load(Acquire) != 0 {
-            futex::wait(&self.workers.park, 1, None, futex::Scope::Private);
+        self.workers.quiesced.fetch_add(1, Release);
+        futex::wake(&self.workers.quiesced, 1, futex::Scope::Private);
+        while self.workers.quiesce.load(Acquire) != 0 {
+            futex::wait(&self.workers.quiesce, 1, None, futex::Scope::Private);
         }
-        self.workers.parked.fetch_sub(1, Release);
+        self.workers.quiesced.fetch_sub(1, Release);
         !self.retired.load(Acquire)
     }
 }

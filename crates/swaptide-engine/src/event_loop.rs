@@ -8,7 +8,7 @@
 //!
 //! Invariants
 //! 1. Before a fault is answered, a request served or a page put in place, every fork through no
-//!    hook that was read has its pages ([`ForkServer::settle`]).
+//!    hook that was read has its pages ([`ForkServer::serve_untracked`]).
 //! 2. Events are applied before faults that were read with them.
 //! 3. What an interruption leaves undone is done again, or its thread asks again.
 //!
@@ -94,7 +94,7 @@ impl Handler {
         let mut answers = 1u32;
         loop {
             complete(&mut self.pager.path);
-            self.forks.settle(&mut self.pager);
+            self.forks.serve_untracked(&mut self.pager);
             if self.pager.path.reader.pending.is_empty() {
                 self.read_next();
             }
@@ -111,7 +111,7 @@ impl Handler {
                 self.pager.path.stalls_until(now());
                 return;
             }
-            self.forks.settle(&mut self.pager);
+            self.forks.serve_untracked(&mut self.pager);
             if let Some(fault) = self.pager.path.reader.pending.pop_front() {
                 self.pager.answer(fault);
                 answers = answers.wrapping_add(1);
@@ -137,14 +137,14 @@ impl Handler {
             self.pager.path.reader.read_within(timeout)
         };
         if read.is_err() {
-            self.forks.settle(&mut self.pager);
+            self.forks.serve_untracked(&mut self.pager);
         }
     }
 
     /// Serves what threads have asked for.
     fn serve_requests(&mut self) {
         while let Some(request) = self.pager.path.reader.next_request() {
-            self.forks.settle(&mut self.pager);
+            self.forks.serve_untracked(&mut self.pager);
             match request {
                 HandlerRequest::Adopt => self.pager.adopt(),
                 HandlerRequest::Hint => self.serve_hint(),

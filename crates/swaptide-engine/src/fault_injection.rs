@@ -86,7 +86,7 @@ impl Injection {
     }
 
     /// Stops for good if a test wants it here.
-    pub(crate) fn stand_still(self, at: Standstill) {
+    pub(crate) fn stop_at(self, at: StopPoint) {
         while self.wants(at as u32) {
             sleep(Duration::from_millis(100));
         }
@@ -106,7 +106,7 @@ pub fn is_read_short(fail: u32, reads: &AtomicU32) -> bool {
 /// A place at which a test may stop a thread for good.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
-pub(crate) enum Standstill {
+pub(crate) enum StopPoint {
     /// The handler, before it is prepared for a fork.
     BeforeFork = 10,
     /// The handler, when it is prepared.

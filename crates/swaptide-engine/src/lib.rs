@@ -9,7 +9,7 @@
 //!   fills pages and adopts memory ([`adopt`](crate::vma::adopt)).
 //! - one or more **workers** ([`reclaim`]) move cold chunks to staging frames, compress them and
 //!   hand out the frames; worker 0 also looks after the accounts and moves the oldest compressed
-//!   pages to the file ([`writeback`](crate::reclaim::writeback)).
+//!   pages to a swap area ([`writeback`](crate::reclaim::writeback)).
 //!
 //! # A fault, in a minute
 //! [`event_loop::Handler::run`] reads the message, [`fault`] finds

@@ -81,8 +81,8 @@ impl Pager {
                 wake(path);
             }
             Served::Spurious => wake(path),
-            Served::Away => {}
-            Served::Crowded => path.remote.wait(fault),
+            Served::InFlight => {}
+            Served::NoBuffer => path.remote.wait(fault),
             Served::Again => {
                 fault.tries += 1;
                 if !fault.tries.is_multiple_of(TRY_WITHOUT_READING) {
@@ -106,11 +106,11 @@ impl Pager {
                     // Managed memory may have been moved there by what was just read, or by what
                     // is noted and not applied: the thread faults again then, as it does where the
                     // kernel refuses because a change is unread.
-                    let is_settled = !path.reader.fork.notes_events() && {
+                    let is_unmanaged = !path.reader.fork.notes_events() && {
                         let mm = engine.mm.lock();
                         mm.changes.late.is_empty() && !mm.regions.overlaps(range_of(page, 1))
                     };
-                    if is_settled && adopter.is_apart(engine, fault.addr) {
+                    if is_unmanaged && adopter.has_fork_advice(engine, fault.addr) {
                         let _ = path.reader.uffd.zero_pages(range_of(page, 1), true);
                     }
                     let _ = path.reader.uffd.wake(range_of(page, 1));

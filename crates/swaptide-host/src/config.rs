@@ -429,7 +429,7 @@ idle = { seconds = 60, refaults = 10 }
     }
 
     #[test]
-    fn a_file_that_is_read_again_changes_all_that_it_names_and_keeps_indices() {
+    fn a_reloaded_file_changes_all_that_it_names_and_keeps_indices() {
         let mut groups = GroupTree::new(segment(), 1 << 32);
         Config::parse(SOUND, 1 << 32).expect("sound").apply(&mut groups, 7).expect("applied");
         let other = "tiers = \"+NET:-1 +SSD:200\"\n[groups.\"/web\"]\nswap.tiers = \

@@ -399,7 +399,7 @@ impl Segment {
     }
 
     /// Says that all of it was answered.
-    pub fn settle_extent(&self, extent: ExtentId) {
+    pub fn clear_doubt(&self, extent: ExtentId) {
         self.extent_refs[extent.0 as usize].fetch_and(HOLDERS, SeqCst);
     }
 
@@ -409,7 +409,7 @@ impl Segment {
     }
 
     /// The extents of an area that no process holds and none can lease, for they are in doubt.
-    pub fn lost_extents(&self, id: AreaId) -> impl Iterator<Item = ExtentId> {
+    pub fn extents_in_doubt(&self, id: AreaId) -> impl Iterator<Item = ExtentId> {
         self.area(id)
             .range()
             .map(ExtentId)
@@ -417,8 +417,8 @@ impl Segment {
     }
 
     /// Lets an extent that is in doubt be leased again, if no process holds it. Supervisor only.
-    pub fn forgive_extent(&self, extent: ExtentId) {
-        // Where it is not so any more there is nothing to forgive.
+    pub fn clear_stale_doubt(&self, extent: ExtentId) {
+        // Where it is not so any more there is nothing to clear.
         let _ = self.extent_refs[extent.0 as usize].compare_exchange(IN_DOUBT, 0, SeqCst, Relaxed);
     }
 

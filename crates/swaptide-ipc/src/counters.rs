@@ -18,9 +18,9 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Pages read from the swap file.
+    /// Pages read from swap areas.
     Pswpin = "pswpin",
-    /// Pages written to the swap file, those written back from compressed memory among them.
+    /// Pages written to swap areas, those written back from compressed memory among them.
     Pswpout = "pswpout",
     /// Pages stored in compressed memory.
     Zswpout = "zswpout",
@@ -116,7 +116,7 @@ counters! {
     Swpin64k = "hugepages-64kB/swpin",
     /// Such blocks that were asked for and came in smaller, or not at all.
     SwpinFallback64k = "hugepages-64kB/swpin_fallback",
-    /// Folios of this size that went to the swap file whole.
+    /// Folios of this size that went to a swap area whole.
     Swpout64k = "hugepages-64kB/swpout",
     /// Folios of this size that found no run of slots and went out in halves.
     SwpoutFallback64k = "hugepages-64kB/swpout_fallback",
@@ -126,7 +126,7 @@ counters! {
     Swpin128k = "hugepages-128kB/swpin",
     /// Such blocks that were asked for and came in smaller, or not at all.
     SwpinFallback128k = "hugepages-128kB/swpin_fallback",
-    /// Folios of this size that went to the swap file whole.
+    /// Folios of this size that went to a swap area whole.
     Swpout128k = "hugepages-128kB/swpout",
     /// Folios of this size that found no run of slots and went out in halves.
     SwpoutFallback128k = "hugepages-128kB/swpout_fallback",
@@ -136,7 +136,7 @@ counters! {
     Swpin256k = "hugepages-256kB/swpin",
     /// Such blocks that were asked for and came in smaller, or not at all.
     SwpinFallback256k = "hugepages-256kB/swpin_fallback",
-    /// Folios of this size that went to the swap file whole.
+    /// Folios of this size that went to a swap area whole.
     Swpout256k = "hugepages-256kB/swpout",
     /// Folios of this size that found no run of slots and went out in halves.
     SwpoutFallback256k = "hugepages-256kB/swpout_fallback",
@@ -146,7 +146,7 @@ counters! {
     Swpin512k = "hugepages-512kB/swpin",
     /// Such blocks that were asked for and came in smaller, or not at all.
     SwpinFallback512k = "hugepages-512kB/swpin_fallback",
-    /// Folios of this size that went to the swap file whole.
+    /// Folios of this size that went to a swap area whole.
     Swpout512k = "hugepages-512kB/swpout",
     /// Folios of this size that found no run of slots and went out in halves.
     SwpoutFallback512k = "hugepages-512kB/swpout_fallback",
@@ -156,7 +156,7 @@ counters! {
     Swpin1024k = "hugepages-1024kB/swpin",
     /// Such blocks that were asked for and came in smaller, or not at all.
     SwpinFallback1024k = "hugepages-1024kB/swpin_fallback",
-    /// Folios of this size that went to the swap file whole.
+    /// Folios of this size that went to a swap area whole.
     Swpout1024k = "hugepages-1024kB/swpout",
     /// Folios of this size that found no run of slots and went out in halves.
     SwpoutFallback1024k = "hugepages-1024kB/swpout_fallback",
@@ -166,7 +166,7 @@ counters! {
     Swpin2048k = "hugepages-2048kB/swpin",
     /// Such blocks that were asked for and came in smaller, or not at all.
     SwpinFallback2048k = "hugepages-2048kB/swpin_fallback",
-    /// Folios of this size that went to the swap file whole.
+    /// Folios of this size that went to a swap area whole.
     Swpout2048k = "hugepages-2048kB/swpout",
     /// Folios of this size that found no run of slots and went out in halves.
     SwpoutFallback2048k = "hugepages-2048kB/swpout_fallback",
@@ -186,7 +186,7 @@ pub enum OfOrder {
     Swpin,
     /// Folios of this order that should have come in whole, and did not.
     SwpinFallback,
-    /// Went to the swap file whole.
+    /// Went to a swap area whole.
     Swpout,
     /// Found no run of slots.
     SwpoutFallback,
@@ -253,7 +253,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_time_lies_under_the_bound_of_its_bucket_and_over_that_of_the_one_before() {
+    fn every_time_falls_into_the_bucket_of_its_bounds() {
         for ns in [1, 1024, 1500, 5_000, 77_777, 1_000_000, 900_000_000] {
             let bucket = FaultHistogram::bucket(ns);
             assert!(ns <= FaultHistogram::bound(bucket), "{ns}");

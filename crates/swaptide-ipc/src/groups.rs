@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_being_trimmed_is_counted_later_and_what_a_killed_supervisor_trimmed_comes_back() {
+    fn trimmed_extents_are_uncharged_later_even_after_a_killed_supervisor() {
         let segment = test_segment();
         segment.add_area(AREA).expect("area");
         let holder = segment.claim(10, 0).expect("slot");
@@ -431,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_inherits_the_group_and_what_it_shares_is_charged_once_to_each_group() {
+    fn a_child_inherits_the_group_and_shared_extents_are_charged_once() {
         let segment = grouped();
         let parent = member(segment, 10, INNER);
         let extent = segment.lease_charged(parent).expect("extent");
@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_program_held_is_charged_to_nobody_when_the_process_executes_another() {
+    fn exec_uncharges_what_the_program_held() {
         let segment = grouped();
         let index = member(segment, 10, A);
         segment.lease_charged(index).expect("extent");
@@ -510,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_holder_takes_an_extent_again_to_free_it_and_nobody_else_gets_it_meanwhile() {
+    fn the_last_holder_retakes_an_extent_to_free_it_exclusively() {
         let segment = grouped();
         let (parent, child) = (member(segment, 10, INNER), member(segment, 11, B));
         let extent = segment.lease_charged(parent).expect("extent");
@@ -534,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn who_dies_in_a_change_leaves_nothing_behind_once_it_was_counted() {
+    fn a_process_killed_in_a_change_leaves_no_charge() {
         let segment = grouped();
         let (dead, other) = (member(segment, 10, INNER), member(segment, 11, B));
         let kept = segment.lease_charged(other).expect("extent");

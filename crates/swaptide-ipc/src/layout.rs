@@ -340,7 +340,7 @@ impl ProcSlot {
     }
 
     /// What of a wait that continues was before `now` does not count: the process was stopped.
-    pub fn stall_anew(&self, now: Nanos) {
+    pub fn restart_stall(&self, now: Nanos) {
         let since = self.usage.stalled_since.load(Relaxed);
         if since != 0 {
             // When it has ended meanwhile there is nothing to move.
@@ -536,7 +536,7 @@ mod tests {
     use swaptide_sys::mem::memfd_create;
 
     #[test]
-    fn claimed_slots_are_told_from_free_ones_and_a_process_has_only_one() {
+    fn claimed_slots_are_known_and_a_process_has_only_one() {
         let segment = test_segment();
         let first = segment.claim(10, 0).expect("slot");
         let gone = segment.claim(11, 0).expect("slot");
@@ -547,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn the_offsets_that_test_programs_write_to_are_those_of_the_layout() {
+    fn segment_json_has_the_offsets_of_the_layout() {
         use std::mem::offset_of;
         let mirror = offset_of!(Segment, header)
             + offset_of!(Header, areas)

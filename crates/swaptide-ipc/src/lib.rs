@@ -39,4 +39,4 @@ pub use layout::{
     Header, InjectionConfig, MAGIC, MAX_PROCS, NO_LIMIT, PoolConfig, ProcControl, ProcSlot,
     ProcState, ProcUsage, Segment, SegmentError, SwapInConfig, THROTTLE_PAGES, VERSION,
 };
-pub use wire::{ENV_AGENT_LOG, ENV_SOCKET, Request};
+pub use wire::{AgentRequest, ENV_AGENT_LOG, ENV_SOCKET};

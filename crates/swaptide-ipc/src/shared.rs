@@ -26,7 +26,7 @@ use swaptide_sys::{AsFd, OwnedFd};
 
 use crate::ids::SlotIndex;
 use crate::layout::Segment;
-use crate::wire::Request;
+use crate::wire::AgentRequest;
 
 /// The name of a region's memory file.
 pub const REGION_NAME: &CStr = c"swaptide-region";
@@ -44,16 +44,16 @@ pub const SHARED_FEATURES: Features = Features::EVENT_FORK
     .union(Features::WP_HUGETLBFS_SHMEM)
     .union(Features::POISON);
 
-/// Advice before `mremap` maps a part of a region at further addresses: until [`ADVICE_SETTLE`]
+/// Advice before `mremap` maps a part of a region at further addresses: until [`ADVICE_RELEASE`]
 /// nothing goes out of what the range that is given maps, or would map if the mapping in front of
 /// it reached over it.
 pub const ADVICE_HOLD: i32 = -1;
 /// Advice after that, with the same range.
-pub const ADVICE_SETTLE: i32 = -2;
+pub const ADVICE_RELEASE: i32 = -2;
 /// `MADV_REMOVE`: the pager gives the pages up, in the place of the kernel.
 pub const ADVICE_REMOVE: i32 = 9;
 
-/// The answer to [`Request::Attach`].
+/// The answer to [`AgentRequest::Attach`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Attached {
@@ -65,7 +65,7 @@ pub enum Attached {
     Refused = 2,
 }
 
-/// The answer to [`Request::Advise`].
+/// The answer to [`AgentRequest::Advise`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum AdviceOutcome {
@@ -81,7 +81,7 @@ pub enum AdviceOutcome {
 /// Asks the pager behind a socket for a region of `bytes` bytes.
 pub fn region(socket: &[u8], bytes: u64) -> Option<OwnedFd> {
     let conn = Conn::connect_trusted(socket).ok()?;
-    let mut request = [Request::Region as u8; 9];
+    let mut request = [AgentRequest::Region as u8; 9];
     request[1..].copy_from_slice(&bytes.to_le_bytes());
     conn.send(&request, &[]).ok()?;
     let (mut reply, mut fds) = ([0u8; 1], [None]);
@@ -129,7 +129,7 @@ pub fn attach(socket: &[u8], reach: Reach) -> Option<()> {
     let ask = |uffd: Option<&Uffd>| {
         let conn = Conn::connect_trusted(socket).ok()?;
         let fds = uffd.map(AsFd::as_fd);
-        conn.send(&[Request::Attach as u8], fds.as_slice()).ok()?;
+        conn.send(&[AgentRequest::Attach as u8], fds.as_slice()).ok()?;
         let mut reply = [0u8; 2];
         let (length, _) = conn.recv(&mut reply, &mut []).ok()?;
         (length == 2).then_some(reply[1])
@@ -145,7 +145,7 @@ pub fn attach(socket: &[u8], reach: Reach) -> Option<()> {
 /// Advice on a range. `None`: the pager does not answer.
 pub fn advise(socket: &[u8], addr: usize, len: usize, advice: i32) -> Option<AdviceOutcome> {
     let conn = Conn::connect_trusted(socket).ok()?;
-    let mut request = [Request::Advise as u8; 21];
+    let mut request = [AgentRequest::Advise as u8; 21];
     request[1..9].copy_from_slice(&(addr as u64).to_le_bytes());
     request[9..17].copy_from_slice(&(len as u64).to_le_bytes());
     request[17..].copy_from_slice(&advice.to_le_bytes());
@@ -190,7 +190,7 @@ impl PagerGuard {
 pub fn guard(socket: &[u8]) -> Option<PagerGuard> {
     let landmark = Landmark::raise().ok()?;
     let conn = Conn::connect_trusted(socket).ok()?;
-    let mut request = [Request::Guard as u8; 9];
+    let mut request = [AgentRequest::Guard as u8; 9];
     request[1..].copy_from_slice(&(landmark.range().start.0 as u64).to_le_bytes());
     conn.send(&request, &[]).ok()?;
     let (mut reply, mut fds) = ([0u8; 5], [None]);

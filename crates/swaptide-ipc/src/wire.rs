@@ -1,9 +1,9 @@
 //! What a process of the tree asks the supervisor for, and where it finds it.
 //!
 //! The supervisor listens on an abstract sequenced-packet socket whose name is in the environment
-//! variable [`ENV_SOCKET`]. A client sends one [`Request`] byte and receives one byte (the same)
-//! with the descriptor that was asked for; then both hang up. Some requests have more behind the
-//! byte, as their descriptions say, and some answers.
+//! variable [`ENV_SOCKET`]. A client sends one [`AgentRequest`] byte and receives one byte (the
+//! same) with the descriptor that was asked for; then both hang up. Some requests have more behind
+//! the byte, as their descriptions say, and some answers.
 
 /// Name of the environment variable that holds the supervisor's abstract socket name (without the
 /// leading NUL byte).
@@ -15,7 +15,7 @@ pub const ENV_AGENT_LOG: &str = "SWAPTIDE_AGENT_LOG";
 /// One request: the byte that goes over the socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Request {
+pub enum AgentRequest {
     /// The segment's memory file, as a descriptor.
     Segment = b'S',
     /// What a swap area is read and written through (see [`crate::Transport`]): its number follows.
@@ -57,10 +57,10 @@ pub enum Request {
     Hold = b'K',
 }
 
-impl Request {
+impl AgentRequest {
     /// The request of a byte, if it is one.
-    pub fn from_byte(byte: u8) -> Option<Request> {
-        use Request::{
+    pub fn from_byte(byte: u8) -> Option<AgentRequest> {
+        use AgentRequest::{
             Advise, Area, Attach, Device, Fork, Guard, Handshake, Hold, Identity, Maps, Pagemap,
             Region, Segment, Statm,
         };
@@ -75,15 +75,21 @@ impl Request {
     /// Bytes that follow the request's.
     pub fn body(self) -> usize {
         match self {
-            Request::Area => 1,
-            Request::Handshake | Request::Region | Request::Guard => 8,
-            Request::Advise | Request::Fork => 20,
+            AgentRequest::Area => 1,
+            AgentRequest::Handshake | AgentRequest::Region | AgentRequest::Guard => 8,
+            AgentRequest::Advise | AgentRequest::Fork => 20,
             _ => 0,
         }
     }
 
     /// True for what the pager of shared regions answers.
     pub fn is_shared(self) -> bool {
-        matches!(self, Request::Region | Request::Attach | Request::Guard | Request::Advise)
+        matches!(
+            self,
+            AgentRequest::Region
+                | AgentRequest::Attach
+                | AgentRequest::Guard
+                | AgentRequest::Advise
+        )
     }
 }

@@ -47,14 +47,14 @@ pub(crate) fn run(inner: Arc<Inner>) {
     // There is more to bring in that a program wants, and room for it.
     let mut comes_in = false;
     while inner.stop.load(Relaxed) & STOP_FAULTS == 0 {
-        let patience: i64 = {
+        let wait_ms: i64 = {
             let state = inner.lock();
             let is_short = state.shortages.is_any();
             let is_short = is_short && !state.waiting.is_empty();
-            let looks = |space: &Space| space.guard.is_none() || space.is_unrescued();
+            let looks = |space: &Space| space.guard.is_none() || space.needs_restore();
             if is_short || state.spaces.values().any(looks) { 5 } else { 100 }
         };
-        let timeout = if comes_in { 0 } else { patience * 1_000_000 };
+        let timeout = if comes_in { 0 } else { wait_ms * 1_000_000 };
         let timeout = rustix::event::Timespec { tv_sec: 0, tv_nsec: timeout };
         let ready = match epoll::wait(&inner.poll, &mut events[..], Some(&timeout)) {
             Ok(count) => count,
@@ -81,10 +81,10 @@ pub(crate) fn run(inner: Arc<Inner>) {
         for (id, addr, wp) in std::mem::take(&mut state.waiting) {
             thread.answer(&mut state, id, addr, wp);
         }
-        if ready == 0 && !comes_in || patience == 5 {
+        if ready == 0 && !comes_in || wait_ms == 5 {
             thread.check_unguarded(&mut state);
         }
-        comes_in = thread.bring_some(&mut state);
+        comes_in = thread.swap_in_some(&mut state);
         if !state.waiting.is_empty() || !state.advised.into.is_empty() {
             inner.work.notify_all();
         }
@@ -106,7 +106,7 @@ impl FaultThread {
 
     /// Brings in a window of what programs want in, if there is room. True when there is more to
     /// bring in at once: faults are answered in between.
-    fn bring_some(&mut self, state: &mut PagerState) -> bool {
+    fn swap_in_some(&mut self, state: &mut PagerState) -> bool {
         while let Some((id, pages)) = state.advised.into.front().cloned() {
             let region = state.regions.get(&id);
             let out = |page: &usize| region.is_some_and(|region| region.state(*page).is_out());
@@ -163,17 +163,17 @@ impl FaultThread {
         let alone: Vec<SpaceId> = state
             .spaces
             .iter()
-            .filter(|(_, space)| space.guard.is_none() || space.is_unrescued())
+            .filter(|(_, space)| space.guard.is_none() || space.needs_restore())
             .map(|(id, _)| *id)
             .collect();
         for id in alone {
             let space = &state.spaces[&id];
             if space.standing() == SpaceState::Gone {
                 self.inner.forget_space(state, id);
-            } else if space.is_unrescued()
-                || space.unguarded.elapsed() > GUARD_TIMEOUT && !space.rescued
+            } else if space.needs_restore()
+                || space.unguarded.elapsed() > GUARD_TIMEOUT && !space.restored
             {
-                self.inner.rescue(state, id);
+                self.inner.restore_space(state, id);
             }
         }
         self.inner.forget_unmapped(state);
@@ -245,7 +245,7 @@ impl FaultThread {
                 // before.
                 self.inner.learn(state, id);
                 let Some(space) = state.spaces.get(&id) else { return };
-                if space.stale && space.rescued {
+                if space.stale && space.restored {
                     self.answer_unknown(state, id, addr, wp);
                     return;
                 }
@@ -276,7 +276,7 @@ impl FaultThread {
         };
         match region.state(page) {
             RegionPage::Absent => self.grow(state, site, page),
-            RegionPage::Zero | RegionPage::Pool | RegionPage::File => {
+            RegionPage::Zero | RegionPage::Pool | RegionPage::Area => {
                 if !self.swap_in(state, site, page) {
                     state.waiting.push((id, addr, wp));
                     return;
@@ -321,7 +321,7 @@ impl FaultThread {
         let counts = state.counts();
         if counts.out() > counts.lost {
             // Something could not be brought back for want of memory: it is tried again.
-            self.inner.rescue(state, id);
+            self.inner.restore_space(state, id);
             let counts = state.counts();
             if counts.out() > counts.lost {
                 state.held.push((id, addr, wp));

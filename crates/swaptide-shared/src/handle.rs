@@ -24,7 +24,9 @@ use std::time::Duration;
 
 pub use swaptide_ipc::shared::Reach;
 use swaptide_ipc::shared::{self, AdviceOutcome, PagerGuard};
-use swaptide_ipc::{Counter, EXTENT_BYTES, MAGIC, NewArea, ProcSlot, Request, Segment, VERSION};
+use swaptide_ipc::{
+    AgentRequest, Counter, EXTENT_BYTES, MAGIC, NewArea, ProcSlot, Segment, VERSION,
+};
 use swaptide_sys::Errno;
 use swaptide_sys::mem::{Advice, SharedMap, advise, memfd_create};
 use swaptide_sys::page::VirtRange;
@@ -166,8 +168,8 @@ fn answer(pager: &SharedMemoryPager, segment: &OwnedFd, conn: Conn, pid: u32) {
     let (mut message, mut fds) = ([0u8; 32], [None]);
     let Ok((length, _)) = conn.recv(&mut message, &mut fds) else { return };
     let [fd] = fds;
-    match Request::from_byte(message[0]) {
-        Some(Request::Segment) => drop(conn.send(&message[..1], &[segment.as_fd()])),
+    match AgentRequest::from_byte(message[0]) {
+        Some(AgentRequest::Segment) => drop(conn.send(&message[..1], &[segment.as_fd()])),
         Some(request) if request.is_shared() && length == 1 + request.body() => {
             pager.serve(request, &message[1..length], fd, conn, pid);
         }
@@ -221,8 +223,9 @@ impl HostView {
 fn segment(name: Name) -> Result<&'static Segment, RegionError> {
     let conn = Conn::connect_trusted(name.as_bytes()).map_err(|_| RegionError::Pager)?;
     let mut fds = [None];
-    let asked =
-        conn.send(&[Request::Segment as u8], &[]).and_then(|()| conn.recv(&mut [0; 4], &mut fds));
+    let asked = conn
+        .send(&[AgentRequest::Segment as u8], &[])
+        .and_then(|()| conn.recv(&mut [0; 4], &mut fds));
     let [Some(fd)] = fds else { return Err(RegionError::Pager) };
     let map = asked
         .and_then(|_| SharedMap::map(fd.as_fd(), Segment::BYTES))

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, epoll};
 use swaptide_ipc::shared::AdviceOutcome;
-use swaptide_ipc::{Request, Segment, SlotIndex};
+use swaptide_ipc::{AgentRequest, Segment, SlotIndex};
 use swaptide_sys::page::VirtAddr;
 use swaptide_sys::process::StatmFd;
 use swaptide_sys::sock::Conn;
@@ -135,23 +135,32 @@ impl SharedMemoryPager {
     }
 
     /// Answers a request of process `pid`, as [`swaptide_ipc::shared`] makes it.
-    pub fn serve(&self, request: Request, body: &[u8], fd: Option<OwnedFd>, conn: Conn, pid: u32) {
+    pub fn serve(
+        &self,
+        request: AgentRequest,
+        body: &[u8],
+        fd: Option<OwnedFd>,
+        conn: Conn,
+        pid: u32,
+    ) {
         let number = |at: usize| {
             body.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()).map(u64::from_le_bytes)
         };
         let byte = request as u8;
-        if request == Request::Guard {
+        if request == AgentRequest::Guard {
             let landmark = number(0).map(|landmark| VirtAddr(landmark as usize));
             return self.inner.stand_guard(pid, landmark, conn, byte);
         }
         // A client that hung up has gone without an answer.
         let _ = match request {
-            Request::Region => match number(0).and_then(|bytes| self.create_region(bytes).ok()) {
-                Some(memory) => conn.send(&[byte], &[memory.as_fd()]),
-                None => conn.send(&[byte], &[]),
-            },
-            Request::Attach => conn.send(&[byte, self.inner.attach(pid, fd) as u8], &[]),
-            Request::Advise => {
+            AgentRequest::Region => {
+                match number(0).and_then(|bytes| self.create_region(bytes).ok()) {
+                    Some(memory) => conn.send(&[byte], &[memory.as_fd()]),
+                    None => conn.send(&[byte], &[]),
+                }
+            }
+            AgentRequest::Attach => conn.send(&[byte, self.inner.attach(pid, fd) as u8], &[]),
+            AgentRequest::Advise => {
                 let advice = body
                     .get(16..20)
                     .and_then(|bytes| bytes.try_into().ok())

@@ -257,7 +257,7 @@ impl ReclaimThread {
             }
             for (number, slot, at) in some {
                 stored[*number].put = match written {
-                    true => PutOutcome::In(RegionPage::File),
+                    true => PutOutcome::In(RegionPage::Area),
                     false => self.inner.store.keep(*slot, &pages[*at], &mut self.compressor),
                 };
             }
@@ -305,12 +305,12 @@ impl ReclaimThread {
                 (true, true) => {
                     self.inner.store.free(slot, RegionPage::Pool);
                     if let Some(region) = state.regions.get_mut(&id) {
-                        region.set(page, RegionPage::File);
+                        region.set(page, RegionPage::Area);
                     }
                     self.inner.count(Counter::Zswpwb, 1);
                     self.inner.count(Counter::Pswpout, 1);
                 }
-                (true, false) => self.inner.store.free(slot, RegionPage::File),
+                (true, false) => self.inner.store.free(slot, RegionPage::Area),
                 (false, true) => again.push((id, page / 16)),
                 (false, false) => {}
             }
@@ -537,7 +537,7 @@ impl ReclaimThread {
         let mut counts = state.counts();
         for (_, _, place) in &outs {
             match place {
-                RegionPage::File => counts.file += 1,
+                RegionPage::Area => counts.file += 1,
                 _ => counts.pool += 1,
             }
         }

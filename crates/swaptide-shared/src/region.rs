@@ -4,9 +4,9 @@
 //! The counts are the states', summed up.
 //!
 //! Invariants
-//! 1. A page whose state is `Zero`, `Pool`, `File` or `Lost` is a hole of the memory file; one that
+//! 1. A page whose state is `Zero`, `Pool`, `Area` or `Lost` is a hole of the memory file; one that
 //!    is `Present` or `Leaving` is none, but where a program has punched it itself.
-//! 2. A page in state `Pool` or `File` has its data there, at the slot of its number; in any other
+//! 2. A page in state `Pool` or `Area` has its data there, at the slot of its number; in any other
 //!    state nothing is there.
 //! 3. A chunk's epoch changes whenever one of its pages goes out or comes in.
 //!
@@ -53,8 +53,8 @@ pub enum RegionPage {
     Zero,
     /// Out, in compressed memory.
     Pool,
-    /// In the swap file.
-    File,
+    /// Out, on a swap area.
+    Area,
     /// What was stored could not be brought back.
     Lost,
 }
@@ -62,7 +62,7 @@ pub enum RegionPage {
 impl RegionPage {
     /// Out, and to be brought back when it is touched.
     pub(crate) fn is_out(self) -> bool {
-        matches!(self, RegionPage::Zero | RegionPage::Pool | RegionPage::File)
+        matches!(self, RegionPage::Zero | RegionPage::Pool | RegionPage::Area)
     }
 
     /// In the memory file.
@@ -99,7 +99,7 @@ pub struct Counts {
     pub zero: usize,
     /// Out, in compressed memory.
     pub pool: usize,
-    /// In the swap file.
+    /// Out, on a swap area.
     pub file: usize,
     /// Not to be brought back.
     pub lost: usize,
@@ -112,7 +112,7 @@ impl Counts {
             RegionPage::Present | RegionPage::Leaving => Some(&mut self.resident),
             RegionPage::Zero => Some(&mut self.zero),
             RegionPage::Pool => Some(&mut self.pool),
-            RegionPage::File => Some(&mut self.file),
+            RegionPage::Area => Some(&mut self.file),
             RegionPage::Lost => Some(&mut self.lost),
         }
     }

@@ -69,7 +69,7 @@ mod tests {
     use swaptide_store::Slot;
 
     #[test]
-    fn a_shortage_ends_with_the_first_read_and_is_too_long_after_its_bound() {
+    fn a_shortage_ends_with_a_read_or_exceeds_its_bound() {
         let short = || Unloaded { short: vec![Slot(1)], has_read: false, ..Unloaded::default() };
         let mut shortage = Shortage::default();
         assert!(shortage.follow(&short(), Duration::from_secs(60)));

@@ -96,7 +96,7 @@ pub struct Space {
     /// Mappings that threads of it are growing.
     pub holds: Vec<GrowthHold>,
     /// What was out of its regions has been brought back, because there is no guard.
-    pub rescued: bool,
+    pub restored: bool,
 }
 
 impl Space {
@@ -111,13 +111,13 @@ impl Space {
             stale: false,
             broken: false,
             holds: Vec::new(),
-            rescued: false,
+            restored: false,
         }
     }
 
     /// Another userfaultfd answers its faults, and some of its pages are out, for want of memory.
-    pub(crate) fn is_unrescued(&self) -> bool {
-        self.broken && !self.rescued
+    pub(crate) fn needs_restore(&self) -> bool {
+        self.broken && !self.restored
     }
 
     /// How it stands. The range asked about is of no consequence.

@@ -18,7 +18,7 @@ use rustix::event::epoll;
 use rustix::fs::FallocateFlags;
 use swaptide_engine::readahead::locality::Reading;
 use swaptide_ipc::shared::{
-    ADVICE_HOLD, ADVICE_REMOVE, ADVICE_SETTLE, AdviceOutcome, Attached, REGION_NAME,
+    ADVICE_HOLD, ADVICE_RELEASE, ADVICE_REMOVE, AdviceOutcome, Attached, REGION_NAME,
 };
 use swaptide_ipc::{Counter, ProcState, Segment, SlotIndex};
 use swaptide_sys::mem::memfd_create;
@@ -286,7 +286,7 @@ impl Inner {
                 // Another userfaultfd has it, which knows nothing of what is out.
                 Some(Errno::BUSY) => {
                     space.broken = true;
-                    self.rescue(state, id);
+                    self.restore_space(state, id);
                     break;
                 }
                 Some(_) => {}
@@ -373,7 +373,7 @@ impl Inner {
             {
                 space.guard = Some(conn);
                 space.pid = Some(pid);
-                space.rescued = false;
+                space.restored = false;
                 *id
             }
             _ => return (self.close)(conn),
@@ -400,7 +400,7 @@ impl Inner {
         let Some(id) = found else { return AdviceOutcome::Elsewhere };
         match advice {
             ADVICE_HOLD => return self.hold(&mut state, id, range),
-            ADVICE_SETTLE => {
+            ADVICE_RELEASE => {
                 if let Some(space) = state.spaces.get_mut(&id)
                     && let Some(at) = space.holds.iter().position(|hold| hold.range == range)
                 {

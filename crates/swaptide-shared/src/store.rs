@@ -348,7 +348,7 @@ impl Store {
                         unloaded.failed.push(*slot);
                     }
                 }
-                RegionPage::File => from_file.push((*slot, page)),
+                RegionPage::Area => from_file.push((*slot, page)),
                 _ => unloaded.failed.push(*slot),
             }
         }
@@ -378,7 +378,7 @@ impl Store {
     pub fn free(&self, slot: Slot, state: RegionPage) {
         match state {
             RegionPage::Pool => drop(self.pool.free(slot)),
-            RegionPage::File => drop(self.file.free(slot)),
+            RegionPage::Area => drop(self.file.free(slot)),
             _ => {}
         }
     }
@@ -440,7 +440,7 @@ mod tests {
         let mut requests: Vec<_> = slots
             .iter()
             .zip(&mut pages)
-            .map(|(slot, page)| (*slot, RegionPage::File, page))
+            .map(|(slot, page)| (*slot, RegionPage::Area, page))
             .collect();
         let unloaded = store.load(&mut requests, &mut Unpacker::new());
         (unloaded, pages)

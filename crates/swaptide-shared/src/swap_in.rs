@@ -59,10 +59,10 @@ pub(crate) struct FaultSite {
 impl Inner {
     /// Brings everything back that an address space may need which has no guard, or
     /// whose faults another userfaultfd answers.
-    pub(crate) fn rescue(&self, state: &mut PagerState, id: SpaceId) {
+    pub(crate) fn restore_space(&self, state: &mut PagerState, id: SpaceId) {
         let regions: Vec<RegionId> = match state.spaces.get_mut(&id) {
             Some(space) => {
-                space.rescued = true;
+                space.restored = true;
                 if space.stale {
                     state.regions.keys().copied().collect()
                 } else {
@@ -77,7 +77,7 @@ impl Inner {
             all &= self.restore(state, region, 0..pages);
         }
         if !all && let Some(space) = state.spaces.get_mut(&id) {
-            space.rescued = false;
+            space.restored = false;
         }
     }
 
@@ -166,7 +166,7 @@ impl Inner {
                 let from = region.state(page);
                 let counter = match from {
                     RegionPage::Pool => Counter::Zswpin,
-                    RegionPage::File => Counter::Pswpin,
+                    RegionPage::Area => Counter::Pswpin,
                     _ => Counter::SwpinZero,
                 };
                 self.count(counter, 1);

@@ -210,8 +210,8 @@ impl FileDevice {
     }
 
     /// Forgets what a slot holds; `false` if it held nothing. Does not wait for a server (see
-    /// [`Self::let_go_far`]), nor for a file system where the source wants it so (see
-    /// [`Self::let_go_some`]).
+    /// [`Self::trim_remote`]), nor for a file system where the source wants it so (see
+    /// [`Self::release_one_extent`]).
     pub fn free(&self, slot: Slot) -> bool {
         self.store.free(slot)
     }
@@ -219,14 +219,14 @@ impl FileDevice {
     /// Gives the extents of servers back that [`Self::free`] has emptied. Waits for the servers,
     /// but not again and again for one that does not answer: the space is its own to keep then,
     /// until something else is written there.
-    pub fn let_go_far(&self) {
-        self.store.release_remote();
+    pub fn trim_remote(&self) {
+        self.store.trim_remote();
     }
 
     /// Gives one of the extents back that [`Self::free`] has emptied and whose source wants it so
-    /// ([`ExtentSource::lets_go_later`]). False when none waits, or another thread does it.
-    pub fn let_go_some(&self) -> bool {
-        self.store.let_go_some()
+    /// ([`ExtentSource::defers_release`]). False when none waits, or another thread does it.
+    pub fn release_one_extent(&self) -> bool {
+        self.store.release_one_extent()
     }
 
     /// Says which extents shall be left ([`FileDevice::leave`] does it): nothing is written there

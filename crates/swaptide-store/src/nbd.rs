@@ -15,8 +15,8 @@
 //!
 //! A connection is given up when it ends, when what comes over it is not the protocol, or when a
 //! request has waited longer than [`Options::request_limit`]. Its requests then go out again on
-//! another. A call whose requests make no progress for its patience ([`Options::read_patience`],
-//! [`Options::write_patience`]) fails with `ETIMEDOUT`. What the server itself refuses is not tried
+//! another. A call whose requests make no progress for its timeout ([`Options::read_timeout`],
+//! [`Options::write_timeout`]) fails with `ETIMEDOUT`. What the server itself refuses is not tried
 //! again.
 //!
 //! A write or trim that was sent and not answered may be carried out at any later time, also when
@@ -54,7 +54,7 @@ use swaptide_sys::thread::now;
 use swaptide_sys::{Errno, OwnedFd};
 
 use self::pool::Pool;
-use self::request::{Failure, Job, Request};
+use self::request::{Failure, Job, NbdRequest};
 use crate::PAGE_SIZE;
 use crate::block::BlockRun;
 
@@ -127,10 +127,10 @@ pub struct Options {
     /// A request that has waited so long for its reply is late, and its connection broken.
     pub request_limit: Duration,
     /// A reading call gives up when nothing of it was answered for so long.
-    pub read_patience: Duration,
+    pub read_timeout: Duration,
     /// The same for writing, trimming and flushing. Shorter, where what is not written can go
     /// elsewhere.
-    pub write_patience: Duration,
+    pub write_timeout: Duration,
     /// How long a server may take to hang up before a late write is replayed.
     pub drain: Duration,
     /// Every write reaches the server's disk before it counts as done, if the export can do that:
@@ -142,8 +142,8 @@ impl Default for Options {
     fn default() -> Options {
         Options {
             request_limit: Duration::from_secs(30),
-            read_patience: Duration::from_secs(60),
-            write_patience: Duration::from_secs(5),
+            read_timeout: Duration::from_secs(60),
+            write_timeout: Duration::from_secs(5),
             drain: Duration::from_secs(5),
             durable: false,
         }
@@ -161,7 +161,7 @@ pub trait Dialer: Send + Sync {
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub enum Certainty {
     /// Everything that was sent was answered.
-    Settled,
+    Answered,
     /// Something that was sent was not answered on that connection; it may be carried out at any
     /// time, even if it succeeded on another one meanwhile.
     InDoubt,
@@ -255,24 +255,24 @@ impl Nbd {
         let len = self.inside(offset, buf.len());
         let mut requests = Vec::new();
         push_reads(&mut requests, offset, &mut buf[..len], self.export.chunk());
-        self.done(&mut requests, self.options.read_patience)
+        self.done(&mut requests, self.options.read_timeout)
     }
 
     /// Reads all of several places at once. On failure, tells which block (of a page's size)
     /// failed: the number of its run's first block plus its place in the run.
     pub(crate) fn read_all(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {
-        self.read_all_within(runs, self.options.read_patience)
+        self.read_all_within(runs, self.options.read_timeout)
     }
 
-    /// The same with the patience of a write.
+    /// The same with the timeout of a write.
     pub(crate) fn read_all_briefly(&self, runs: &mut [BlockRun<'_>]) -> Result<(), (usize, Errno)> {
-        self.read_all_within(runs, self.options.write_patience)
+        self.read_all_within(runs, self.options.write_timeout)
     }
 
     fn read_all_within(
         &self,
         runs: &mut [BlockRun<'_>],
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<(), (usize, Errno)> {
         if let Some(run) =
             runs.iter().find(|run| self.inside(run.offset, run.buf.len()) < run.buf.len())
@@ -291,7 +291,7 @@ impl Nbd {
                     .map(|(i, _)| run.first + i * (chunk as usize / PAGE_SIZE)),
             );
         }
-        batch::run(self, &mut requests, patience);
+        batch::run(self, &mut requests, timeout);
         for (request, first) in requests.iter_mut().zip(firsts) {
             let Err(failure) = request.outcome() else { continue };
             let offset = request.offset;
@@ -302,7 +302,7 @@ impl Nbd {
             // Which of its blocks it is.
             let mut blocks = Vec::with_capacity(buf.len() / PAGE_SIZE);
             push_reads(&mut blocks, offset, buf, PAGE_SIZE as u32);
-            batch::run(self, &mut blocks, patience);
+            batch::run(self, &mut blocks, timeout);
             for (i, block) in blocks.iter().enumerate() {
                 block.outcome().map_err(|failure| (first + i, failure.errno()))?;
             }
@@ -336,7 +336,7 @@ impl Nbd {
             push_reads(&mut requests, *offset, buf, self.export.chunk());
             numbers.resize(requests.len(), number);
         }
-        batch::run(self, &mut requests, self.options.read_patience);
+        batch::run(self, &mut requests, self.options.read_timeout);
         first_failure(&requests, &numbers)
     }
 
@@ -365,7 +365,7 @@ impl Nbd {
     /// The same; also tells whether some of it may still be carried out later.
     pub fn trim_surely(&self, offset: u64, len: u64) -> (Result<(), Errno>, Certainty) {
         if !self.export.flags.has(Flags::SEND_TRIM) {
-            return (Err(Errno::OPNOTSUPP), Certainty::Settled);
+            return (Err(Errno::OPNOTSUPP), Certainty::Answered);
         }
         let mut left = len.min(self.export.size.saturating_sub(offset));
         let mut requests = Vec::new();
@@ -373,7 +373,7 @@ impl Nbd {
         let mut at = offset;
         while left > 0 {
             let some = left.min(most);
-            requests.push(Request::new(at, Job::Trim(some as u32)));
+            requests.push(NbdRequest::new(at, Job::Trim(some as u32)));
             (at, left) = (at + some, left - some);
         }
         let answer = self.change(&mut requests).map(drop);
@@ -386,7 +386,7 @@ impl Nbd {
         if !self.export.flags.has(Flags::SEND_FLUSH) {
             return Ok(());
         }
-        self.change(&mut [Request::new(0, Job::Flush)]).map(drop)
+        self.change(&mut [NbdRequest::new(0, Job::Flush)]).map(drop)
     }
 
     /// In a forked child, before its first call: leaves the parent's connections alone, which two
@@ -429,11 +429,11 @@ impl Nbd {
     }
 
     /// Carries out requests that change something.
-    fn change(&self, requests: &mut [Request<'_>]) -> Result<usize, Errno> {
+    fn change(&self, requests: &mut [NbdRequest<'_>]) -> Result<usize, Errno> {
         if now().0 < self.writes_rest.load(Relaxed) {
             return Err(Errno::TIMEDOUT);
         }
-        let answer = self.done(requests, self.options.write_patience);
+        let answer = self.done(requests, self.options.write_timeout);
         if requests.iter().any(|request| request.outcome() == Err(Failure::Unreachable)) {
             self.writes_rest.store(now().0 + WRITE_BACKOFF.as_nanos() as u64, Relaxed);
         }
@@ -442,8 +442,8 @@ impl Nbd {
 
     /// Carries out requests that follow each other; the bytes of those before the first that
     /// failed, or why the very first did.
-    fn done(&self, requests: &mut [Request<'_>], patience: Duration) -> Result<usize, Errno> {
-        batch::run(self, requests, patience);
+    fn done(&self, requests: &mut [NbdRequest<'_>], timeout: Duration) -> Result<usize, Errno> {
+        batch::run(self, requests, timeout);
         let mut bytes = 0;
         for (i, request) in requests.iter().enumerate() {
             match request.outcome() {
@@ -464,11 +464,15 @@ impl Drop for Nbd {
     }
 }
 
-fn certainty(requests: &[Request<'_>]) -> Certainty {
-    if requests.iter().any(Request::is_in_doubt) { Certainty::InDoubt } else { Certainty::Settled }
+fn certainty(requests: &[NbdRequest<'_>]) -> Certainty {
+    if requests.iter().any(NbdRequest::is_in_doubt) {
+        Certainty::InDoubt
+    } else {
+        Certainty::Answered
+    }
 }
 
-fn first_failure(requests: &[Request<'_>], numbers: &[usize]) -> Result<(), (usize, Errno)> {
+fn first_failure(requests: &[NbdRequest<'_>], numbers: &[usize]) -> Result<(), (usize, Errno)> {
     let failed = requests
         .iter()
         .zip(numbers)
@@ -476,17 +480,27 @@ fn first_failure(requests: &[Request<'_>], numbers: &[usize]) -> Result<(), (usi
     failed.map_or(Ok(()), Err)
 }
 
-fn push_reads<'b>(requests: &mut Vec<Request<'b>>, mut offset: u64, buf: &'b mut [u8], chunk: u32) {
+fn push_reads<'b>(
+    requests: &mut Vec<NbdRequest<'b>>,
+    mut offset: u64,
+    buf: &'b mut [u8],
+    chunk: u32,
+) {
     for part in buf.chunks_mut(chunk as usize) {
         let len = part.len() as u64;
-        requests.push(Request::new(offset, Job::Read(part)));
+        requests.push(NbdRequest::new(offset, Job::Read(part)));
         offset += len;
     }
 }
 
-fn push_writes<'b>(requests: &mut Vec<Request<'b>>, mut offset: u64, bytes: &'b [u8], chunk: u32) {
+fn push_writes<'b>(
+    requests: &mut Vec<NbdRequest<'b>>,
+    mut offset: u64,
+    bytes: &'b [u8],
+    chunk: u32,
+) {
     for part in bytes.chunks(chunk as usize) {
-        requests.push(Request::new(offset, Job::Write(part)));
+        requests.push(NbdRequest::new(offset, Job::Write(part)));
         offset += part.len() as u64;
     }
 }

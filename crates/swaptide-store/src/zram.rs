@@ -337,14 +337,14 @@ impl Zram {
     }
 
     /// Appends the bytes of a page that is worth compressing again: one of lz4 that was not
-    /// [settled](Self::replace_recompressed) before. What belongs to no slot, or to another slot,
+    /// [replaced](Self::replace_recompressed) before. What belongs to no slot, or to another slot,
     /// is not. Where `out` has room for a page it is not reallocated.
     pub fn not_recompressed(&self, slot: Slot, out: &mut Vec<u8>) -> bool {
         out.reserve(PAGE_SIZE);
         let state = self.state.lock();
         let Handle::Object(id) = state.handles.get(slot) else { return false };
         let head = state.pool.head(id);
-        // Units have live pages, settled pages another slot's number.
+        // Units have live pages, recompressed pages another slot's number.
         if head.live != 0
             || head.slot != slot.0
             || usize::from(head.len) < MIN_RECOMPRESS_BYTES

@@ -193,7 +193,7 @@ pub fn go_normally() {
 /// For threads that work for long while others ask and answer: a thread that wakes on the caller's
 /// CPU begins at once (the caller has a long slice, where the kernel has those). Otherwise, since
 /// 6.12, it waits until the caller has had the CPU for a millisecond or so.
-pub fn give_way() {
+pub fn take_long_slice() {
     let _ = set_own_slice(LONG_SLICE);
 }
 
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn who_goes_first_has_a_short_slice_and_his_children_can_do_without() {
+    fn a_boosted_thread_has_a_short_slice_that_children_can_reset() {
         std::thread::spawn(|| {
             let usual = own_slice();
             go_first();

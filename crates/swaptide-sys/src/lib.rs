@@ -19,11 +19,11 @@ extern crate alloc;
 
 pub mod advise_each;
 pub mod affinity;
-pub mod aside;
 pub mod engine_threads;
 pub mod errno;
 pub mod eventfd;
 pub mod helper;
+pub mod high_fds;
 mod ids;
 pub mod lock;
 pub mod maps;

@@ -7,7 +7,7 @@ use linux_raw_sys::general as k;
 use rustix::fd::{AsFd, AsRawFd, OwnedFd};
 use rustix::io::Errno;
 
-use crate::aside;
+use crate::high_fds;
 use crate::page::{VirtAddr, VirtRange};
 use crate::procfs::{self, ProcPath, parse_hex, parse_u64};
 use crate::raw::syscall;
@@ -297,10 +297,10 @@ impl MapsFile {
         procfs::open_own(c"/proc/thread-self/maps", c"maps").map(MapsFile)
     }
 
-    /// The same for a thread of the program's, out of the program's way ([`aside`]).
-    pub fn open_aside() -> Result<MapsFile, Errno> {
+    /// The same for a thread of the program's, out of the program's way ([`high_fds`]).
+    pub fn open_high() -> Result<MapsFile, Errno> {
         let open = || procfs::open_own(c"/proc/thread-self/maps", c"maps");
-        aside::open(open, procfs::is_of_proc).map(MapsFile)
+        high_fds::open(open, procfs::is_of_proc).map(MapsFile)
     }
 
     /// The VMA that holds `addr`; `None` if there is none.

@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_fork_shares_is_not_exclusive_until_it_is_written_or_the_child_ends() {
+    fn pages_shared_by_a_fork_are_not_exclusive_until_written_or_unshared() {
         let map = Mapping::reserve(20 * PAGE_SIZE).unwrap();
         pages(&map, &[0, 1, 3, 17]);
         let pagemap = Pagemap::open_self().unwrap();

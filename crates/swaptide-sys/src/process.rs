@@ -1,4 +1,5 @@
-//! Other processes and this one, from outside: resident size, family, signals by descriptor.
+//! Other processes and this one, from outside: resident size, parents and children, signals by
+//! descriptor.
 //!
 //! The sizes are read without allocating, so the engine may ask at any time. Walking the process
 //! tree allocates and is for supervisors.
@@ -296,8 +297,8 @@ pub fn has_young_child(tid: u32, age: Duration) -> Option<bool> {
         Duration::new(since_boot.tv_sec.max(0) as u64, since_boot.tv_nsec.max(0) as u32);
     let ticks = since_boot.saturating_sub(age).as_nanos() / TICK.as_nanos();
     let oldest = (ticks as u64).saturating_sub(MARGIN);
-    let born = |pid: &[u8]| Some(proc_info(parse_u64(pid)? as u32)?.start_time);
-    Some(procfs::words(text).filter_map(born).any(|born| born >= oldest))
+    let start_of = |pid: &[u8]| Some(proc_info(parse_u64(pid)? as u32)?.start_time);
+    Some(procfs::words(text).filter_map(start_of).any(|started| started >= oldest))
 }
 
 /// Whether two processes run on the same memory, as between vfork and exec. False where that cannot

@@ -7,8 +7,8 @@
 //! the process where it is their child as well.
 //!
 //! Facts the callers rely on, checked by `tests/ptrace.rs` on the running kernel:
-//! 1. A child of a followed thread is followed too, from its birth on, and stops before it has run
-//!    a single instruction of its own.
+//! 1. A child of a followed thread is followed too, from its first instruction on, and stops before
+//!    it has run a single instruction of its own.
 //! 2. The parent is stopped, in its fork, from the child's birth until it is detached.
 //! 3. With [`seize`], both are killed if the tracer ends: neither continues alone half way.
 //! 4. A followed thread that executes a program stops before that runs, under the number of its
@@ -94,7 +94,7 @@ impl Tracee {
         self.0
     }
 
-    /// A thread that is followed because it was born of a followed one.
+    /// A thread that is followed because its parent is followed.
     pub fn of(tid: u32) -> Tracee {
         Tracee(tid)
     }

@@ -157,7 +157,7 @@ impl Uffd {
     ///
     /// # Errors
     /// What the kernel answers; what is not a userfaultfd answers in its own way.
-    pub fn vouch(&self, features: Features) -> Result<(), OpenError> {
+    pub fn complete_api(&self, features: Features) -> Result<(), OpenError> {
         self.handshake(features).map(drop)
     }
 

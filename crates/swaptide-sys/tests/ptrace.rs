@@ -112,9 +112,9 @@ extern "C" fn elsewhere() -> ! {
     unsafe { _exit(if from != 0 && stack != 0 { 43 } else { 44 }) }
 }
 
-/// Fact 1 and 2, and what a child is born with.
+/// Fact 1 and 2, and what a child begins with.
 #[test]
-fn a_child_of_a_followed_thread_begins_where_it_is_told_while_its_parent_stands_still() {
+fn a_followed_threads_child_begins_as_told_while_its_parent_is_stopped() {
     let (pid, go) = forking_child(exit_of, || 42);
     let Some(parent) = follow(pid, go) else { return };
     assert_eq!(change(parent), TraceeStop::Forked);
@@ -138,7 +138,7 @@ fn a_child_of_a_followed_thread_begins_where_it_is_told_while_its_parent_stands_
 
 /// Fact 4. The program runs as without a tracer.
 #[test]
-fn a_followed_thread_that_executes_a_program_stops_before_that_runs() {
+fn a_followed_thread_stops_after_exec() {
     let (pid, go) = forking_child(
         |grandchild| {
             exit_of(grandchild);
@@ -182,7 +182,7 @@ fn a_child_that_is_let_go_knows_nothing_of_it() {
 
 /// Fact 3: the tracer may be killed at any moment.
 #[test]
-fn both_are_killed_with_the_one_who_follows() {
+fn both_are_killed_with_the_tracer() {
     let mut ends = [0; 2];
     // SAFETY: the kernel writes two numbers.
     assert_eq!(unsafe { pipe(ends.as_mut_ptr()) }, 0);
@@ -216,7 +216,7 @@ fn both_are_killed_with_the_one_who_follows() {
         not_tried("the child could not be seized");
         return;
     }
-    assert_ne!(numbers[1], 0, "a child was born");
+    assert_ne!(numbers[1], 0, "a child was made");
     let lives =
         |pid: u32| swaptide_sys::process::proc_info(pid).is_some_and(|process| !process.zombie);
     for _ in 0..500 {

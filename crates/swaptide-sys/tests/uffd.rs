@@ -217,8 +217,8 @@ fn copies_zeros_and_poison() {
 }
 
 #[test]
-fn a_poisoned_page_kills_who_touches_it() {
-    let ended = common::child_status("a_poisoned_page_kills_who_touches_it", || {
+fn touching_a_poisoned_page_kills_the_process() {
+    let ended = common::child_status("touching_a_poisoned_page_kills_the_process", || {
         let app = Uffd::open(Features::POISON, true).unwrap();
         let a = Mapping::reserve(PAGE_SIZE).unwrap();
         app.register_missing(a.range()).unwrap();

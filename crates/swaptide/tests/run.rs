@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 
 /// How long anything may take on a machine that has other things to do: only what never comes
 /// fails.
-const PATIENCE: Duration = Duration::from_secs(90);
+const RUN_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// Waits for `done`, asking again and again.
 fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + RUN_TIMEOUT;
     while !done() {
         assert!(Instant::now() < deadline, "waited too long for: {what}");
         std::thread::sleep(Duration::from_millis(5));
@@ -431,7 +431,7 @@ fn what_outlives_the_program_is_supervised_until_it_ends() {
 }
 
 #[test]
-fn a_killed_supervisor_kills_nobody_and_the_status_still_comes() {
+fn a_killed_supervisor_kills_no_program_and_the_status_still_comes() {
     let mut running = Running::start(&["--", "sh", "-c", "echo $PPID; read x; exit 12"]);
     let back: u32 = running.line().parse().expect("the parent's number");
     assert_ne!(back, running.0.id());

@@ -65,7 +65,7 @@ static void *use_fixed(void *nothing) {
 }
 
 /* Forks while another thread does that. */
-static void beside(void *(*other)(void *)) {
+static void alongside(void *(*other)(void *)) {
     pthread_t thread;
     MUST(pthread_create(&thread, NULL, other, NULL) == 0);
     double end = now() + given.seconds;
@@ -219,11 +219,11 @@ int main(int count, char **words) {
     if (!strcmp(given.mode, "closed")) {
         int out = fcntl(1, F_DUPFD, 50);
         for (int fd = 0; fd < 3; fd++) close(fd);
-        beside(log_lines);
+        alongside(log_lines);
         MUST(dup2(out, 0) == 0 && dup2(out, 1) == 1 && dup2(out, 2) == 2);
         if (went) die("%ld writes to closed descriptors went somewhere", (long)went);
     } else if (!strcmp(given.mode, "fixed")) {
-        beside(use_fixed);
+        alongside(use_fixed);
     } else if (!strcmp(given.mode, "leaderless")) {
         pthread_t thread;
         MUST(pthread_create(&thread, NULL, fork_late, NULL) == 0);

@@ -16,8 +16,8 @@
  *     fill MB          writes incompressible memory beyond its limit on the size of files
  *     lock MB SECONDS  locks memory and waits
  *     follow PROGRAM   asks that its fork be followed, and executes a copy of this program
- *                      instead, as `born`
- *     born             forks, and sees whether its child begins where it should
+ *                      instead, as `begun`
+ *     begun             forks, and sees whether its child begins where it should
  * The offsets in the segment are given by SEGMENT_* in the environment (see test_security.py).
  */
 #include "common.h"
@@ -44,9 +44,9 @@ static int connected(void) {
     int s = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     if (s < 0 || connect(s, (void *)&address, offsetof(struct sockaddr_un, sun_path) + 1 + length))
         return -1;
-    struct timeval patience = {3, 0};
-    setsockopt(s, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
-    setsockopt(s, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+    struct timeval timeout = {3, 0};
+    setsockopt(s, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout);
+    setsockopt(s, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof timeout);
     return s;
 }
 
@@ -412,7 +412,7 @@ static int fill(size_t megabytes, int ignore) {
     return 0;
 }
 
-/* Where the child of `born` must not begin, at a well-known address: code, and a stack
+/* Where the child of `begun` must not begin, at a well-known address: code, and a stack
  * behind it. */
 #define ELSEWHERE 0x200000000ul
 #define ELSEWHERE_STACK (ELSEWHERE + (1 << 16) - 256)
@@ -432,7 +432,7 @@ static int follow(const char *program) {
     puts(recv(s, reply, sizeof reply, 0) == 1 ? "followed" : "refused");
     /* A process whose connection ends is released. */
     fcntl(s, F_SETFD, 0);
-    execl(program, program, "born", NULL);
+    execl(program, program, "begun", NULL);
     return 2;
 }
 
@@ -443,7 +443,7 @@ static void begun_elsewhere(void) {
     _exit(write(1, text, strlen(text)) < 0 ? 66 : 67);
 }
 
-static int born(void) {
+static int begun(void) {
     setvbuf(stdout, NULL, _IONBF, 0);
     unsigned char *at = mmap((void *)ELSEWHERE, 1 << 16, PROT_READ | PROT_WRITE | PROT_EXEC,
                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
@@ -453,7 +453,7 @@ static int born(void) {
     memcpy(at, "\x48\xb8", 2);
     memcpy(at + 2, &target, 8);
     memcpy(at + 10, "\xff\xe0", 2);
-    printf("born: user %d, effective %d\n", (int)getuid(), (int)geteuid());
+    printf("begun: user %d, effective %d\n", (int)getuid(), (int)geteuid());
     pid_t child = fork();
     MUST(child >= 0);
     if (child == 0) _exit(0);
@@ -487,7 +487,7 @@ int main(int count, char **words) {
         puts("OK lock");
         return 0;
     }
-    if (!strcmp(mode, "born")) return born();
+    if (!strcmp(mode, "begun")) return begun();
     if (!socket_name) die("not under swaptide");
     if (!strcmp(mode, "deputy")) return deputy(atoi(first));
     if (!strcmp(mode, "mirror")) return mirror();

@@ -121,18 +121,18 @@ static void through_pipe(void) {
 }
 
 static void tcp_pair(int ends[2]) {
-    int one = 1, door = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    int one = 1, listening = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t len = sizeof at;
-    MUST(bind(door, (void *)&at, sizeof at) == 0 && listen(door, 1) == 0 &&
-         getsockname(door, (void *)&at, &len) == 0);
+    MUST(bind(listening, (void *)&at, sizeof at) == 0 && listen(listening, 1) == 0 &&
+         getsockname(listening, (void *)&at, &len) == 0);
     ends[0] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     int room = 4 << 20;
     MUST(setsockopt(ends[0], SOL_SOCKET, SO_SNDBUF, &room, sizeof room) == 0);
     MUST(connect(ends[0], (void *)&at, sizeof at) == 0 &&
-         (ends[1] = accept(door, NULL, NULL)) >= 0);
+         (ends[1] = accept(listening, NULL, NULL)) >= 0);
     MUST(setsockopt(ends[0], SOL_SOCKET, SO_ZEROCOPY, &one, sizeof one) == 0);
-    close(door);
+    close(listening);
 }
 
 /* The kernel's word on whether what was sent with MSG_ZEROCOPY was copied after all. */

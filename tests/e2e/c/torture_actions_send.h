@@ -18,17 +18,17 @@ static __thread int connection[2];
 
 static void connect_once(void) {
     if (connection[0] != 0) return;
-    int one = 1, room = 4 << 20, door = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    int one = 1, room = 4 << 20, listening = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t len = sizeof at;
-    MUST(bind(door, (void *)&at, sizeof at) == 0 && listen(door, 1) == 0 &&
-         getsockname(door, (void *)&at, &len) == 0);
+    MUST(bind(listening, (void *)&at, sizeof at) == 0 && listen(listening, 1) == 0 &&
+         getsockname(listening, (void *)&at, &len) == 0);
     connection[0] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     MUST(setsockopt(connection[0], SOL_SOCKET, SO_SNDBUF, &room, sizeof room) == 0);
     MUST(connect(connection[0], (void *)&at, sizeof at) == 0 &&
-         (connection[1] = accept(door, NULL, NULL)) >= 0);
+         (connection[1] = accept(listening, NULL, NULL)) >= 0);
     MUST(setsockopt(connection[0], SOL_SOCKET, SO_ZEROCOPY, &one, sizeof one) == 0);
-    close(door);
+    close(listening);
 }
 
 /* Has the pages go out, and other contents come into frames. */

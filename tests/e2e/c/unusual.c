@@ -3,7 +3,7 @@
  *
  * small      mappings of 4K to 60K that the kernel cannot merge; they are changed, unmapped, grown
  *            and made again, then forked
- * birth      the same by threads that map, fill, verify and unmap without pause
+ * churn      the same by threads that map, fill, verify and unmap without pause
  * readonly   private memory that is made read-only after it was filled; part of it is made writable
  *            again and changed
  * locked     a part is locked; the rest is walked through
@@ -135,7 +135,7 @@ static void *born_and_gone(void *argument) {
     return NULL;
 }
 
-static void birth_mode(void) {
+static void churn_mode(void) {
     pthread_t threads[4];
     for (uintptr_t i = 0; i < 4; i++)
         MUST(pthread_create(&threads[i], NULL, born_and_gone, (void *)i) == 0);
@@ -295,7 +295,7 @@ static void environ_mode(char **words) {
 
 /* Shared memory */
 
-static void beside_shared(unsigned char *shared, size_t pages) {
+static void next_to_shared(unsigned char *shared, size_t pages) {
     unsigned char *heap = filled(given.pages, pages);
     for (size_t page = 0; page < pages; page++) fill_page(shared + page * PAGE, key_at(page, 1));
     double end = now() + given.seconds;
@@ -326,7 +326,7 @@ static void sysv_mode(void) {
     MUST(id >= 0);
     unsigned char *at = shmat(id, NULL, 0);
     MUST(at != (void *)-1 && shmctl(id, IPC_RMID, NULL) == 0);
-    beside_shared(at, pages);
+    next_to_shared(at, pages);
     MUST(shmdt(at) == 0);
 }
 
@@ -336,7 +336,7 @@ static void posix_mode(void) {
     MUST(fd >= 0 && ftruncate(fd, pages * PAGE) == 0);
     unsigned char *at = mmap(NULL, pages * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     MUST(at != MAP_FAILED);
-    beside_shared(at, pages);
+    next_to_shared(at, pages);
     unsigned char page[PAGE];
     for (size_t i = 0; i < pages; i++) {
         MUST(pread(fd, page, PAGE, i * PAGE) == (ssize_t)PAGE);
@@ -377,8 +377,8 @@ int main(int count, char **words) {
         as_child(words);
     else if (strcmp(mode, "small") == 0)
         small_mode();
-    else if (strcmp(mode, "birth") == 0)
-        birth_mode();
+    else if (strcmp(mode, "churn") == 0)
+        churn_mode();
     else if (strcmp(mode, "readonly") == 0)
         readonly_mode();
     else if (strcmp(mode, "locked") == 0)

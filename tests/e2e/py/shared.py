@@ -22,7 +22,7 @@ for at in range(0, count * 4, 1 << 16):
     )
 
 
-def everybody(body):
+def all_processes(body):
     sys.stdout.flush()
     children = []
     for part in range(parts):
@@ -47,5 +47,5 @@ def rotate(part):
 
 
 for turn in range(3):
-    everybody(rotate)
+    all_processes(rotate)
     print(turn, zlib.crc32(memory), view[turn * size], view[-1 - turn])

@@ -21,7 +21,7 @@ use swaptide_engine::fork::Decline;
 use swaptide_engine::requests::HandlerRequest;
 use swaptide_engine::requests::fork_control::NO_FORK;
 use swaptide_engine::sched::deadline::{WAIT_SLICE, Waited};
-use swaptide_sys::aside;
+use swaptide_sys::high_fds;
 use swaptide_sys::lock::futex;
 use swaptide_sys::mem::after_fork_in_child;
 use swaptide_sys::thread::{block_all_signals, getpid, gettid, restore_signals, sleep, tell};
@@ -265,7 +265,7 @@ pub(crate) extern "C" fn child() {
         return;
     }
     FORKING_BLOCK.store(0, Relaxed);
-    aside::forked();
+    high_fds::forked();
     starting::forked();
     let is_inner = DEPTH.load(Relaxed) > 1;
     if FORKS_CONFINED.swap(false, Relaxed) {

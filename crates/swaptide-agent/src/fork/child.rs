@@ -63,7 +63,7 @@ const SILENT_CHILD: u32 = 7;
 const STUCK_CHILD: u32 = 8;
 
 /// Stops where a test asks for it at this stage.
-fn inject_standstill(engine: &Engine, stage: u32) {
+fn inject_stop(engine: &Engine, stage: u32) {
     let seconds = if stage == SILENT_CHILD { 4 } else { u64::MAX };
     if engine.injection().wants(stage) {
         sleep(Duration::from_secs(seconds));
@@ -88,7 +88,7 @@ pub(crate) extern "C" fn child_handler_main(_: usize) {
     set_name(c"swaptide");
     // A fault is a thread that waits.
     go_first();
-    inject_standstill(engine, SILENT_CHILD);
+    inject_stop(engine, SILENT_CHILD);
     let decline = |end, why| match engine.decline(end, why) {
         Ok(whole) => {
             disown();
@@ -125,7 +125,7 @@ pub(crate) extern "C" fn child_handler_main(_: usize) {
         Ok(None) => return refused(),
         Err(errno) => stop(errno),
     };
-    inject_standstill(engine, STUCK_CHILD);
+    inject_stop(engine, STUCK_CHILD);
     let handler = match Handler::inherited(engine, index, salt(), &mut left) {
         Ok(handler) => Box::leak(Box::new(handler)),
         Err(error) => {

@@ -15,8 +15,8 @@ use std::cell::UnsafeCell;
 
 use swaptide_engine::Engine;
 use swaptide_engine::fork::child_uffd::STACK_BYTES;
-use swaptide_sys::aside::SocketNumber;
 use swaptide_sys::errno::ErrnoText;
+use swaptide_sys::high_fds::SocketNumber;
 use swaptide_sys::sock::Conn;
 use swaptide_sys::thread::{abort_with, gettid};
 

@@ -1,15 +1,15 @@
 //! Calls by which the program puts something at a number of its choice (`dup2`, `dup3`).
 //!
 //! What this library opens in the program's table is at the lowest free number for a moment
-//! ([`swaptide_sys::aside`]). If the program chose that number then, it would get `EBUSY`, or find
-//! its descriptor closed.
+//! ([`swaptide_sys::high_fds`]). If the program chose that number then, it would get `EBUSY`, or
+//! find its descriptor closed.
 //!
 //! Locks: none. A call waits two seconds at most.
 
 use std::ffi::c_int;
 
 use swaptide_sys::Errno;
-use swaptide_sys::aside::while_naming;
+use swaptide_sys::high_fds::while_naming;
 
 use crate::real::{self, Symbol};
 use crate::seccomp;

@@ -33,7 +33,7 @@ use swaptide_sys::raw::syscall6;
 use swaptide_sys::thread::sleep;
 use swaptide_sys::uffd::{UFFDIO_MOVE, UFFDIO_REGISTER};
 
-use crate::forking::{ForkPatience, Turn};
+use crate::forking::{ForkWait, Turn};
 use crate::pages::excluded;
 use crate::probe;
 use crate::process;
@@ -57,7 +57,8 @@ const MADV_GUARD_INSTALL: c_int = k::MADV_GUARD_INSTALL as c_int;
 /// memory is not managed.
 const MADV_WIPEONFORK: c_int = k::MADV_WIPEONFORK as c_int;
 /// `MADV_DONTFORK`: a child does not get it. Where forks are followed, that is how managed memory
-/// is kept out of others (`shield`), so what the program keeps out itself is not managed.
+/// is kept out of others (`engine/src/mm/dontfork.rs`), so what the program keeps out itself is not
+/// managed.
 const MADV_DONTFORK: c_int = k::MADV_DONTFORK as c_int;
 const MADV_DOFORK: c_int = k::MADV_DOFORK as c_int;
 const EAGAIN: isize = linux_raw_sys::errno::EAGAIN as isize;
@@ -70,7 +71,7 @@ pub(crate) fn pages(addr: usize, len: usize) -> Option<VirtRange> {
 }
 
 /// Has a range brought in and let go. False when some of it could not be brought in. While a thread
-/// forks nothing may be let go: that is waited for, with a bound ([`ForkPatience`]).
+/// forks nothing may be let go: that is waited for, with a bound ([`ForkWait`]).
 pub(crate) fn release_range(range: VirtRange) -> bool {
     const MAX_TRIES: usize = 200;
     if seccomp::is() {
@@ -81,10 +82,10 @@ pub(crate) fn release_range(range: VirtRange) -> bool {
             })
         });
     }
-    let mut patience = ForkPatience::new();
+    let mut wait = ForkWait::new();
     let mut tries = 0;
     while process::engine().is_some_and(|engine| !engine.handler_requests.release(range)) {
-        match patience.turn() {
+        match wait.turn() {
             Turn::Waits => {}
             Turn::NoFork if tries < MAX_TRIES => tries += 1,
             Turn::NoFork | Turn::Over => return false,
@@ -113,7 +114,7 @@ fn advise_files(addr: usize, len: usize, call: impl Fn(usize, usize) -> isize) -
     let Some(end) = addr.checked_add(len).map(|end| VirtAddr(end).page_up().0) else {
         return call(addr, len);
     };
-    let Ok(maps) = MapsFile::open_aside() else { return call(addr, len) };
+    let Ok(maps) = MapsFile::open_high() else { return call(addr, len) };
     if !addr.is_multiple_of(PAGE_SIZE) || end <= addr {
         return call(addr, len);
     }
@@ -407,10 +408,10 @@ fn needed(request: u32, arg: usize) -> Option<VirtRange> {
 /// Makes an ioctl after the memory that it needs was detached.
 #[inline]
 fn control(request: usize, arg: usize, call: impl FnOnce() -> isize, refused: isize) -> isize {
-    const UFFD: u32 = 0xaa00;
+    const UFFDIO_TYPE: u32 = linux_raw_sys::general::UFFDIO << 8;
     let request = request as u32;
     let engine = || if seccomp::is() { process::engine_without_calls() } else { process::engine() };
-    if request & 0xff00 != UFFD || engine().is_none() {
+    if request & 0xff00 != UFFDIO_TYPE || engine().is_none() {
         return call();
     }
     let Some(range) = needed(request, arg) else { return call() };

@@ -242,7 +242,7 @@ fn pieces_of(
     pieces: &mut [VirtRange; MAX_PIECES],
     of_any_kind: bool,
 ) -> Option<usize> {
-    let maps = MapsFile::open_aside().ok()?;
+    let maps = MapsFile::open_high().ok()?;
     let mut count = 0;
     let mut at = range.start;
     let mut kind = None;

@@ -157,7 +157,7 @@ fn before_clone(flags: u64) -> bool {
     if process::engine().is_none() {
         return true;
     }
-    let Ok(maps) = MapsFile::open_aside() else {
+    let Ok(maps) = MapsFile::open_high() else {
         swaptide_sys::thread::abort_with(&[
             b"swaptide: a process that shares this one's memory needs all of it in RAM, and \
             /proc/self/maps cannot be read; stopped \
@@ -183,9 +183,9 @@ fn before_clone(flags: u64) -> bool {
 
 /// The word that the kernel clears when a new thread ends, or writes when it begins.
 fn before_thread(flags: u64, child_tid: usize) {
-    const CLEARS: u64 = k::CLONE_CHILD_CLEARTID as u64;
-    const SETS: u64 = k::CLONE_CHILD_SETTID as u64;
-    if flags & CLONE_VM != 0 && flags & (CLEARS | SETS) != 0 {
+    const CLONE_CHILD_CLEARTID: u64 = k::CLONE_CHILD_CLEARTID as u64;
+    const CLONE_CHILD_SETTID: u64 = k::CLONE_CHILD_SETTID as u64;
+    if flags & CLONE_VM != 0 && flags & (CLONE_CHILD_CLEARTID | CLONE_CHILD_SETTID) != 0 {
         kernel_words::named(child_tid, 4);
     }
 }
@@ -268,17 +268,23 @@ unsafe extern "C" fn hooked(
         SYS_PRCTL | SYS_SECCOMP => {
             // SAFETY: the program's own arguments.
             let call = || unsafe { syscall6(number as u32, [a, b, c, d, e, f]) } as isize;
-            const ALL_THREADS: usize = 1;
-            const ESRCH_WANTED: usize = 1 << 4;
+            const SECCOMP_FILTER_FLAG_TSYNC: usize =
+                linux_raw_sys::ptrace::SECCOMP_FILTER_FLAG_TSYNC as usize;
+            const SECCOMP_FILTER_FLAG_TSYNC_ESRCH: usize =
+                linux_raw_sys::ptrace::SECCOMP_FILTER_FLAG_TSYNC_ESRCH as usize;
             const ESRCH: isize = linux_raw_sys::errno::ESRCH as isize;
             // Without a filter the call only asks whether the kernel knows it.
-            let is_for_all =
-                number == SYS_SECCOMP && a == seccomp::SET_FILTER && b & ALL_THREADS != 0 && c != 0;
+            let is_for_all = number == SYS_SECCOMP
+                && a == seccomp::SECCOMP_SET_MODE_FILTER
+                && b & SECCOMP_FILTER_FLAG_TSYNC != 0
+                && c != 0;
             while is_for_all && !process::detach() {
                 // As where a thread cannot be put under the filter.
                 match FORKING.load(Relaxed) as isize {
                     0 => {}
-                    _ if b & ESRCH_WANTED != 0 => return real::libc_result(-ESRCH),
+                    _ if b & SECCOMP_FILTER_FLAG_TSYNC_ESRCH != 0 => {
+                        return real::libc_result(-ESRCH);
+                    }
                     forking => return real::libc_result(forking),
                 }
             }

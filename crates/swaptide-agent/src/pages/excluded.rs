@@ -91,7 +91,7 @@ pub(crate) fn keep_apart(range: VirtRange) {
 }
 
 /// Whether [`keep_apart`] was called.
-pub(crate) fn are_kept_apart() -> bool {
+pub(crate) fn is_fork_advice_given() -> bool {
     ARE_KEPT_APART.load(Acquire)
 }
 
@@ -136,7 +136,7 @@ fn exclude_in(places: &[ExcludedRange], range: VirtRange) {
         }
         if !is_tidy
             && !crate::seccomp::is()
-            && let Ok(maps) = MapsFile::open_aside()
+            && let Ok(maps) = MapsFile::open_high()
         {
             places.iter().for_each(|place| place.free_if_unmapped(&maps));
         }
@@ -240,11 +240,11 @@ mod tests {
 
     #[test]
     fn a_range_out_of_management_for_a_call_is_back_afterwards() {
-        let far = range(0x5000_0000_0000, 0x1000);
-        let held = exclude_for_now(far);
-        assert!(is_excluded(far));
+        let distant = range(0x5000_0000_0000, 0x1000);
+        let held = exclude_for_now(distant);
+        assert!(is_excluded(distant));
         drop(held);
-        assert!(!is_excluded(far));
+        assert!(!is_excluded(distant));
     }
 
     #[test]

@@ -111,8 +111,8 @@ pub unsafe extern "C" fn pthread_mutex_destroy(mutex: Mutex) -> c_int {
 
 pub(crate) const SYS_FUTEX: usize = linux_raw_sys::general::__NR_futex as usize;
 const EFAULT: isize = -(linux_raw_sys::errno::EFAULT as isize);
-const COMMAND: usize = 0x7f;
-const PRIVATE: usize = 0x80;
+const FUTEX_CMD_MASK: usize = linux_raw_sys::general::FUTEX_CMD_MASK as u32 as usize;
+const FUTEX_PRIVATE_FLAG: usize = linux_raw_sys::general::FUTEX_PRIVATE_FLAG as usize;
 /// Times an operation is made again that fails with `EFAULT`. Each finds the page in memory, unless
 /// it went out again within microseconds; memory that is not the caller's fails each time.
 const MAX_TRIES: usize = 64;
@@ -134,7 +134,7 @@ enum Writes {
 }
 
 fn writes(operation: usize) -> Writes {
-    match operation & COMMAND {
+    match operation & FUTEX_CMD_MASK {
         // FUTEX_WAKE_OP
         5 => Writes::Second,
         // FUTEX_LOCK_PI, FUTEX_UNLOCK_PI, FUTEX_TRYLOCK_PI, FUTEX_LOCK_PI2
@@ -179,10 +179,13 @@ pub(crate) fn futex(a: [usize; 6]) -> isize {
 /// a moment, for which others' operations on a PI futex answer with `EINVAL`, and on which a
 /// wake-up may be spent. A requeue of no waiter queues none. False if the word cannot be read.
 fn fetch(word: usize, operation: usize) -> bool {
-    const CMP_REQUEUE: usize = 4;
+    const FUTEX_CMP_REQUEUE: usize = linux_raw_sys::general::FUTEX_CMP_REQUEUE as usize;
     // SAFETY: the kernel reads the word; no waiter is woken or requeued.
     let result = unsafe {
-        syscall6(SYS_FUTEX as u32, [word, CMP_REQUEUE | operation & PRIVATE, 0, 0, word, 0])
+        syscall6(
+            SYS_FUTEX as u32,
+            [word, FUTEX_CMP_REQUEUE | operation & FUTEX_PRIVATE_FLAG, 0, 0, word, 0],
+        )
     } as isize;
     result != EFAULT
 }
@@ -204,8 +207,8 @@ pub(crate) fn named(addr: usize, len: usize) {
         }
         // By the call that the engine needs anyway: a filter of the program's may end it for
         // another.
-        fetch(addr & !3, PRIVATE);
-        fetch(addr.wrapping_add(len - 1) & !3, PRIVATE);
+        fetch(addr & !3, FUTEX_PRIVATE_FLAG);
+        fetch(addr.wrapping_add(len - 1) & !3, FUTEX_PRIVATE_FLAG);
     }
 }
 
@@ -302,11 +305,11 @@ mod tests {
         // LOCK_PI of a word in no mapping, of one that is misaligned, and WAKE_OP of the same.
         let mut word = 0u32;
         let at = (&raw mut word) as usize;
-        assert_eq!(futex([4096, 6 | PRIVATE, 0, 0, 0, 0]), EFAULT);
-        assert_eq!(futex([at + 1, 6 | PRIVATE, 0, 0, 0, 0]), -22);
-        assert_eq!(futex([at, 5 | PRIVATE, 1, 1, 4096, 0]), EFAULT);
+        assert_eq!(futex([4096, 6 | FUTEX_PRIVATE_FLAG, 0, 0, 0, 0]), EFAULT);
+        assert_eq!(futex([at + 1, 6 | FUTEX_PRIVATE_FLAG, 0, 0, 0, 0]), -22);
+        assert_eq!(futex([at, 5 | FUTEX_PRIVATE_FLAG, 1, 1, 4096, 0]), EFAULT);
         // FUTEX_OP(SET, 9, EQ, 0)
-        assert_eq!(futex([at, 5 | PRIVATE, 1, 1, at, 9 << 12]), 0);
+        assert_eq!(futex([at, 5 | FUTEX_PRIVATE_FLAG, 1, 1, at, 9 << 12]), 0);
         assert_eq!(word, 9);
     }
 }

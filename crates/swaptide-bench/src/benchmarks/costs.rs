@@ -62,7 +62,7 @@ pub(crate) fn fork(session: &Session<'_>) -> Result<BenchReport, Failed> {
         without.add(value(&outcome)?, 0, &outcome);
         session.say(SWAPTIDE, ram, run);
         let outcome = session.runner.swaptide(&out, ram)?;
-        let out = outcome.held.pages + outcome.held.beyond;
+        let out = outcome.held.pages + outcome.held.on_areas;
         if out < data / 20 * 19 {
             let text = format!("only {} of {} were swapped out", human(out), human(data));
             return Err(Failed(1, text));

@@ -22,7 +22,7 @@ pub struct PoolUsage {
     /// Bytes of the pages in it, as they were.
     pub pages: u64,
     /// Of swaptide, bytes of the pages that continued to a swap area.
-    pub beyond: u64,
+    pub on_areas: u64,
 }
 
 /// Swap priority above whatever the machine has.

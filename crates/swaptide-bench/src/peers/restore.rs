@@ -36,7 +36,7 @@ pub struct Machine {
     root: PathBuf,
     tool: Arc<Tool>,
     /// How long undoing waits for a device or a cgroup that is still busy.
-    patience: Duration,
+    retry_time: Duration,
 }
 
 impl Machine {
@@ -45,14 +45,14 @@ impl Machine {
         Machine {
             root: PathBuf::from("/"),
             tool: Arc::new(run_tool),
-            patience: Duration::from_secs(5),
+            retry_time: Duration::from_secs(5),
         }
     }
 
     /// A machine whose files lie under `root` and whose tools are `tool`.
     #[cfg(test)]
     pub fn fake(root: &Path, tool: Arc<Tool>) -> Self {
-        Machine { root: root.to_owned(), tool, patience: Duration::from_millis(50) }
+        Machine { root: root.to_owned(), tool, retry_time: Duration::from_millis(50) }
     }
 
     /// Where the file that is `path` on a real machine lies.
@@ -90,9 +90,9 @@ impl Machine {
             .any(|d| Path::new(d) == device)
     }
 
-    /// Tries `step` again while it fails, until the patience ends.
+    /// Tries `step` again while it fails, until its time is over.
     fn keep_trying(&self, mut step: impl FnMut() -> Result<(), String>) -> Result<(), String> {
-        let end = Instant::now() + self.patience;
+        let end = Instant::now() + self.retry_time;
         loop {
             match step() {
                 Err(_) if Instant::now() < end => std::thread::sleep(Duration::from_millis(20)),

@@ -34,7 +34,7 @@ fn the_examples_of_the_seed() {
 }
 
 #[test]
-fn a_removed_tier_goes_to_the_lower_one_and_the_lowest_to_the_higher_one() {
+fn a_removed_tier_is_merged_into_its_lower_neighbour_or_else_the_higher() {
     let all = tiers("+SSD:100 +HDD:50 +NET:-1");
     let mut upper = all;
     upper.apply("-SSD", &[]).expect("remove");
@@ -137,7 +137,7 @@ fn other_tiers_instead_of_these_keep_the_indices_of_equal_names() {
 }
 
 #[test]
-fn masks_exclude_and_take_back_and_a_child_never_has_more_than_its_parent() {
+fn masks_are_reversible_and_a_child_never_exceeds_its_parent() {
     let all = tiers("+SSD:100 +HDD:50 +NET:-1");
     let mask = |text: &str| {
         let mut mask = TierMask::ALL;
@@ -239,11 +239,11 @@ impl Naive {
             Op::Remove(name) => {
                 let tier = named(name).ok_or(Rule::Unknown)?;
                 let start = self.start_of(tier);
-                let heir = match start {
+                let successor = match start {
                     0 => self.map.iter().copied().find(|at| *at != Some(tier)).flatten(),
                     start => self.map[start - 1],
                 };
-                self.replace(Some(tier), heir);
+                self.replace(Some(tier), successor);
                 self.names[tier] = None;
                 Ok(1 << tier)
             }
@@ -256,8 +256,8 @@ impl Naive {
                 if self.is_start(to) {
                     return Err(Rule::StartTaken);
                 }
-                let heir = if from == 0 { None } else { self.map[from - 1] };
-                self.replace(Some(tier), heir);
+                let successor = if from == 0 { None } else { self.map[from - 1] };
+                self.replace(Some(tier), successor);
                 self.paint(to, tier);
                 Ok(0)
             }

@@ -45,7 +45,7 @@ use crate::fault_injection::{Injection, is_read_short};
 /// Swap type of compressed memory.
 pub(crate) const POOL: SwapType = SwapType::new(0).expect("a swap type");
 /// Swap type of all swap areas.
-pub(crate) const FILE: SwapType = SwapType::new(1).expect("a swap type");
+pub(crate) const AREA: SwapType = SwapType::new(1).expect("a swap type");
 /// Slots of the compressed memory's device. They cost nothing until used; no program has more
 /// swapped pages (256 GiB).
 const POOL_SLOTS: u32 = 1 << 26;
@@ -53,7 +53,7 @@ const POOL_SLOTS: u32 = 1 << 26;
 /// Slots for an extent of 512 blocks: packed pages may be a quarter of a block on average.
 const SLOTS_PER_EXTENT: u32 = 2048;
 /// Slots that there are at least: areas may be added later (64 GiB of pages).
-const MIN_FILE_SLOTS: u32 = 1 << 24;
+const MIN_AREA_SLOTS: u32 = 1 << 24;
 
 /// Slots that a device has at least where address space is refused (1 GiB of pages).
 const MIN_SLOTS: u32 = 1 << 18;
@@ -182,15 +182,15 @@ impl ExtentSource for SegmentExtents {
         place.is_some_and(|place| self.segment.area(place.area).transport() == Transport::Nbd)
     }
 
-    fn lets_go_later(&self, _extent: Extent) -> bool {
+    fn defers_release(&self, _extent: Extent) -> bool {
         true
     }
 
     fn server_of(&self, extent: Extent) -> Option<ServerId> {
         let place = self.segment.place_of(ExtentId(extent.0))?;
-        let is_far =
+        let is_remote =
             place.mirror.is_none() && self.segment.area(place.area).transport() == Transport::Nbd;
-        is_far.then_some(ServerId(place.area.0))
+        is_remote.then_some(ServerId(place.area.0))
     }
 }
 
@@ -238,8 +238,8 @@ impl AreaDirectory for SegmentExtents {
         self.segment.doubt_extent(ExtentId(extent.0))
     }
 
-    fn settle(&self, extent: Extent) {
-        self.segment.settle_extent(ExtentId(extent.0));
+    fn clear_doubt(&self, extent: Extent) {
+        self.segment.clear_doubt(ExtentId(extent.0));
     }
 
     fn injected_fault(&self, area: u8, writes: bool) -> Option<InjectedFault> {
@@ -251,14 +251,14 @@ impl AreaDirectory for SegmentExtents {
             return None;
         }
         let n = self.transfers[usize::from(writes)].fetch_add(1, Relaxed);
-        const MISHAPS: [InjectedFault; 5] = [
+        const FAULTS: [InjectedFault; 5] = [
             InjectedFault::Fails(Errno::IO),
             InjectedFault::Short,
             InjectedFault::Slow(Duration::from_millis(30)),
             InjectedFault::Torn,
             InjectedFault::Fails(Errno::NOSPC),
         ];
-        n.is_multiple_of(every).then(|| MISHAPS[(n / every) as usize % MISHAPS.len()])
+        n.is_multiple_of(every).then(|| FAULTS[(n / every) as usize % FAULTS.len()])
     }
 }
 
@@ -309,7 +309,7 @@ pub struct Devices {
     /// Data of compressed memory.
     pub pool: Zram,
     /// What is beyond compressed memory, if anything is at the moment ([`Devices::is_backed`]).
-    pub file: FileTier,
+    pub areas: AreaTier,
     /// How pages are compressed.
     pub scheme: Scheme,
     /// Pages that compressed memory had populated when that was counted last.
@@ -318,20 +318,20 @@ pub struct Devices {
 }
 
 /// Slots and data of the swap areas: what lies on which of them is the data's matter.
-pub struct FileTier {
+pub struct AreaTier {
     /// Which slots are in use, for all areas together.
     pub slots: SwapDevice,
     /// Where on the areas each slot's page lies.
     pub device: FileDevice,
     areas: SegmentExtents,
     roomy: AtomicBool,
-    /// There are areas that are far.
-    has_far: AtomicBool,
+    /// There are areas that are remote.
+    has_remote: AtomicBool,
     /// Some of what lies there shall be moved to other areas.
     leaving: AtomicBool,
 }
 
-impl FileTier {
+impl AreaTier {
     /// Has what is held of the areas charged to the group that the process belongs to now.
     pub(crate) fn follow_group(&self) {
         let _change = self.areas.change.lock();
@@ -372,13 +372,14 @@ impl FileTier {
     }
 
     fn look_for_remote(&self) {
-        let is_far = self.areas.segment.areas().any(|(_, area)| area.transport() == Transport::Nbd);
-        self.has_far.store(is_far, Relaxed);
+        let is_remote =
+            self.areas.segment.areas().any(|(_, area)| area.transport() == Transport::Nbd);
+        self.has_remote.store(is_remote, Relaxed);
     }
 
     /// True when writing may take an unknown time.
     pub(crate) fn has_remote(&self) -> bool {
-        self.has_far.load(Relaxed)
+        self.has_remote.load(Relaxed)
     }
 
     /// True when a page's data is to be had from a server alone.
@@ -415,7 +416,7 @@ impl FileTier {
 impl Devices {
     /// What a test wants to fail.
     pub(crate) fn injection(&self) -> Injection {
-        self.file.areas.injection
+        self.areas.areas.injection
     }
 
     /// What compressed memory holds for an entry of it will be loaded soon: has it brought near
@@ -450,8 +451,8 @@ impl Devices {
             bytes.copy_from_slice(&word.load(Relaxed).to_le_bytes());
         }
         let slots =
-            segment.extents().saturating_mul(SLOTS_PER_EXTENT).clamp(MIN_FILE_SLOTS, 1 << 27);
-        let slots = slot_device(FILE, slots)?;
+            segment.extents().saturating_mul(SLOTS_PER_EXTENT).clamp(MIN_AREA_SLOTS, 1 << 27);
+        let slots = slot_device(AREA, slots)?;
         let areas = SegmentExtents {
             segment,
             index,
@@ -463,21 +464,21 @@ impl Devices {
             injection,
         };
         let device = FileDevice::over(Box::new(areas.clone()), key, salt, Box::new(areas.clone()));
-        let file = FileTier {
+        let tier = AreaTier {
             slots,
             device,
             areas,
             roomy: true.into(),
-            has_far: false.into(),
+            has_remote: false.into(),
             leaving: false.into(),
         };
-        file.look_for_remote();
-        file.open_files();
+        tier.look_for_remote();
+        tier.open_files();
         let scheme = Scheme::from_number(segment.header.pool.codec.load(Relaxed));
         Ok(Devices {
             pool_slots,
             pool,
-            file,
+            areas: tier,
             scheme,
             populated_counted: AtomicU64::new(0),
             segment,
@@ -499,7 +500,7 @@ impl Devices {
 
     /// The slots of a swap type.
     pub fn slots(&self, ty: SwapType) -> &SwapDevice {
-        if ty == POOL { &self.pool_slots } else { &self.file.slots }
+        if ty == POOL { &self.pool_slots } else { &self.areas.slots }
     }
 
     /// Slots for a folio of `2^order` pages in compressed memory.
@@ -510,18 +511,18 @@ impl Devices {
             .map(|offset| SwapEntry::new(POOL, offset))
     }
 
-    /// A slot for one page in the file.
-    pub(crate) fn alloc_file(&self, folio: FolioId) -> Option<SwapEntry> {
-        self.file
+    /// A slot for one page on a swap area.
+    pub(crate) fn alloc_area(&self, folio: FolioId) -> Option<SwapEntry> {
+        self.areas
             .slots
             .alloc_folio(CPU, Order::ZERO, folio, GROUP)
             .ok()
-            .map(|offset| SwapEntry::new(FILE, offset))
+            .map(|offset| SwapEntry::new(AREA, offset))
     }
 
     /// True when the areas have little room left, at the last [`Devices::metadata_bytes`].
     pub(crate) fn file_is_scarce(&self) -> bool {
-        !self.file.roomy.load(Relaxed)
+        !self.areas.roomy.load(Relaxed)
     }
 
     /// Drops the data of a slot that holds a shadow, and the slot.
@@ -529,7 +530,7 @@ impl Devices {
     pub(crate) fn drop_swapped(&self, entry: SwapEntry) {
         let (ty, offset) = (entry.ty(), entry.offset());
         let slot = Slot(offset.0);
-        let held = if ty == FILE { self.file.device.free(slot) } else { self.pool.free(slot) };
+        let held = if ty == AREA { self.areas.device.free(slot) } else { self.pool.free(slot) };
         if !held {
             let caller = std::panic::Location::caller();
             crate::fatal(&format!(
@@ -540,10 +541,10 @@ impl Devices {
         self.free_slot(entry, swaptide_core::Expect::Shadow);
     }
 
-    /// True while the file has room for what its pages' program has again, at the last
+    /// True while the swap areas have room for what its pages' program has again, at the last
     /// [`Devices::metadata_bytes`].
     pub(crate) fn file_is_roomy(&self) -> bool {
-        self.file.roomy.load(Relaxed) && self.is_backed()
+        self.areas.roomy.load(Relaxed) && self.is_backed()
     }
 
     /// True when a slot certainly holds what the page is. `buffer` is scratch.
@@ -555,8 +556,8 @@ impl Devices {
         unpacker: &mut Unpacker,
     ) -> bool {
         let slot = Slot(entry.offset().0);
-        if entry.ty() == FILE {
-            self.file.device.unchanged(slot, page)
+        if entry.ty() == AREA {
+            self.areas.device.unchanged(slot, page)
         } else {
             self.pool.load(slot, buffer, unpacker).is_ok() && buffer == page
         }
@@ -608,16 +609,16 @@ impl Devices {
         }
     }
 
-    /// Bytes of tables and handles. Looks how full the file is, too: what all processes have leased
-    /// is taken, but for what is free of this one's.
+    /// Bytes of tables and handles. Looks how full the areas are, too: what all processes have
+    /// leased is taken, but for what is free of this one's.
     pub fn metadata_bytes(&self) -> usize {
-        let stats = self.file.device.stats();
+        let stats = self.areas.device.stats();
         let (extents, used) = (self.segment.extents(), self.segment.extents_used());
         let bytes = u64::from(extents) * EXTENT_BYTES;
         let free = u64::from(extents.saturating_sub(used)) * EXTENT_BYTES + stats.free_bytes;
-        self.file.roomy.store(free > bytes / ROOMY_DIVISOR, Relaxed);
-        let file = self.file.slots.metadata_bytes() + stats.metadata_bytes;
-        self.pool_slots.metadata_bytes() + self.pool.metadata_bytes() + file
+        self.areas.roomy.store(free > bytes / ROOMY_DIVISOR, Relaxed);
+        let areas = self.areas.slots.metadata_bytes() + stats.metadata_bytes;
+        self.pool_slots.metadata_bytes() + self.pool.metadata_bytes() + areas
     }
 }
 

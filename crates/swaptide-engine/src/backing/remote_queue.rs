@@ -144,8 +144,8 @@ pub struct RemoteReads {
     pub(crate) signalled: AtomicBool,
     pub(crate) readers: AtomicU32,
     /// Those of them that have allocated what they need: a fork waits for that
-    /// ([`RemoteReads::is_settled`], which acquires what they release).
-    pub(crate) settled: AtomicU32,
+    /// ([`RemoteReads::are_initialized`], which acquires what they release).
+    pub(crate) initialized: AtomicU32,
     /// Their numbers, 0 where there is none.
     pub(crate) tids: [AtomicU32; MAX_READERS],
     pub(crate) idle: AtomicU32,
@@ -173,7 +173,7 @@ impl RemoteReads {
             event: Lock::new(None),
             signalled: AtomicBool::new(false),
             readers: AtomicU32::new(0),
-            settled: AtomicU32::new(0),
+            initialized: AtomicU32::new(0),
             tids: [const { AtomicU32::new(0) }; MAX_READERS],
             idle: AtomicU32::new(0),
             cpus: Lock::new(None),
@@ -205,7 +205,7 @@ impl RemoteReads {
         }
         self.signalled.store(false, Relaxed);
         self.readers.store(0, Relaxed);
-        self.settled.store(0, Relaxed);
+        self.initialized.store(0, Relaxed);
         self.tids.iter().for_each(|tid| tid.store(0, Relaxed));
         self.queue.lock().calls = Default::default();
         self.idle.store(0, Relaxed);
@@ -219,8 +219,8 @@ impl RemoteReads {
     }
 
     /// True when no reader is about to allocate anything but for an order.
-    pub(crate) fn is_settled(&self) -> bool {
-        self.settled.load(Acquire) == self.readers.load(Relaxed)
+    pub(crate) fn are_initialized(&self) -> bool {
+        self.initialized.load(Acquire) == self.readers.load(Relaxed)
     }
 
     /// Idle readers look again.
@@ -352,7 +352,7 @@ impl RemoteReads {
         }
         let event = self.event.lock().clone();
         let mut orders = Vec::with_capacity(MAX_READS_PER_TURN);
-        let number = self.settled.fetch_add(1, Release) as usize;
+        let number = self.initialized.fetch_add(1, Release) as usize;
         let (Some(event), Some(tid)) = (event, self.tids.get(number)) else { return };
         tid.store(gettid().0, Relaxed);
         loop {

@@ -18,9 +18,9 @@ use crate::sched::deadline::Deadline;
 /// How long reads may fail so.
 const SHORTAGE_TIMEOUT: Duration = Duration::from_secs(30);
 /// The same where a test wants to see what happens then.
-const IN_TESTS: Duration = Duration::from_secs(2);
+const TEST_TIMEOUT: Duration = Duration::from_secs(2);
 /// Between two attempts.
-const PAUSE: Duration = Duration::from_millis(5);
+const RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Until when reads that fail for want of memory are tried again.
 #[derive(Default)]
@@ -35,17 +35,17 @@ impl OwnShortage {
     /// An attempt that began at `began` has failed so. Returns after a moment if it is to be made
     /// again, and ends the process where that has been so for too long.
     pub(crate) fn pause(&mut self, error: &ReadError, began: Nanos, is_test: bool, log: fn(&str)) {
-        let bound = if is_test { IN_TESTS } else { SHORTAGE_TIMEOUT };
+        let bound = if is_test { TEST_TIMEOUT } else { SHORTAGE_TIMEOUT };
         if self.0.is_none() {
             log(&format!("{error}: this process is short of memory or descriptors; trying again"));
         }
-        let patience = self.0.get_or_insert_with(|| Deadline::new(bound));
+        let deadline = self.0.get_or_insert_with(|| Deadline::new(bound));
         // An attempt to connect to a server takes as long as it is worth.
-        if patience.is_over(|| false) || now().since(began) >= bound {
+        if deadline.is_over(|| false) || now().since(began) >= bound {
             crate::fatal(&format!(
                 "{error}, for want of memory or descriptors, again and again (ulimit -n, ulimit -v)"
             ));
         }
-        sleep(PAUSE);
+        sleep(RETRY_INTERVAL);
     }
 }

@@ -1,4 +1,4 @@
-//! What backs a range of pages: compressed memory, the swap file, zeros, the swap cache, or several
+//! What backs a range of pages: compressed memory, a swap area, zeros, the swap cache, or several
 //! of them.
 //!
 //! Owns: [`Snapshot`], what the words and the slots of up to [`MAX_SNAPSHOT_PAGES`] neighbouring
@@ -14,7 +14,7 @@
 
 use swaptide_core::{SlotContent as TableSlot, SwapEntry};
 
-use crate::backing::devices::{Devices, FILE, NO_ENTRY};
+use crate::backing::devices::{AREA, Devices, NO_ENTRY};
 use crate::mm::page_table::{PageState, PageTable};
 use crate::mm::types::PageNo;
 
@@ -28,10 +28,10 @@ pub enum PageLocation {
     Absent,
     /// In compressed memory of this process.
     Pool,
-    /// In the swap file.
-    File,
+    /// On a swap area.
+    Area,
     /// On a server alone.
-    Far,
+    Remote,
     /// It is all zeros; there is nothing to load.
     Zero,
     /// On its way out, in a staging frame.
@@ -43,7 +43,7 @@ pub enum PageLocation {
 impl PageLocation {
     /// There is data to bring from a device that answers soon.
     fn is_stored(self) -> bool {
-        matches!(self, PageLocation::Pool | PageLocation::File | PageLocation::Zero)
+        matches!(self, PageLocation::Pool | PageLocation::Area | PageLocation::Zero)
     }
 }
 
@@ -54,18 +54,18 @@ pub enum Backing {
     Nothing,
     /// All that is swapped is in compressed memory (and zeros).
     Pool,
-    /// All is in the swap file (and zeros).
-    File,
+    /// All is on a swap area (and zeros).
+    Area,
     /// All is zeros: nothing to load.
     Zero,
     /// All is in the swap cache.
     Cached,
-    /// The numbers of pages in compressed memory and in the file, or some of them on their way.
+    /// The numbers of pages in compressed memory and on a swap area, or some of them on their way.
     Mixed {
         /// Pages in compressed memory.
         pool: usize,
-        /// Pages in the file.
-        file: usize,
+        /// Pages on a swap area.
+        area: usize,
     },
 }
 
@@ -106,25 +106,25 @@ impl Snapshot {
                 TableSlot::Folio(_) => PageLocation::Cached,
                 TableSlot::Shadow { zero: true, .. } => PageLocation::Zero,
                 TableSlot::Shadow { .. }
-                    if entry.ty() == FILE && devices.file.is_remote(*entry) =>
+                    if entry.ty() == AREA && devices.areas.is_remote(*entry) =>
                 {
-                    PageLocation::Far
+                    PageLocation::Remote
                 }
-                TableSlot::Shadow { .. } if entry.ty() == FILE => PageLocation::File,
+                TableSlot::Shadow { .. } if entry.ty() == AREA => PageLocation::Area,
                 TableSlot::Shadow { .. } => PageLocation::Pool,
                 TableSlot::Free | TableSlot::Bad => PageLocation::Changed,
             };
         }
     }
 
-    /// A chunk as a test wants it: a page is in the file, in compressed memory, or not swapped.
+    /// A chunk as a test wants it: a page is on a swap area, in compressed memory, or not swapped.
     #[cfg(test)]
-    pub(crate) fn made_up(first: PageNo, is_in_file: impl Fn(usize) -> Option<bool>) -> Snapshot {
+    pub(crate) fn made_up(first: PageNo, is_on_area: impl Fn(usize) -> Option<bool>) -> Snapshot {
         let mut snapshot =
             Snapshot::note(&PageTable::new(), first, crate::mm::types::PAGES_PER_CHUNK);
         for k in 0..snapshot.len {
-            snapshot.places[k] = match is_in_file(k) {
-                Some(true) => PageLocation::File,
+            snapshot.places[k] = match is_on_area(k) {
+                Some(true) => PageLocation::Area,
                 Some(false) => PageLocation::Pool,
                 None => PageLocation::Absent,
             };
@@ -152,39 +152,39 @@ impl Snapshot {
         self.places[..self.len].iter().take_while(|place| place.is_stored()).count()
     }
 
-    /// How many pages from the first on are far.
+    /// How many pages from the first on are remote.
     pub(crate) fn any_remote(&self) -> usize {
-        self.places[..self.len].iter().take_while(|place| **place == PageLocation::Far).count()
+        self.places[..self.len].iter().take_while(|place| **place == PageLocation::Remote).count()
     }
 
-    /// Far pages count as near: they are to be waited for.
+    /// Remote pages count as local: they are to be waited for.
     pub(crate) fn wait_for_remote(&mut self) {
         self.places[..self.len]
             .iter_mut()
-            .filter(|place| **place == PageLocation::Far)
-            .for_each(|place| *place = PageLocation::File);
+            .filter(|place| **place == PageLocation::Remote)
+            .for_each(|place| *place = PageLocation::Area);
     }
 
     /// What backs `n` pages from the `k`-th on.
     pub fn backing(&self, k: usize, n: usize) -> Backing {
-        let (mut pool, mut file, mut zero, mut other, mut cached) = (0, 0, 0, 0, 0);
+        let (mut pool, mut area, mut zero, mut other, mut cached) = (0, 0, 0, 0, 0);
         for place in self.places[..self.len].iter().skip(k).take(n) {
             match place {
                 PageLocation::Absent => {}
                 PageLocation::Pool => pool += 1,
-                PageLocation::File | PageLocation::Far => file += 1,
+                PageLocation::Area | PageLocation::Remote => area += 1,
                 PageLocation::Zero => zero += 1,
                 PageLocation::Cached => cached += 1,
                 PageLocation::Changed => other += 1,
             }
         }
-        match (pool, file, zero, cached, other) {
+        match (pool, area, zero, cached, other) {
             (0, 0, 0, 0, 0) => Backing::Nothing,
             (0, 0, 0, _, 0) => Backing::Cached,
             (0, 0, _, 0, 0) => Backing::Zero,
             (_, 0, _, 0, 0) => Backing::Pool,
-            (0, _, _, 0, 0) => Backing::File,
-            _ => Backing::Mixed { pool, file },
+            (0, _, _, 0, 0) => Backing::Area,
+            _ => Backing::Mixed { pool, area },
         }
     }
 
@@ -211,7 +211,7 @@ mod tests {
 
     const FOLIO: FolioId = FolioId(7);
 
-    /// Devices with a swap file of a few extents, and a table.
+    /// Devices with a swap area of a few extents, and a table.
     fn devices() -> (Devices, PageTable) {
         let fd = memfd_create(c"segment", Segment::BYTES as u64).expect("memfd");
         let map = SharedMap::map(std::os::fd::AsFd::as_fd(&fd), Segment::BYTES).expect("map");
@@ -236,7 +236,7 @@ mod tests {
     }
 
     fn filed(devices: &Devices) -> SwapEntry {
-        let entry = devices.alloc_file(FOLIO).expect("a slot");
+        let entry = devices.alloc_area(FOLIO).expect("a slot");
         devices.to_shadow(entry, 1, FOLIO, Shadow(1));
         entry
     }
@@ -263,18 +263,18 @@ mod tests {
         set(20, PageState::Present);
         let all = look(&devices, &table, first, MAX_SNAPSHOT_PAGES);
         assert_eq!(all.backing(0, 4), Backing::Pool);
-        assert_eq!(all.backing(4, 4), Backing::File);
+        assert_eq!(all.backing(4, 4), Backing::Area);
         assert_eq!(all.backing(8, 4), Backing::Zero);
         assert_eq!(all.backing(12, 4), Backing::Cached);
         assert_eq!(all.backing(16, 8), Backing::Nothing);
-        assert_eq!(all.backing(2, 4), Backing::Mixed { pool: 2, file: 2 });
-        assert_eq!(all.backing(4, 8), Backing::File, "zeros belong to whatever they lie next to");
-        assert_eq!(all.backing(10, 4), Backing::Mixed { pool: 0, file: 0 });
+        assert_eq!(all.backing(2, 4), Backing::Mixed { pool: 2, area: 2 });
+        assert_eq!(all.backing(4, 8), Backing::Area, "zeros belong to whatever they lie next to");
+        assert_eq!(all.backing(10, 4), Backing::Mixed { pool: 0, area: 0 });
         assert_eq!(all.stored(), 12);
     }
 
     #[test]
-    fn the_second_look_sees_a_page_that_moved_to_the_file_went_or_came() {
+    fn the_second_look_sees_pages_that_moved_left_or_arrived() {
         let (devices, mut table) = devices();
         let first = PageNo(0x7000_0000);
         for k in 0..8 {
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_that_is_freed_between_the_looks_is_no_place_to_load_from() {
+    fn a_slot_freed_between_the_looks_is_not_loaded_from() {
         let (devices, mut table) = devices();
         let first = PageNo(0x7000_0000);
         let entry = pooled(&devices, false);

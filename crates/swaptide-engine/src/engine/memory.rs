@@ -7,7 +7,7 @@ use swaptide_core::{FolioId, Shadow, SlotContent as TableSlot, SwapEntry};
 use swaptide_sys::page::VirtRange;
 use swaptide_sys::uffd::Event;
 
-use crate::backing::devices::{Devices, FILE, POOL};
+use crate::backing::devices::{AREA, Devices, POOL};
 use crate::memcg::pool_sizing::PoolSizer;
 use crate::mm::batch::Jobs;
 use crate::mm::grace::Grace;
@@ -87,7 +87,7 @@ pub struct Mm {
     /// Batches on their way.
     pub jobs: Jobs,
     /// What refaults say of the division between resident and compressed memory.
-    pub split: PoolSizer,
+    pub pool_sizer: PoolSizer,
     /// Counts of pages and forks, by which distances are measured.
     pub clocks: MmClocks,
     /// Pages that threads must get to use.
@@ -95,8 +95,9 @@ pub struct Mm {
 }
 
 impl Mm {
-    /// All that may bear the shield against forks that are not followed ([`crate::mm::dontfork`]).
-    pub(crate) fn shielded(&self) -> impl Iterator<Item = VirtRange> + '_ {
+    /// All that may have the `MADV_DONTFORK` advice against forks that are not followed
+    /// ([`crate::mm::dontfork`]).
+    pub(crate) fn dontfork_ranges(&self) -> impl Iterator<Item = VirtRange> + '_ {
         self.regions.iter().chain(self.armed.iter()).chain(self.changes.owed.iter().copied())
     }
 
@@ -198,8 +199,11 @@ impl Mm {
 
     /// The distance of the page that went to compressed memory longest ago of those that were not
     /// looked at since; `None` when that is not known.
-    pub(crate) fn oldest_unsettled(&self, devices: &Devices) -> Option<u64> {
-        self.queues.oldest_unsettled().filter_map(|chunk| self.pooled_for(devices, chunk)).max()
+    pub(crate) fn oldest_not_recompressed(&self, devices: &Devices) -> Option<u64> {
+        self.queues
+            .oldest_not_recompressed()
+            .filter_map(|chunk| self.pooled_for(devices, chunk))
+            .max()
     }
 
     /// The distance of the page of a chunk that went to compressed memory longest ago, 0 when it is
@@ -216,21 +220,21 @@ impl Mm {
             .max()
     }
 
-    /// Puts chunks that stand at the old end of the unsettled ones for pages that have been back
-    /// meanwhile behind the others, and drops those that have nothing in compressed memory any
+    /// Puts chunks that stand at the old end of those not recompressed for pages that have been
+    /// back meanwhile behind the others, and drops those that have nothing in compressed memory any
     /// more. Such a chunk is younger than some further back; were it left, nothing behind it would
     /// be old enough to be looked at.
     pub(crate) fn put_back_young(&mut self, devices: &Devices) {
         let mut oldest = None;
         for _ in 0..MAX_CHUNKS_PUT_BACK {
-            let Some(first) = self.queues.oldest_unsettled().next() else { return };
+            let Some(first) = self.queues.oldest_not_recompressed().next() else { return };
             let Some(age) = self.pooled_for(devices, first) else {
                 self.queues.next_pooled(&mut self.table);
                 continue;
             };
             let oldest = *oldest.get_or_insert_with(|| {
                 self.queues
-                    .unsettled_further_back()
+                    .not_recompressed_further_back()
                     .filter_map(|chunk| self.pooled_for(devices, chunk))
                     .max()
             });
@@ -246,10 +250,10 @@ impl Mm {
         Shadow((self.clocks.evicted / SHADOW_STEP_PAGES) as u32 & SHADOW_MASK)
     }
 
-    /// Writes the entry of a page whose data moved from compressed memory to the file. The old slot
-    /// is the caller's to free.
+    /// Writes the entry of a page whose data moved from compressed memory to a swap area. The old
+    /// slot is the caller's to free.
     pub(crate) fn moved_to_file(&mut self, page: PageNo, entry: SwapEntry) {
-        debug_assert_eq!(entry.ty(), FILE);
+        debug_assert_eq!(entry.ty(), AREA);
         self.table.set(page, PageState::Swapped(entry));
     }
 }

@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_was_moved_is_given_as_it_was_until_it_is_given_up_there() {
+    fn a_moved_page_keeps_its_record_until_it_is_discarded() {
         let mut brought = BroughtPages::new(true).expect("memory");
         brought.record(PageNo(7), &[[1; PAGE_SIZE], [2; PAGE_SIZE]]);
         brought.record(PageNo(40), &[[3; PAGE_SIZE]]);

@@ -27,7 +27,7 @@ pub(crate) enum ForkPhase {
     /// No fork is under way.
     #[default]
     None,
-    /// The workers are being parked. Events are applied as they come.
+    /// The workers are being quiesced. Events are applied as they come.
     Quiescing,
     /// The thread may be in fork(2): events are noted and not applied, faults of others are held.
     Prepared,

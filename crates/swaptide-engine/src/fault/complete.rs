@@ -68,7 +68,7 @@ fn install_read(path: &mut FaultPath, sent: &InFlightRead, read: u16) {
     } else if !has_room(path.engine, pages) {
         left &= sent.asked;
     }
-    let mut came = SwappedIn::new(sent.chunk.first());
+    let mut swapped_in = SwappedIn::new(sent.chunk.first());
     let mut tries = 0;
     while left != 0 && tries < MAX_INSTALL_TRIES {
         let k = left.trailing_zeros() as usize;
@@ -76,7 +76,7 @@ fn install_read(path: &mut FaultPath, sent: &InFlightRead, read: u16) {
         match install_run(path, sent, k, run) {
             Ok(0) | Err(Stop::Gone) => left &= !(1 << k),
             Ok(n) => {
-                came.add(sent.page(k), n);
+                swapped_in.add(sent.page(k), n);
                 left &= !(u16::MAX >> (PAGES_PER_CHUNK - n) << k);
             }
             Err(_) => {
@@ -87,17 +87,17 @@ fn install_read(path: &mut FaultPath, sent: &InFlightRead, read: u16) {
             }
         }
     }
-    let (engine, pages) = (path.engine, came.pages());
+    let (engine, pages) = (path.engine, swapped_in.pages());
     if pages < sent.wanted.count_ones() as usize {
         engine.count(Counter::SwpinStale, usize::from(injected));
         engine.count_order(OfOrder::SwpinFallback, sent.wanted.count_ones().ilog2() as u8, 1);
     }
-    came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
+    swapped_in.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
     engine.count(Counter::SwapRa, pages.saturating_sub((sent.asked != 0).into()));
     if pages > 0 {
         let mut mm = engine.mm.lock();
-        mm.split.read(pages, now().since(sent.at).as_nanos() as u64);
-        mm.split.fault(pages);
+        mm.pool_sizer.read(pages, now().since(sent.at).as_nanos() as u64);
+        mm.pool_sizer.fault(pages);
     }
 }
 
@@ -113,7 +113,7 @@ fn install_run(
     let mut guard = engine.mm.lock();
     let mm = &mut *guard;
     let same =
-        (k..k + n).take_while(|k| sent.still_valid(mm, &engine.devices.file.device, *k)).count();
+        (k..k + n).take_while(|k| sent.still_valid(mm, &engine.devices.areas.device, *k)).count();
     if same == 0 {
         engine.count(Counter::SwpinStale, 1);
         return Ok(0);
@@ -152,7 +152,7 @@ fn poison_lost(path: &mut FaultPath, sent: &InFlightRead, lost: u16) {
     for k in (0..PAGES_PER_CHUNK).filter(|k| lost >> k & 1 != 0) {
         for _ in 0..MAX_INSTALL_TRIES {
             let mut mm = engine.mm.lock();
-            if !sent.still_valid(&mm, &engine.devices.file.device, k) {
+            if !sent.still_valid(&mm, &engine.devices.areas.device, k) {
                 break;
             }
             match path.installer.poison(&mut mm, sent.page(k), sent.entries[k]) {

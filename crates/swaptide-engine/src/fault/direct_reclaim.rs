@@ -43,12 +43,12 @@ pub(crate) fn make_room(
     let engine = reader.engine;
     let bytes = (n * PAGE_SIZE) as i64;
     for turn in 0..MAX_TURNS {
-        if engine.charge.room() >= bytes || engine.workers.park.load(Relaxed) != 0 {
+        if engine.charge.room() >= bytes || engine.workers.quiesce.load(Relaxed) != 0 {
             return Ok(());
         }
         stall.stalls(engine.slot());
-        if engine.devices.file.has_remote() && !reader.fork.populating {
-            let stuck = engine.devices.file.device.is_writing_for(STALLED_WRITE_TIME);
+        if engine.devices.areas.has_remote() && !reader.fork.populating {
+            let stuck = engine.devices.areas.device.is_writing_for(STALLED_WRITE_TIME);
             let overshoot = engine.charge.limit() as i64 / STALLED_OVERSHOOT_DIVISOR;
             if stuck && engine.charge.room() + overshoot >= bytes {
                 return Ok(());
@@ -63,7 +63,7 @@ pub(crate) fn make_room(
             }
         }
         // Compressed memory that is past its share takes from the program what swap-out gives: the
-        // file must take some first.
+        // areas must take some first.
         if engine.charge.pool_overflows() && worker.write_back(engine) {
             continue;
         }
@@ -104,7 +104,7 @@ fn trim_staging(engine: &Engine, n: usize) {
 /// True in a group of processes that share pages since a fork, when most of what the program has is
 /// another's, too.
 fn has_little_but_shared(engine: &Engine) -> bool {
-    if !engine.charge.family.is_active() {
+    if !engine.charge.cow_group.is_active() {
         return false;
     }
     let mm = engine.mm.lock();
@@ -114,7 +114,7 @@ fn has_little_but_shared(engine: &Engine) -> bool {
 /// True when the workers have something to store, or to move out of compressed memory.
 fn workers_are_busy(engine: &Engine) -> bool {
     engine.mm.lock().jobs.in_flight > 0
-        || engine.devices.file.device.is_writing_for(Duration::ZERO)
+        || engine.devices.areas.device.is_writing_for(Duration::ZERO)
         || engine.charge.pool_overflows() && !engine.file_rests()
 }
 

@@ -62,8 +62,8 @@ pub(crate) enum Stop {
     Exists,
     /// The range was another one at the second look: nothing was put in place.
     Stale,
-    /// No more can be sent for at the moment.
-    Crowded,
+    /// Every buffer for remote reads is in use.
+    NoBuffer,
 }
 
 /// Pages that lie ready to be put in place.

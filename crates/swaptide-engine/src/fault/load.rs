@@ -6,8 +6,8 @@
 //! are still meant.
 //!
 //! Rules
-//! 1. Zeros are not loaded, compressed pages are decompressed one by one, all that is in the file
-//!    is read in one go.
+//! 1. Zeros are not loaded, compressed pages are decompressed one by one, all that is on a swap
+//!    area is read in one go.
 //! 2. A page that is read alone from a rotational disk brings along what was written next to it:
 //!    `2^page-cluster` pages at most (8 where nothing is said), and 1/128 of the limit, as many as
 //!    the last ones proved worth it. None where the program is past its limit: then what is held is
@@ -59,7 +59,7 @@ pub(crate) struct Loader {
     pub(crate) held_hits: usize,
     /// Of the pages that came for the fault that is being answered, how many had been.
     pub(crate) held_came: usize,
-    /// Smoothed time of reading a page from the file, in nanoseconds.
+    /// Smoothed time of reading a page from a swap area, in nanoseconds.
     pub(crate) read_ns: u64,
     pub(crate) shortage: OwnShortage,
     /// What the last load could not have is to be loaded again: it failed for want of something of
@@ -113,7 +113,7 @@ impl Loader {
     pub(crate) fn report_load_cost(&mut self, mm: &mut Mm) {
         if self.loads.pages >= 64 {
             let any_zstd = self.loads.zstd > 0;
-            mm.split
+            mm.pool_sizer
                 .loaded(std::mem::replace(&mut self.loads, Loads { any_zstd, ..Loads::default() }));
         }
     }
@@ -129,14 +129,14 @@ impl Loader {
         let entries = snapshot.entries();
         self.held_hits = 0;
         let mut loaded = out.len();
-        let mut in_file = 0;
+        let mut on_area = 0;
         let mut at = 0;
         while at < loaded {
             let place = snapshot.place(at);
             let run = (at..loaded).take_while(|k| snapshot.place(*k) == place).count();
             match place {
                 PageLocation::Zero => out[at..at + run].iter_mut().for_each(|page| page.fill(0)),
-                PageLocation::File => in_file += run,
+                PageLocation::Area => on_area += run,
                 _ => {
                     let good = self.load_pool(&entries[at..at + run], &mut out[at..at + run]);
                     if good < run {
@@ -146,21 +146,21 @@ impl Loader {
             }
             at += run;
         }
-        if in_file == 0 {
+        if on_area == 0 {
             return loaded;
         }
-        let is_in_file = |k: &usize| snapshot.place(*k) == PageLocation::File;
+        let is_on_area = |k: &usize| snapshot.place(*k) == PageLocation::Area;
         let mut requests: Vec<(usize, Slot, &mut Page)> = out[..loaded]
             .iter_mut()
             .enumerate()
-            .filter(|(k, _)| is_in_file(k))
+            .filter(|(k, _)| is_on_area(k))
             .map(|(k, out)| (k, Slot(entries[k].offset().0), out))
             .collect();
         self.read_file(cpu, snapshot.first(), &mut requests).unwrap_or(loaded)
     }
 
-    /// Reads pages from the file: each with its place from `first` on. Gives the first place that
-    /// could not be read.
+    /// Reads pages from a swap area: each with its place from `first` on. Gives the first place
+    /// that could not be read.
     fn read_file(
         &mut self,
         cpu: &HandlerCpu,
@@ -168,13 +168,13 @@ impl Loader {
         pages: &mut [(usize, Slot, &mut Page)],
     ) -> Option<usize> {
         let engine = self.engine;
-        let file = &engine.devices.file;
+        let areas = &engine.devices.areas;
         let began = now();
         let most = self.cluster_window();
         let mut requests: Vec<(Slot, &mut Page)> =
             pages.iter_mut().map(|(_, slot, out)| (*slot, &mut **out)).collect();
         let ahead = &mut self.ahead;
-        let error = match cpu.normally(|| ahead.read(&file.device, &mut requests, most)) {
+        let error = match cpu.normally(|| ahead.read(&areas.device, &mut requests, most)) {
             Ok(Ahead { hits, ahead }) => {
                 self.shortage.end();
                 engine.count(Counter::SwapRaHit, hits);
@@ -185,7 +185,7 @@ impl Loader {
                 if read > 0 {
                     let ns = now().since(began).as_nanos() as u64;
                     self.read_ns = (self.read_ns * 15 + ns / read as u64) / 16;
-                    engine.mm.lock().split.read(read, ns);
+                    engine.mm.lock().pool_sizer.read(read, ns);
                 }
                 return None;
             }
@@ -194,19 +194,19 @@ impl Loader {
         // One by one, to have those that can be read.
         drop(requests);
         if !error.is_own_shortage() {
-            (engine.start.log)(&format!("read from the swap file failed: {error}"));
+            (engine.start.log)(&format!("read from a swap area failed: {error}"));
         }
         for (at, (k, slot, out)) in pages.iter_mut().enumerate() {
             let mut began = now();
-            let mut result = file.device.read(&mut [(*slot, &mut **out)]);
+            let mut result = areas.device.read(&mut [(*slot, &mut **out)]);
             for pause in READ_RETRY_DELAYS {
-                let is_vain = |error: &ReadError| !is_worth_another(error, &file.device);
+                let is_vain = |error: &ReadError| !is_worth_another(error, &areas.device);
                 if result.as_ref().map_or_else(is_vain, |()| true) {
                     break;
                 }
                 sleep(pause);
                 began = now();
-                result = file.device.read(&mut [(*slot, &mut **out)]);
+                result = areas.device.read(&mut [(*slot, &mut **out)]);
             }
             if let Err(error) = &result
                 && error.is_own_shortage()
@@ -219,7 +219,7 @@ impl Loader {
             if let Err(error) = result {
                 if at == 0 {
                     (engine.start.log)(&format!(
-                        "page {:?} cannot be read from the swap file: {error}",
+                        "page {:?} cannot be read from a swap area: {error}",
                         first.plus(*k).addr()
                     ));
                 }

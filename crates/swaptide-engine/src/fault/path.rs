@@ -57,9 +57,9 @@ pub(crate) enum Served {
     /// The address is not managed.
     Unmanaged,
     /// The page was sent for: its thread is woken when it lands.
-    Away,
-    /// It is to be sent for when there is a place for it.
-    Crowded,
+    InFlight,
+    /// It is to be sent for when a buffer is free.
+    NoBuffer,
 }
 
 /// Fills pages for faults; its parts are those that one fault needs.
@@ -142,7 +142,7 @@ impl FaultPath {
         // A worker faults pages in order to take them out.
         let is_of_program = !self.reader.is_of_worker(fault);
         // What is looked at later comes from memory meanwhile.
-        self.prefetcher.bring_near(page);
+        self.prefetcher.prefetch_index(page);
         let (state, region) = {
             let mut mm = self.engine.mm.lock();
             if is_of_program {
@@ -160,7 +160,7 @@ impl FaultPath {
             PageState::Empty => self.demand_zero(page, region),
             PageState::Swapped(_) if self.remote.begin_wait(page) => {
                 self.stall.stalls(self.engine.slot());
-                return Served::Away;
+                return Served::InFlight;
             }
             PageState::Swapped(entry) => {
                 self.engine.devices.prefetch(entry);
@@ -173,11 +173,11 @@ impl FaultPath {
             }
         };
         match result {
-            Ok(()) if self.remote.has(page) => Served::Away,
+            Ok(()) if self.remote.has(page) => Served::InFlight,
             Ok(()) => Served::Filled,
             Err(Stop::Again | Stop::Stale) => Served::Again,
             Err(Stop::Gone | Stop::Exists) => Served::Spurious,
-            Err(Stop::Crowded) => Served::Crowded,
+            Err(Stop::NoBuffer) => Served::NoBuffer,
         }
     }
 

@@ -252,7 +252,7 @@ impl InFlight {
         let (chunk, base) = (first.chunk(), first.in_chunk());
         let (there, asking) = (self.of_chunk(chunk), self.asking);
         let mm = engine.mm.lock();
-        let (device, mut new) = (&engine.devices.file.device, 0);
+        let (device, mut new) = (&engine.devices.areas.device, 0);
         for (k, entry) in (base..).zip(entries).filter(|(k, _)| there >> k & 1 == 0) {
             let (page, slot) = (chunk.first().plus(k), Slot(entry.offset().0));
             let (Some(stamp), Some(server)) = (device.stamp(slot), device.server_of(slot)) else {
@@ -262,7 +262,7 @@ impl InFlight {
                 continue;
             }
             let Some((order, sent)) = self.draft(chunk, server) else {
-                return if new == 0 { Err(Stop::Crowded) } else { Ok(()) };
+                return if new == 0 { Err(Stop::NoBuffer) } else { Ok(()) };
             };
             (sent.entries[k], sent.stamps[k], order.slots[k]) = (*entry, Some(stamp), slot);
             sent.wanted |= 1 << k;

@@ -62,9 +62,9 @@ impl FaultPath {
             return self.swap_in_page(page, 1);
         }
         let window = match self.remote.is_usual()
-            || entry.ty() != POOL && engine.devices.file.is_remote(entry)
+            || entry.ty() != POOL && engine.devices.areas.is_remote(entry)
         {
-            true => engine.charge.far_window_pages(),
+            true => engine.charge.remote_window_pages(),
             false => engine.charge.window_pages(),
         };
         let most = readahead_limits(engine).most(window, engine.devices.is_backed());
@@ -76,21 +76,21 @@ impl FaultPath {
             most,
         );
         engine.count(Counter::SwapRaHit, self.locality.take_hits());
-        let ask = SwapInRequest {
+        let request = SwapInRequest {
             page,
             region: &pages_of(region),
             evidence,
-            wanted_16: self.locality.density_x16().into(),
+            density_x16: self.locality.density_x16().into(),
             most,
-            costs: Costs { fault: FAULT_NS, pool: POOL_NS, file: self.loader.read_ns },
+            costs: Costs { fault: FAULT_NS, pool: POOL_NS, area: self.loader.read_ns },
         };
-        let admitted = admit(
-            &ask,
+        let plan = admit(
+            &request,
             |chunk| self.snapshot(chunk.first(), PAGES_PER_CHUNK),
             |order| self.refused(order),
         );
-        let mut came = SwappedIn::new(page);
-        match admitted {
+        let mut swapped_in = SwappedIn::new(page);
+        match plan {
             SwapInPlan::Page => {
                 self.make_room(1)?;
                 self.swap_in_page(page, most)?;
@@ -103,7 +103,7 @@ impl FaultPath {
                     self.refused(order);
                     return self.swap_in_range(page, 1);
                 }
-                self.swap_in_span(first, 1 << order, page, &mut came)?;
+                self.swap_in_span(first, 1 << order, page, &mut swapped_in)?;
             }
             SwapInPlan::Onward(pages) => {
                 let first = pages.min(PAGES_PER_CHUNK);
@@ -113,7 +113,7 @@ impl FaultPath {
                     return self.swap_in_range(page, 1);
                 }
                 self.leaves_out = self.locality.leave_out(page, pages);
-                let brought = self.swap_in_span(page, first, page, &mut came);
+                let brought = self.swap_in_span(page, first, page, &mut swapped_in);
                 if brought.is_err() {
                     self.leaves_out = None;
                 }
@@ -130,7 +130,7 @@ impl FaultPath {
                         self.refused(n.ilog2() as u8);
                         break;
                     }
-                    if self.swap_in_span(page.plus(at), n, page, &mut came).is_err() {
+                    if self.swap_in_span(page.plus(at), n, page, &mut swapped_in).is_err() {
                         break;
                     }
                     at += n;
@@ -138,16 +138,16 @@ impl FaultPath {
                 self.leaves_out = None;
             }
         }
-        came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
+        swapped_in.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
         // What was sent for comes too, a little later.
-        self.locality.record_swapped_in(came.pages() + self.remote.asks(Some(page)));
+        self.locality.record_swapped_in(swapped_in.pages() + self.remote.asks(Some(page)));
         if self.remote.has(page) {
-            self.count_ahead(came.pages());
+            self.count_ahead(swapped_in.pages());
             return Ok(());
         }
-        self.count_ahead(came.pages().saturating_sub(1));
-        engine.mm.lock().split.fault(came.pages());
-        engine.charge.brought(came.pages());
+        self.count_ahead(swapped_in.pages().saturating_sub(1));
+        engine.mm.lock().pool_sizer.fault(swapped_in.pages());
+        engine.charge.brought(swapped_in.pages());
         Ok(())
     }
 
@@ -172,7 +172,7 @@ impl FaultPath {
     }
 
     /// Brings in one page: what [`FaultPath::swap_in_range`] does, in the fewest steps for a page
-    /// in compressed memory. One from the file may bring its neighbours there, `most` pages
+    /// in compressed memory. One from a swap area may bring its neighbours there, `most` pages
     /// together.
     fn swap_in_page(&mut self, page: PageNo, most: usize) -> Result<(), Stop> {
         let engine = self.engine;
@@ -184,7 +184,7 @@ impl FaultPath {
                     && self.hints.reading(page.addr()) != Reading::Random
                     && self.locality.reads_around() =>
             {
-                let (start, n) = self.around_in_file(page, most);
+                let (start, n) = self.around_on_area(page, most);
                 self.make_room(n)?;
                 if n == 1 || !has_room(engine, n) {
                     return self.swap_in_range(page, 1);
@@ -197,9 +197,9 @@ impl FaultPath {
                     Ok(()) => {}
                 }
                 self.count_ahead(n - 1);
-                let mut came = SwappedIn::new(start);
-                came.add(start, n);
-                came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
+                let mut swapped_in = SwappedIn::new(start);
+                swapped_in.add(start, n);
+                swapped_in.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
                 return Ok(());
             }
             _ => return self.swap_in_range(page, 1),
@@ -230,7 +230,7 @@ impl FaultPath {
         }
         self.finish_swap_in(mm, page, entry);
         self.loader.report_load_cost(mm);
-        mm.split.fault(1);
+        mm.pool_sizer.fault(1);
         engine.charge.brought(1);
         engine.publish_usage(mm);
         drop(guard);
@@ -238,9 +238,9 @@ impl FaultPath {
         Ok(())
     }
 
-    /// The neighbours of a page that lie in the file as it does, in the aligned `most` pages around
-    /// it or its chunk: the first, and how many.
-    fn around_in_file(&self, page: PageNo, most: usize) -> (PageNo, usize) {
+    /// The neighbours of a page that lie on a swap area as it does, in the aligned `most` pages
+    /// around it or its chunk: the first, and how many.
+    fn around_on_area(&self, page: PageNo, most: usize) -> (PageNo, usize) {
         let mm = self.engine.mm.lock();
         let there = |page: usize| match mm.table.get(PageNo(page)) {
             PageState::Swapped(entry) => entry.ty() != POOL,
@@ -255,13 +255,13 @@ impl FaultPath {
     }
 
     /// Brings in what is swapped of `n` pages (at most [`COPY_GROUP_PAGES`]) from `start` on;
-    /// `page`, if it lies there, must be among it. What came is noted in `came`.
+    /// `page`, if it lies there, must be among it. What came is noted in `swapped_in`.
     pub(crate) fn swap_in_span(
         &mut self,
         start: PageNo,
         n: usize,
         page: PageNo,
-        came: &mut SwappedIn,
+        swapped_in: &mut SwappedIn,
     ) -> Result<(), Stop> {
         let mut mask = 0u64;
         {
@@ -293,16 +293,16 @@ impl FaultPath {
             let run = start.plus(first);
             let asked = run <= page && page < run.plus(len);
             match self.swap_in_range(run, len) {
-                Ok(()) if self.remote.is_empty() => came.add(run, len),
+                Ok(()) if self.remote.is_empty() => swapped_in.add(run, len),
                 Ok(()) => (0..len)
                     .map(|k| run.plus(k))
                     .filter(|page| !self.remote.has(*page))
-                    .for_each(|page| came.add(page, 1)),
+                    .for_each(|page| swapped_in.add(page, 1)),
                 Err(Stop::Stale) if asked => {
                     // The range changed under the load: what was loaded is dropped, and the page
                     // comes alone.
                     self.swap_in_range(page, 1)?;
-                    came.add(page, 1);
+                    swapped_in.add(page, 1);
                 }
                 Err(stop) if asked => return Err(stop),
                 Err(_) => {}
@@ -326,7 +326,7 @@ impl FaultPath {
             }
             match snapshot.place(0) {
                 PageLocation::Absent => at += 1,
-                PageLocation::Far => match self.remote.send_for(
+                PageLocation::Remote => match self.remote.send_for(
                     engine,
                     &self.reader.cpu,
                     &snapshot,
@@ -337,7 +337,7 @@ impl FaultPath {
                     sent => at += sent?,
                 },
                 PageLocation::Cached => at += self.swap_in_cached(page.plus(at))?,
-                PageLocation::Pool | PageLocation::File | PageLocation::Zero => {
+                PageLocation::Pool | PageLocation::Area | PageLocation::Zero => {
                     let filled = self.swap_in_stored(&snapshot);
                     engine.publish_usage(&engine.mm.lock());
                     match filled {
@@ -410,7 +410,7 @@ impl FaultPath {
             return;
         };
         engine.count(Counter::WorkingsetRefault, 1);
-        mm.split.refault(distance, entry.ty() != POOL);
+        mm.pool_sizer.refault(distance, entry.ty() != POOL);
         if (distance as usize) < mm.table.present() / 2 {
             mm.table.update(page.chunk(), |c| c.hot = 1);
             engine.count(Counter::WorkingsetActivate, 1);
@@ -418,9 +418,10 @@ impl FaultPath {
         let kept = mm.table.clean_copies();
         let keeps = match entry.ty() {
             POOL => engine.charge.keeps_copies(kept, mm.table.swapped() + kept),
-            // What compressed memory refuses goes to the file however soon it comes back.
+            // What compressed memory refuses goes to a swap area however soon it comes back.
             _ => {
-                let late = mm.split.belongs_to_file(distance) && !engine.charge.may_compact_old();
+                let late =
+                    mm.pool_sizer.belongs_on_areas(distance) && !engine.charge.may_compact_old();
                 (late || engine.charge.pool_refuses()) && engine.devices.file_is_roomy()
             }
         };
@@ -433,8 +434,8 @@ impl FaultPath {
     }
 
     /// Brings in the pages at the front of a snapshot that are on the devices: what is in
-    /// compressed memory is loaded, what is in the file is read in one go. Gives how many, at least
-    /// 1.
+    /// compressed memory is loaded, what is on a swap area is read in one go. Gives how many, at
+    /// least 1.
     ///
     /// The memory lock is not held while they are loaded: the words of swapped pages are the
     /// handler's alone but for write-back, which gives them entries of the file. So a word that is
@@ -470,7 +471,7 @@ impl FaultPath {
                 mm.staging.run_used(run, 0);
             }
             if same < len {
-                // Write-back moved a page to the file, or an event took it.
+                // Write-back moved a page to a swap area, or an event took it.
                 engine.count(Counter::SwpinStale, 1);
                 self.refused(len.ilog2() as u8);
                 return Err(Stop::Stale);
@@ -497,19 +498,19 @@ impl FaultPath {
         self.loader.report_load_cost(mm);
         // Those that were held have been counted when they were read.
         let held = std::mem::take(&mut self.loader.held_hits);
-        let (mut pool, mut file) = (0, 0);
+        let (mut pool, mut area) = (0, 0);
         for k in 0..filled {
             match snapshot.place(k) {
                 PageLocation::Pool => pool += 1,
-                PageLocation::File => file += 1,
+                PageLocation::Area => area += 1,
                 _ => {}
             }
             self.finish_swap_in(mm, page.plus(k), snapshot.entries()[k]);
         }
-        self.loader.held_came += held.min(file);
+        self.loader.held_came += held.min(area);
         engine.count(Counter::Zswpin, pool);
-        engine.count(Counter::Pswpin, file - held.min(file));
-        engine.count(Counter::SwpinZero, filled - pool - file);
+        engine.count(Counter::Pswpin, area - held.min(area));
+        engine.count(Counter::SwpinZero, filled - pool - area);
         Ok(filled)
     }
 
@@ -529,7 +530,7 @@ impl FaultPath {
         self.prefetcher.learn(page, engine.charge.limit(), most, is_out);
         engine.count(Counter::SwapRaHit, self.prefetcher.take_replayed());
         self.loader.held_came = 0;
-        let mut came = 0;
+        let mut swapped_in = 0;
         while let Some(next) = self.prefetcher.ahead() {
             if !is_out(next) {
                 continue;
@@ -543,8 +544,8 @@ impl FaultPath {
                 break;
             }
             self.prefetcher.brought(self.loader.held_came == held);
-            came += 1;
+            swapped_in += 1;
         }
-        self.count_ahead(came);
+        self.count_ahead(swapped_in);
     }
 }

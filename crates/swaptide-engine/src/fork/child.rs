@@ -79,10 +79,10 @@ fn counted(words: &[usize]) -> (&[usize], &[usize]) {
 const PARENT_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The next message of the parent's handler.
-fn hear(conn: &Conn, buf: &mut [u8], fds: &mut [Option<OwnedFd>]) -> Result<usize, Errno> {
-    let mut patience = Deadline::new(PARENT_TIMEOUT);
+fn receive(conn: &Conn, buf: &mut [u8], fds: &mut [Option<OwnedFd>]) -> Result<usize, Errno> {
+    let mut deadline = Deadline::new(PARENT_TIMEOUT);
     while poll_readable(&[conn.as_fd()], Some(Duration::from_millis(40)))? == 0 {
-        if patience.is_over(|| proc_info(parent()).is_some_and(|parent| parent.stopped)) {
+        if deadline.is_over(|| proc_info(parent()).is_some_and(|parent| parent.stopped)) {
             return Err(Errno::TIMEDOUT);
         }
     }
@@ -98,7 +98,7 @@ fn hear(conn: &Conn, buf: &mut [u8], fds: &mut [Option<OwnedFd>]) -> Result<usiz
 /// allocate from its copy of the engine's memory.
 fn hear_off(conn: &Conn) -> Result<bool, Errno> {
     let mut word = [0u8; 8];
-    let n = hear(conn, &mut word, &mut [])?;
+    let n = receive(conn, &mut word, &mut [])?;
     match u64::from_le_bytes(word) {
         NO_ENGINE if n == 8 => Ok(true),
         NO_ENGINE_INCOMPLETE if n == 8 => Ok(false),
@@ -117,13 +117,13 @@ impl Engine {
         // SAFETY: as above; workers were quiesced, outside of the devices.
         unsafe { self.devices.pool.force_unlock() };
         // SAFETY: as above.
-        unsafe { self.devices.file.force_unlock() };
+        unsafe { self.devices.areas.force_unlock() };
         // SAFETY: as above.
         unsafe { self.remote_reads.forked() };
         // SAFETY: as above.
         unsafe { self.fork.childrens_history.force_unlock() };
-        self.workers.park.store(0, Relaxed);
-        self.workers.parked.store(0, Relaxed);
+        self.workers.quiesce.store(0, Relaxed);
+        self.workers.quiesced.store(0, Relaxed);
         self.workers.running.store(0, Relaxed);
         self.workers.tids.iter().for_each(|tid| tid.store(0, Relaxed));
         self.workers.work.store(0, Relaxed);
@@ -179,7 +179,7 @@ impl Engine {
         let conn = self.greet(end, index.0)?;
         let mut total = [0u8; 8];
         let mut fds: [Option<OwnedFd>; 1 + MAX_AREAS] = Default::default();
-        let n = hear(&conn, &mut total, &mut fds)?;
+        let n = receive(&conn, &mut total, &mut fds)?;
         if n == 8 && [NO_ENGINE, NO_ENGINE_INCOMPLETE].contains(&u64::from_le_bytes(total)) {
             return Ok(None);
         }
@@ -190,7 +190,7 @@ impl Engine {
         let mut at = 0;
         while at < bytes.len() {
             let end = bytes.len().min(at + MESSAGE_BYTES);
-            let n = hear(&conn, &mut bytes[at..end], &mut [])?;
+            let n = receive(&conn, &mut bytes[at..end], &mut [])?;
             if n == 0 {
                 return Err(Errno::PROTO);
             }
@@ -287,12 +287,12 @@ pub(crate) fn inherited(
     }
     engine.set_uffd(uffd);
     let mut pager = Pager::new(engine)?;
-    if let Some(book) = engine.fork.childrens_history.lock().take() {
-        pager.path.prefetcher.inherit(book);
+    if let Some(history) = engine.fork.childrens_history.lock().take() {
+        pager.path.prefetcher.inherit(history);
     }
     engine.mm.lock().staging.reopen()?;
-    engine.is_shared_anew();
-    engine.devices.file.inherit(std::mem::take(&mut left.areas), salt);
+    engine.record_new_sharing();
+    engine.devices.areas.inherit(std::mem::take(&mut left.areas), salt);
     {
         let mut mm = engine.mm.lock();
         mm.changes.behind = false;

@@ -2,17 +2,17 @@
 //!
 //! | supervisor | forking thread | child | parent's handler |
 //! |---|---|---|---|
-//! | follows the thread | asks for that, requests `ForkPrepare`, waits | | opens the shield: **prepared** |
+//! | follows the thread | asks for that, requests `ForkPrepare`, waits | | lifts the `MADV_DONTFORK` advice: **prepared** |
 //! | | fork(2) | is stopped | |
-//! | has the child begin here | is stopped | says that it is born | reads until no change is under way; says what is in doubt |
+//! | has the child begin here | is stopped | says that it runs | reads until no change is under way; says what is in doubt |
 //! | | | makes a userfaultfd, arms what the table lists, sends it | takes it as from a fork event |
 //! | lets the thread continue | continues | continues where fork(2) returns | is handing over |
 //!
 //! *In doubt* is every place that a change concerns that was read since the thread stood ready: the
 //! child may have it from before that change or from after it, and what it has there may be managed
 //! memory or something that another thread has mapped since. There the child arms what bears the
-//! mark that the shield has put on ([`crate::mm::dontfork`]); from there on its userfaultfd tells
-//! what it has, as one from the kernel would ([`crate::fork::layout`]).
+//! mark put on before the `MADV_DONTFORK` advice was lifted ([`crate::mm::dontfork`]); from there
+//! on its userfaultfd tells what it has, as one from the kernel would ([`crate::fork::layout`]).
 //!
 //! Invariants
 //! 1. The child touches no memory of the program before it is armed, and takes no lock that it has
@@ -35,7 +35,7 @@ use swaptide_sys::{AsFd, Errno, FromRawFd, OwnedFd};
 use crate::engine::{Engine, FEATURES};
 use crate::events::fork_state::ForkPhase;
 use crate::events::reader::{Interrupted, UffdReader};
-use crate::fault_injection::Standstill;
+use crate::fault_injection::StopPoint;
 use crate::mm::vma_change::VmaChange;
 
 /// The child's first word: it is there.
@@ -125,10 +125,10 @@ fn split(
 pub(super) fn receive_child_uffd(
     reader: &mut UffdReader,
     conn: &Conn,
-    patience: Duration,
+    timeout: Duration,
     is_list_whole: bool,
 ) -> Result<(), Interrupted> {
-    let ready = poll_readable(&[reader.uffd.as_fd(), conn.as_fd()], Some(patience)).unwrap_or(0);
+    let ready = poll_readable(&[reader.uffd.as_fd(), conn.as_fd()], Some(timeout)).unwrap_or(0);
     if ready & 1 != 0 {
         reader.read_within(Some(Duration::ZERO))?;
     }
@@ -139,7 +139,7 @@ pub(super) fn receive_child_uffd(
     let answered = match conn.recv(&mut word, &mut fds) {
         // There is no child: the forking thread has closed its end, and requests `ForkDone` in a
         // moment.
-        Ok((0, _)) => return reader.read_within(Some(patience)),
+        Ok((0, _)) => return reader.read_within(Some(timeout)),
         Ok((1, _)) if word[0] == MSG_STARTED && reader.fork.is_lost => {
             (reader.engine.start.log)(
                 "a fork took longer than the engine could keep what its child needs: the child is \
@@ -209,7 +209,7 @@ pub fn child_init(engine: &Engine) -> Result<(), Errno> {
     // SAFETY: the number is the child's end in this process's table; it stays open for the thread
     // that takes over, and is not closed here.
     let conn = ManuallyDrop::new(Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) }));
-    engine.injection().stand_still(Standstill::ChildStarts);
+    engine.injection().stop_at(StopPoint::ChildStarts);
     conn.send(&[MSG_STARTED], &[])?;
     let mut message = [0u8; 1 + MAX_DOUBTFUL_RANGES * DOUBT_BYTES];
     let (length, _) = conn.recv(&mut message, &mut [])?;
@@ -250,7 +250,7 @@ pub fn child_init(engine: &Engine) -> Result<(), Errno> {
 }
 
 /// Arms a range of which nothing is in doubt: what is mapped there is managed memory. Where the
-/// shield could not be opened nothing is.
+/// advice could not be lifted nothing is.
 fn arm(uffd: &Uffd, range: VirtRange) -> Result<(), Errno> {
     if uffd.register_missing(range).is_ok() {
         return Ok(());

@@ -33,7 +33,7 @@ use swaptide_sys::{AsFd, BorrowedFd, Errno};
 use crate::engine::Engine;
 use crate::events::reader::Fault;
 use crate::fault::path::FaultPath;
-use crate::fault_injection::Standstill;
+use crate::fault_injection::StopPoint;
 use crate::fork::help::attend_hints;
 use crate::fork::populate::{UnmanagedChild, can_answer, copy_at, copy_page, lay_out, recipient};
 use crate::fork::prepare::ForkServer;
@@ -54,10 +54,10 @@ const TORN_HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 /// child that says nothing for so long after the forking thread is back may be another thread's.
 const STALLED: Duration = Duration::from_millis(200);
 /// The timeouts where a test wants to see what happens then.
-const IN_TESTS: Duration = Duration::from_secs(2);
+const TEST_TIMEOUT: Duration = Duration::from_secs(2);
 const SIGKILL: i32 = 9;
 
-/// Of the children of this process the one that was born last is stopped.
+/// Of the children of this process the newest is stopped.
 fn is_new_child_stopped() -> bool {
     let this = getpid().0;
     let all = processes().unwrap_or_default();
@@ -96,8 +96,8 @@ impl ForkServer {
         let began = now();
         let mut done_at = None;
         let mut has_child = false;
-        let mut patience = Deadline::new(bound(engine, HELLO_TIMEOUT));
-        engine.injection().stand_still(Standstill::HandingOver);
+        let mut deadline = Deadline::new(bound(engine, HELLO_TIMEOUT));
+        engine.injection().stop_at(StopPoint::HandingOver);
         if channel.is_none() {
             (engine.start.log)(
                 "no channel to a forked child: it gets all its memory at once and is not \
@@ -109,7 +109,7 @@ impl ForkServer {
             wait_for_child(&pager.path, &children, channel.as_ref());
             self.drain(pager);
             attend_hints(pager);
-            self.settle(pager);
+            self.serve_untracked(pager);
             // Before a page leaves the table, all know of it.
             if let Some(another) = pager.path.reader.fork.child.take() {
                 children.push(recipient(&mut pager.path, another, false));
@@ -117,7 +117,7 @@ impl ForkServer {
             }
             let forker = engine.fork.forker.load(Acquire);
             serve_fault(pager, &mut children, &mut served, |fault| fault.tid == forker);
-            self.settle(pager);
+            self.serve_untracked(pager);
             // The child may be another thread's, and the forking thread not in fork(2) yet: it may
             // wait for a lock whose holder waits for a page.
             if now().since(began) > STALLED
@@ -125,7 +125,7 @@ impl ForkServer {
                 && waits_outside_fork(forker)
             {
                 self.torn |= serve_fault(pager, &mut children, &mut served, |_| true);
-                self.settle(pager);
+                self.serve_untracked(pager);
             }
             for child in &mut children {
                 self.read_child(pager, child, &mut served);
@@ -155,7 +155,7 @@ impl ForkServer {
                 // It was another thread's; this one's fork is yet to come, and the engine's memory
                 // has changed meanwhile.
                 self.torn = true;
-                patience = Deadline::new(bound(engine, HELLO_TIMEOUT));
+                deadline = Deadline::new(bound(engine, HELLO_TIMEOUT));
             }
             if pager.path.reader.fork.is_done {
                 let silent = now().since(*done_at.get_or_insert_with(now));
@@ -177,7 +177,7 @@ impl ForkServer {
                     return self.abandon(pager, &mut children, channel);
                 }
             }
-            if patience.is_over(is_new_child_stopped) {
+            if deadline.is_over(is_new_child_stopped) {
                 (engine.start.log)(
                     "a forked child does not respond: it gets all its memory and is \
                     not managed",
@@ -237,7 +237,7 @@ impl ForkServer {
     ) -> Result<(), Errno> {
         let engine = pager.path.engine;
         let mut hello = [0u8; 16];
-        hear(engine, conn, children, 0, &mut hello)?;
+        receive(engine, conn, children, 0, &mut hello)?;
         let word =
             |at: usize| u32::from_le_bytes(hello[at..at + 4].try_into().expect("four bytes"));
         let token = u64::from_le_bytes(hello[8..16].try_into().expect("eight bytes"));
@@ -272,13 +272,13 @@ impl ForkServer {
                 lay_out(&pager.path, child, false);
                 self.populator.populate(pager, child);
             }
-            return say(engine, conn, pid, &NO_ENGINE_INCOMPLETE.to_le_bytes(), &[]);
+            return send_message(engine, conn, pid, &NO_ENGINE_INCOMPLETE.to_le_bytes(), &[]);
         };
         let Some(index) = has_claimed().filter(|_| why.is_none() && !self.torn) else {
             // It may be another thread's after all.
             lay_out(&pager.path, child, !self.torn);
             self.populator.populate(pager, child);
-            return say(
+            return send_message(
                 engine,
                 conn,
                 pid,
@@ -288,8 +288,9 @@ impl ForkServer {
         };
         share_limit(engine, index);
         let own = engine.slot_index();
-        let file = &engine.devices.file;
-        file.device
+        let areas = &engine.devices.areas;
+        areas
+            .device
             .leased(|extent| engine.start.segment.share_charged(own, index, ExtentId(extent.0)));
         let taken = pass_on(engine, conn, child, pid, served);
         match taken {
@@ -311,18 +312,18 @@ impl ForkServer {
             Err(errno) => return Err(errno),
             Ok(false) => self.populator.populate(pager, child),
         }
-        file.device.leased(|extent| {
+        areas.device.leased(|extent| {
             engine.start.segment.release_charged(own, index, ExtentId(extent.0));
         });
         match taken {
-            Ok(_) => say(engine, conn, pid, &NO_ENGINE.to_le_bytes(), &[]),
+            Ok(_) => send_message(engine, conn, pid, &NO_ENGINE.to_le_bytes(), &[]),
             Err(_) => Ok(()),
         }
     }
 }
 
 fn bound(engine: &Engine, usual: Duration) -> Duration {
-    if engine.injection().shortens_timeouts() { IN_TESTS } else { usual }
+    if engine.injection().shortens_timeouts() { TEST_TIMEOUT } else { usual }
 }
 
 /// Waits a moment for a message of this process or a child.
@@ -358,19 +359,19 @@ fn serve_fault(
 
 /// The child's next message, if it lives to send one. `ETIMEDOUT` when it does not for too
 /// long.
-fn hear(
+fn receive(
     engine: &Engine,
     conn: &Conn,
     children: &[UnmanagedChild],
     pid: u32,
     message: &mut [u8],
 ) -> Result<(), Errno> {
-    let mut patience = Deadline::new(bound(engine, TAKEOVER_TIMEOUT));
+    let mut deadline = Deadline::new(bound(engine, TAKEOVER_TIMEOUT));
     while poll_readable(&[conn.as_fd()], Some(Duration::from_millis(10)))? == 0 {
         if children.iter().all(UnmanagedChild::is_gone) {
             return Err(Errno::SRCH);
         }
-        if patience.is_over(|| is_stopped(pid)) {
+        if deadline.is_over(|| is_stopped(pid)) {
             return Err(Errno::TIMEDOUT);
         }
     }
@@ -379,7 +380,7 @@ fn hear(
 }
 
 /// Says something to the child. `ETIMEDOUT` when it does not read for too long.
-fn say(
+fn send_message(
     engine: &Engine,
     conn: &Conn,
     pid: u32,
@@ -387,10 +388,10 @@ fn say(
     fds: &[BorrowedFd<'_>],
 ) -> Result<(), Errno> {
     conn.set_nonblocking(true)?;
-    let mut patience = Deadline::new(bound(engine, TAKEOVER_TIMEOUT));
+    let mut deadline = Deadline::new(bound(engine, TAKEOVER_TIMEOUT));
     loop {
         match conn.send(bytes, fds) {
-            Err(Errno::AGAIN) if patience.is_over(|| is_stopped(pid)) => {
+            Err(Errno::AGAIN) if deadline.is_over(|| is_stopped(pid)) => {
                 return Err(Errno::TIMEDOUT);
             }
             Err(Errno::AGAIN) => sleep(Duration::from_millis(1)),
@@ -419,7 +420,7 @@ fn pass_on(
     pid: u32,
     served: &[u64],
 ) -> Result<bool, Errno> {
-    let areas = engine.devices.file.device.shared();
+    let areas = engine.devices.areas.device.shared();
     let mut words: Vec<u64> = vec![areas.len() as u64];
     words.extend(
         areas.iter().map(|handed| u64::from(handed.area) << 32 | u64::from(handed.generation)),
@@ -433,12 +434,12 @@ fn pass_on(
         .into_iter()
         .chain(areas.iter().filter_map(|handed| handed.opened.shareable()))
         .collect();
-    say(engine, conn, pid, &total, &descriptors)?;
+    send_message(engine, conn, pid, &total, &descriptors)?;
     drop(descriptors);
     for part in bytes.chunks(MESSAGE_BYTES) {
-        say(engine, conn, pid, part, &[])?;
+        send_message(engine, conn, pid, part, &[])?;
     }
     let mut answer = [0u8];
-    hear(engine, conn, std::slice::from_ref(child), pid, &mut answer)?;
+    receive(engine, conn, std::slice::from_ref(child), pid, &mut answer)?;
     Ok(answer == [MSG_SERVING])
 }

@@ -264,9 +264,9 @@ impl History {
                 }
             }
             let agrees = expected.iter().zip(&seen).filter(|(a, b)| a == b).count();
-            let far = cut.abs_diff(usual);
-            if agrees > best.0 || (agrees == best.0 && far < best.1) {
-                best = (agrees, far, cut);
+            let distance = cut.abs_diff(usual);
+            if agrees > best.0 || (agrees == best.0 && distance < best.1) {
+                best = (agrees, distance, cut);
             }
         }
         best.2
@@ -518,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unmapped_is_gone_in_the_child_only_if_it_is_not_armed_there() {
+    fn unmapped_ranges_are_gone_in_the_child_unless_armed_there() {
         let layout = Layout::judge(&[], &[VmaChange::Gone(range(0))], |_| true, |_| true);
         assert_eq!(layout.done(), []);
         let layout = Layout::judge(&[], &[VmaChange::Gone(range(0))], |_| false, |_| true);

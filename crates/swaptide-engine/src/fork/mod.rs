@@ -10,7 +10,7 @@
 //! | runs fork(2); its own faults are served | holds the faults and notes the events of all other threads | |
 //! | | reads the fork event: **handing over**; holds every fault of the parent | may fault in libc's own code: the parent's handler copies the page in |
 //! | requests `ForkDone`, waits | waits | starts its handler, which says its process slot through the other socket |
-//! | | makes the slot a holder of every extent, sends userfaultfd and swap file, the pages copied, the events noted | takes over, says so, continues |
+//! | | makes the slot a holder of every extent, sends userfaultfd and swap areas, the pages copied, the events noted | takes over, says so, continues |
 //! | continues | applies the events, answers the faults: **none** | |
 //!
 //! A child that cannot take over (no slot is free, it has no thread, its process-id namespace is
@@ -49,7 +49,7 @@
 //!    copy is of one moment, and equals the parent's until the hand-over.
 //! 2. No staging frame is full and no folio is in the swap cache at that moment: frames need not be
 //!    shared.
-//! 3. Extents of the swap file are frozen before the fork: neither process writes or frees a byte
+//! 3. Extents of the swap areas are frozen before the fork: neither process writes or frees a byte
 //!    of them until one holder is left.
 //! 4. A child that does not come through the hook (a raw clone) gets every swapped page copied in
 //!    and its userfaultfd closed, and so does what it forks before that is done.

@@ -244,7 +244,7 @@ impl Populator {
                 "a fork bypassed libc: the child gets all its memory at once and is \
                 not managed",
             );
-            path.engine.is_shared_anew();
+            path.engine.record_new_sharing();
             path.engine.count(Counter::Forks, 1);
             let child = recipient(path, uffd, false);
             self.waiting.push(child);
@@ -447,9 +447,9 @@ fn read_ahead(path: &FaultPath, ahead: &mut ReadBatch, page: PageNo, end: PageNo
         {
             if let PageState::Swapped(entry) = mm.table.get(page)
                 && entry.ty() != POOL
-                && matches!(devices.file.slots.lookup(entry.offset()), TableSlot::Shadow { .. })
+                && matches!(devices.areas.slots.lookup(entry.offset()), TableSlot::Shadow { .. })
             {
-                ahead.read.push((entry, devices.file.device.stamp(Slot(entry.offset().0))));
+                ahead.read.push((entry, devices.areas.device.stamp(Slot(entry.offset().0))));
             }
             at = page.plus(1);
         }
@@ -461,7 +461,7 @@ fn read_ahead(path: &FaultPath, ahead: &mut ReadBatch, page: PageNo, end: PageNo
         pages.chunks_exact_mut(PAGE_SIZE).map(|page| page.try_into().expect("a page's bytes"));
     let mut wanted: Vec<(Slot, &mut Page)> =
         ahead.read.iter().map(|(entry, _)| Slot(entry.offset().0)).zip(pages).collect();
-    if devices.file.device.read(&mut wanted).is_err() {
+    if devices.areas.device.read(&mut wanted).is_err() {
         ahead.read.clear();
     }
 }
@@ -533,7 +533,7 @@ fn load_for_copy(
             Err(_) => LoadedCopy::Lost,
         };
     }
-    let device = &devices.file.device;
+    let device = &devices.areas.device;
     if let Some(page) = ahead.find(entry, device) {
         out.copy_from_slice(page);
         return LoadedCopy::Filled;

@@ -7,7 +7,7 @@
 //!    memory too.
 //! 2. What was noted is applied before a worker continues, and before a fault is answered.
 //! 3. A fork through no hook that is read meanwhile is attended to before anything else is done
-//!    ([`ForkServer::settle`]).
+//!    ([`ForkServer::serve_untracked`]).
 //!
 //! Locks: the memory lock, never while it waits.
 
@@ -26,7 +26,7 @@ use crate::events::reader::Interrupted;
 use crate::events::reader::LATE_EVENT_TIMEOUT;
 use crate::fault::complete::complete;
 use crate::fault::path::FaultPath;
-use crate::fault_injection::Standstill;
+use crate::fault_injection::StopPoint;
 use crate::fork::allow_fork::{allow_fork_of_regions, deny_fork, list_grown, list_left};
 use crate::fork::child_uffd::receive_child_uffd;
 use crate::fork::help::Forker;
@@ -51,7 +51,7 @@ pub(crate) struct ForkServer {
 impl ForkServer {
     /// Attends to forks through no hook that were read. Returns when none is left and no change of
     /// mappings is late.
-    pub(crate) fn settle(&mut self, pager: &mut Pager) {
+    pub(crate) fn serve_untracked(&mut self, pager: &mut Pager) {
         while !pager.path.reader.fork.untracked.is_empty() {
             self.populator.populate_untracked(pager);
             if !pager.path.engine.mm.lock().changes.late.is_empty() {
@@ -60,17 +60,17 @@ impl ForkServer {
         }
     }
 
-    /// Settles what an interruption has left.
-    fn settled(&mut self, pager: &mut Pager, read: Result<(), Interrupted>) {
+    /// Serves the forks that interrupted a read.
+    fn after_read(&mut self, pager: &mut Pager, read: Result<(), Interrupted>) {
         if read.is_err() {
-            self.settle(pager);
+            self.serve_untracked(pager);
         }
     }
 
     /// Applies the events that are there now, and waits a moment for one to come.
     pub(super) fn drain(&mut self, pager: &mut Pager) {
         let read = pager.path.reader.drain();
-        self.settled(pager, read);
+        self.after_read(pager, read);
     }
 
     /// A thread is about to fork. Returns when the fork is over.
@@ -86,14 +86,14 @@ impl ForkServer {
         pager.path.reader.cpu.leave(now());
         // The last fork's end may have been told after its hand-over.
         pager.path.reader.fork.is_done = false;
-        engine.injection().stand_still(Standstill::BeforeFork);
-        self.park_workers(pager);
+        engine.injection().stop_at(StopPoint::BeforeFork);
+        self.quiesce_workers(pager);
         while pager.path.worker.store_waiting(engine) {}
         engine.mm.lock().staging.trim(0);
         pager.path.installer.discard_fresh();
         // The child makes buffers of its own, and would never free these.
         pager.path.loader.ahead.clear();
-        engine.devices.file.device.freeze_all();
+        engine.devices.areas.device.freeze_all();
         open_history(engine);
         let token = now().0.rotate_left(17) ^ u64::from(forker);
         engine.fork.token.store(token, Relaxed);
@@ -113,7 +113,7 @@ impl ForkServer {
         self.list_then = engine.mm.lock().regions.changes();
         pager.path.reader.fork.has_applied = false;
         engine.fork.set(PREPARED);
-        engine.injection().stand_still(Standstill::Prepared);
+        engine.injection().stop_at(StopPoint::Prepared);
         self.await_child(pager, forker, conn.as_ref());
         self.torn |= pager.path.reader.fork.is_torn;
         if let Some(child) = pager.path.reader.fork.child.take() {
@@ -124,7 +124,7 @@ impl ForkServer {
                 );
             }
             self.hand_over(pager, child, conn);
-            engine.is_shared_anew();
+            engine.record_new_sharing();
             engine.count(Counter::Forks, 1);
         }
         self.fork_is_over(pager);
@@ -137,7 +137,7 @@ impl ForkServer {
         let mut watched = Forker::new(forker);
         let mut helped = false;
         loop {
-            self.settle(pager);
+            self.serve_untracked(pager);
             let reader = &mut pager.path.reader;
             // First: a page that is answered after a fork event goes to the child before.
             if reader.fork.child.is_some() || reader.fork.is_done {
@@ -166,31 +166,31 @@ impl ForkServer {
                 }
                 _ => reader.read_within(Some(timeout)),
             };
-            self.settled(pager, read);
+            self.after_read(pager, read);
             helped = watched.help(pager, &mut self.torn);
         }
     }
 
     /// Quiesces the workers, with nothing of theirs half done, and has remote pages arrive.
-    pub(crate) fn park_workers(&mut self, pager: &mut Pager) {
+    pub(crate) fn quiesce_workers(&mut self, pager: &mut Pager) {
         let engine = pager.path.engine;
         loop {
-            engine.workers.park.store(1, Release);
+            engine.workers.quiesce.store(1, Release);
             engine.workers.work.store(1, Release);
             futex::wake(&engine.workers.work, u32::MAX >> 1, futex::Scope::Private);
-            let stand_still =
-                engine.workers.parked.load(Acquire) == engine.workers.running.load(Acquire);
-            if stand_still && pager.path.remote.is_empty() && engine.remote_reads.is_settled() {
+            let quiesced =
+                engine.workers.quiesced.load(Acquire) == engine.workers.running.load(Acquire);
+            if quiesced && pager.path.remote.is_empty() && engine.remote_reads.are_initialized() {
                 return;
             }
             // A worker may be waiting for the handler to read its request, or for a page.
             self.drain(pager);
             pager.path.remote.submit(engine);
             complete(&mut pager.path);
-            self.settle(pager);
+            self.serve_untracked(pager);
             if let Some(fault) = pager.path.reader.pending.pop_front() {
                 pager.answer(fault);
-                self.settle(pager);
+                self.serve_untracked(pager);
             }
         }
     }
@@ -235,7 +235,7 @@ impl ForkServer {
         self.torn = false;
         reader.fork.brought.clear();
         reader.apply_noted();
-        self.settle(pager);
+        self.serve_untracked(pager);
         let engine = pager.path.engine;
         if engine.fork.followed {
             deny_fork(engine);
@@ -262,11 +262,11 @@ fn has_free_descriptor(engine: &Engine) -> bool {
 
 /// Lets the workers continue.
 pub(crate) fn unpark_workers(engine: &Engine) {
-    engine.workers.park.store(0, Release);
-    futex::wake(&engine.workers.park, u32::MAX >> 1, futex::Scope::Private);
-    // The next time they are parked, those that are quiesced are counted: none may be on its way
+    engine.workers.quiesce.store(0, Release);
+    futex::wake(&engine.workers.quiesce, u32::MAX >> 1, futex::Scope::Private);
+    // The next time they are quiesced, those that are quiesced are counted: none may be on its way
     // out of this one.
-    while engine.workers.parked.load(Acquire) != 0 {
+    while engine.workers.quiesced.load(Acquire) != 0 {
         yield_now();
     }
 }

@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_was_full_takes_nothing_before_the_threshold() {
+    fn a_full_pool_accepts_nothing_above_the_threshold() {
         let acceptance = Acceptance::new(20, 50);
         let bound = acceptance.bound(1000);
         assert_eq!(bound, 200);

@@ -39,9 +39,9 @@ const GRACE_DIVISOR: u64 = 20;
 /// keep it so.
 const MIN_SHARED_POOL_BYTES: u64 = 16 << 20;
 
-/// The share of compressed memory in a family, in 1/1024.
+/// The share of compressed memory in a copy-on-write group, in 1/1024.
 const COW_GROUP_SHARE_1024: u32 = 960;
-/// What compressed memory may grow by when a family has ended, in 1/1024.
+/// What compressed memory may grow by when a copy-on-write group has ended, in 1/1024.
 const COW_GROUP_SLACK_1024: u32 = 16;
 /// What a fork leaves to each of the two, if there was that much.
 const MIN_FORK_SHARE_BYTES: u64 = 4 << 20;
@@ -74,9 +74,9 @@ pub struct Charge {
     /// Smoothed pages that a fault brings in, in 1/16.
     brought_16: AtomicU32,
     /// Bytes in shared memory that are this process's to pay for.
-    aside: AtomicU64,
+    shared_bytes: AtomicU64,
     /// Whether others have much of this process's memory.
-    pub(crate) family: CowGroup,
+    pub(crate) cow_group: CowGroup,
 }
 
 impl Charge {
@@ -99,8 +99,8 @@ impl Charge {
             surge: AtomicI64::new(0),
             scattered: AtomicBool::new(false),
             brought_16: AtomicU32::new(16 * SPARSE_PAGES_PER_CHUNK),
-            aside: AtomicU64::new(0),
-            family: CowGroup::default(),
+            shared_bytes: AtomicU64::new(0),
+            cow_group: CowGroup::default(),
         }
     }
 
@@ -127,25 +127,25 @@ impl Charge {
     /// Takes over what the supervisor wrote.
     pub(crate) fn take_limit(&self, slot: &ProcSlot) {
         let limit = slot.control.limit_bytes.load(Relaxed);
-        if limit != 0 && self.family.accepts_limit(limit) {
+        if limit != 0 && self.cow_group.accepts_limit(limit) {
             self.limit.store(limit, Relaxed);
         }
         self.bounds
             .group_max
             .store(slot.control.pool_max_plus.load(Relaxed).wrapping_sub(1), Relaxed);
-        self.family.on_hint(slot.control.cow_hint.load(Relaxed));
+        self.cow_group.on_hint(slot.control.cow_hint.load(Relaxed));
     }
 
     /// What a fork leaves to each of the two: half of the limit, if there is that much. Where there
-    /// is something to keep, it is not heeded at once ([`CowGroup::part`]). In both processes,
-    /// before another limit is taken over.
+    /// is something to keep, it is not heeded at once ([`CowGroup::set_fork_limit`]). In both
+    /// processes, before another limit is taken over.
     pub(crate) fn split_limit(&self) -> u64 {
         // Of several forks before the supervisor has looked each leaves half of what the last one
         // left.
-        let limit = self.family.fork_limit_set().unwrap_or_else(|| self.limit());
+        let limit = self.cow_group.fork_limit_in_force().unwrap_or_else(|| self.limit());
         let half = (limit / 2).max(MIN_FORK_SHARE_BYTES.min(limit));
         if self.is_pool_worth_sharing() {
-            self.family.part(half);
+            self.cow_group.set_fork_limit(half);
         }
         half
     }
@@ -174,12 +174,12 @@ impl Charge {
     /// Bytes charged.
     fn charged(&self) -> u64 {
         let kept = self.pages.load(Relaxed) * PAGE_SIZE as u64 + self.pool.load(Relaxed);
-        kept.saturating_add_signed(self.rest.load(Relaxed)) + self.aside.load(Relaxed)
+        kept.saturating_add_signed(self.rest.load(Relaxed)) + self.shared_bytes.load(Relaxed)
     }
 
     /// `bytes` of this process lie in shared memory, where they are not measured.
-    pub(crate) fn set_aside(&self, bytes: u64) {
-        self.aside.store(bytes, Relaxed);
+    pub(crate) fn set_shared_bytes(&self, bytes: u64) {
+        self.shared_bytes.store(bytes, Relaxed);
     }
 
     /// True when there is so much in compressed memory that it is worth something to look after
@@ -282,14 +282,14 @@ impl Charge {
         (self.limit() as usize / 64 / PAGE_SIZE).clamp(16, 512)
     }
 
-    /// The same where the pages are far: a window is all that comes in the time of one answer.
-    pub(crate) fn far_window_pages(&self) -> usize {
+    /// The same where the pages are remote: a window is all that comes in the time of one answer.
+    pub(crate) fn remote_window_pages(&self) -> usize {
         (self.limit() as usize / 16 / PAGE_SIZE).clamp(16, 512)
     }
 
-    /// Bytes that the compressed pool may take before its oldest pages go to the file.
+    /// Bytes that the compressed pool may take before its oldest pages go to a swap area.
     pub fn pool_limit(&self) -> u64 {
-        let share = if self.family.is_active() {
+        let share = if self.cow_group.is_active() {
             COW_GROUP_SHARE_1024.max(self.pool_share())
         } else {
             self.pool_share()
@@ -355,7 +355,7 @@ impl Charge {
     }
 
     /// True when compressed memory is so far above its share that nothing may go to it before
-    /// something went to the file.
+    /// something went to a swap area.
     pub(crate) fn pool_overflows(&self) -> bool {
         let margin =
             (self.limit() / 32).min((self.bounds.group_max.load(Relaxed) / 8).max(256 << 10));
@@ -364,27 +364,27 @@ impl Charge {
 
     /// True while compressed memory may hold one more copy of a page that the program has again:
     /// `kept` of the `pages` it holds are such. They save a compression, and cost room; what they
-    /// take is bounded, and they are the first to go. In a family they cost nothing: the others
-    /// have the same memory, which giving them up would not free but have copied.
+    /// take is bounded, and they are the first to go. In a copy-on-write group they cost nothing:
+    /// the others have the same memory, which giving them up would not free but have copied.
     pub(crate) fn keeps_copies(&self, kept: usize, pages: usize) -> bool {
         let bytes = self.pool() as u128 * kept as u128 / pages.max(1) as u128;
         let few =
-            bytes < u128::from(self.limit() / CLEAN_COPIES_DIVISOR) || self.family.is_active();
+            bytes < u128::from(self.limit() / CLEAN_COPIES_DIVISOR) || self.cow_group.is_active();
         few && self.pool() < self.pool_limit()
     }
 
-    /// True in a fork while compressed memory is well below its share. What comes from the file
+    /// True in a fork while compressed memory is well below its share. What comes from a swap area
     /// then goes there when it goes out again, however old it is: a child that reads all that its
     /// parent had (to save it) would else read much of it twice. Elsewhere that loses more than it
     /// gains.
     pub(crate) fn may_compact_old(&self) -> bool {
-        self.family.is_child_member() && self.pool() < self.pool_limit() / 8 * 7
+        self.cow_group.is_child_member() && self.pool() < self.pool_limit() / 8 * 7
     }
 
-    /// Looks whether this process is still of a family; called now and then.
+    /// Looks whether this process is still in a copy-on-write group; called now and then.
     pub(crate) fn follow_cow_group(&self) {
-        self.family.look_for_parent();
-        if self.family.follow(self.pool() > self.pool_goal()) {
+        self.cow_group.look_for_parent();
+        if self.cow_group.follow(self.pool() > self.pool_goal()) {
             // What grew meanwhile is divided again, but not by writing away at once what the next
             // child would have as well.
             let has = (u128::from(self.pool()) * 1024 / u128::from(self.divisible().max(1))) as u32
@@ -399,7 +399,7 @@ impl Charge {
     /// small forks could have as much again each does not count.
     pub fn inherit(&self, parent: u32) {
         if self.is_pool_worth_sharing() {
-            self.family.inherit(parent);
+            self.cow_group.inherit(parent);
         }
     }
 
@@ -437,15 +437,15 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_aside_is_charged() {
+    fn shared_memory_is_charged() {
         let charge = Charge::new(64 << 20, 75, 0);
         charge.publish(1024, 0, 0);
-        charge.set_aside(1 << 20);
+        charge.set_shared_bytes(1 << 20);
         assert_eq!((charge.charged(), charge.headroom()), (5 << 20, 59 << 20));
     }
 
     #[test]
-    fn a_fork_leaves_half_and_where_there_is_much_to_keep_the_whole_for_a_moment() {
+    fn a_fork_halves_the_limit_later_where_a_pool_is_shared() {
         let (charge, slot) = (Charge::new(64 << 20, 75, 0), slot());
         let takes = |limit: u64| {
             slot.control.limit_bytes.store(limit, Relaxed);
@@ -466,11 +466,11 @@ mod tests {
     }
 
     #[test]
-    fn a_family_keeps_what_is_in_compressed_memory() {
+    fn a_cow_group_keeps_compressed_memory() {
         let (charge, slot) = (Charge::new(64 << 20, 50, 0), slot());
         charge.publish(0, 0, 15 << 20);
         charge.inherit(swaptide_sys::process::parent());
-        assert!(!charge.family.is_active(), "so little is not worth it");
+        assert!(!charge.cow_group.is_active(), "so little is not worth it");
         charge.publish(0, 0, 33 << 20);
         assert!(
             !charge.keeps_copies(500, 1000)
@@ -527,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_that_nothing_leaves_is_full_at_its_bound_or_when_little_stays_resident() {
+    fn a_pool_without_areas_is_full_at_its_bound_or_at_few_residents() {
         let charge = Charge::new(64 << 20, 75, 0);
         charge.publish(4096, 0, 49 << 20);
         assert!(!charge.pool_is_full(), "16 MiB are resident");

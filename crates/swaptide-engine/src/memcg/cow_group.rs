@@ -1,20 +1,21 @@
-//! Whether this process is of a *family*: whether others have much of its memory too, since a fork,
-//! compressed memory among it.
+//! Whether this process is in a *copy-on-write group*: whether others have much of its memory too,
+//! since a fork, compressed memory among it.
 //!
-//! What one of a family gives up, the others still have: to write compressed memory to the swap
-//! areas frees nothing, to copy what is shared in order to take it out takes room, and the next
-//! child would have to read all of it. So in a family compressed memory may have almost all of the
-//! limit, copies of pages that came back from it stay, it is not made smaller by zstd, and what
-//! shows how a limit is best divided is not listened to. A process is of one for a while after a
-//! fork, and then as long as the supervisor continues saying that they share
+//! What one of a copy-on-write group gives up, the others still have: to write compressed memory to
+//! the swap areas frees nothing, to copy what is shared in order to take it out takes room, and the
+//! next child would have to read all of it. So in a copy-on-write group compressed memory may have
+//! almost all of the limit, copies of pages that came back from it stay, it is not made smaller by
+//! zstd, and what shows how a limit is best divided is not listened to. A process is in one for a
+//! while after a fork, and then as long as the supervisor continues saying that they share
 //! ([`ProcControl::cow_hint`](swaptide_ipc::ProcControl)).
 //!
 //! Owns: that state, and the limit between a fork and the supervisor's first word about it.
 //!
 //! Invariants
 //! 1. A limit that a fork left is heeded after [`FORK_LIMIT_TIMEOUT`] at the latest.
-//! 2. A process that shares nothing any more is of no family after [`HINT_HYSTERESIS`], and
-//!    compressed memory that is past its share for so long goes to the swap areas in a family, too.
+//! 2. A process that shares nothing any more is in no copy-on-write group after
+//!    [`HINT_HYSTERESIS`], and compressed memory that is past its share for so long goes to the
+//!    swap areas in a copy-on-write group, too.
 //!
 //! Locks: none; atomics, each read on its own.
 
@@ -28,25 +29,25 @@ const FORK_LIMIT_TIMEOUT: Duration = Duration::from_millis(100);
 /// What the supervisor says may change and change back within so long: it carries on what it
 /// measures in between.
 const HINT_HYSTERESIS: Duration = Duration::from_millis(200);
-/// A fork is of its parent's family for so long, whatever the supervisor says: until then it has
-/// measured.
+/// A fork is in its parent's copy-on-write group for so long, whatever the supervisor says: until
+/// then it has measured.
 const CHILD_MEMBERSHIP: Duration = Duration::from_secs(1);
 
 /// Whether other processes share much memory with this one since a fork.
 #[derive(Default)]
 pub struct CowGroup {
-    is_one: AtomicBool,
+    active: AtomicBool,
     /// The process of which this one is a fork, while it lives; 0 otherwise.
-    heir_of: AtomicU32,
-    /// It is one until then, whatever else.
+    forked_from: AtomicU32,
+    /// It is active until then, whatever else.
     until: AtomicU64,
-    /// What the supervisor said last.
-    said: AtomicU32,
+    /// The supervisor's last hint.
+    hint: AtomicU32,
     /// Since when compressed memory has been past its share; 0: it is not.
     pressed: AtomicU64,
     /// A limit that is not heeded, and until when.
-    parted: AtomicU64,
-    parted_until: AtomicU64,
+    fork_limit: AtomicU64,
+    fork_limit_until: AtomicU64,
 }
 
 fn after(time: Duration) -> u64 {
@@ -59,44 +60,44 @@ impl CowGroup {
     /// [`FORK_LIMIT_TIMEOUT`] at most, both continue with the whole. (Were they to take half of it
     /// out at once, they would copy what they share to do so, and have to bring it back.) In both
     /// processes, before they take over another limit.
-    pub fn part(&self, limit: u64) {
-        self.parted.store(limit, Relaxed);
-        self.parted_until.store(after(FORK_LIMIT_TIMEOUT), Relaxed);
+    pub(crate) fn set_fork_limit(&self, limit: u64) {
+        self.fork_limit.store(limit, Relaxed);
+        self.fork_limit_until.store(after(FORK_LIMIT_TIMEOUT), Relaxed);
         self.stay();
     }
 
     /// What the last fork left, while the supervisor may still say another limit.
-    pub(crate) fn fork_limit_set(&self) -> Option<u64> {
-        let is_on = now().0 < self.parted_until.load(Relaxed);
-        Some(self.parted.load(Relaxed)).filter(|limit| is_on && *limit != 0)
+    pub(crate) fn fork_limit_in_force(&self) -> Option<u64> {
+        let is_on = now().0 < self.fork_limit_until.load(Relaxed);
+        Some(self.fork_limit.load(Relaxed)).filter(|limit| is_on && *limit != 0)
     }
 
     /// False for the limit that a fork left, as long as the supervisor may still say another.
     pub(crate) fn accepts_limit(&self, limit: u64) -> bool {
-        if limit == self.parted.load(Relaxed) && now().0 < self.parted_until.load(Relaxed) {
+        if limit == self.fork_limit.load(Relaxed) && now().0 < self.fork_limit_until.load(Relaxed) {
             return false;
         }
-        self.parted.store(0, Relaxed);
+        self.fork_limit.store(0, Relaxed);
         true
     }
 
-    /// What the supervisor says: 0, or a number that is another one each time it has seen that this
-    /// process is of a family. (If it is gone, it says nothing.)
-    pub(crate) fn on_hint(&self, said: u32) {
-        if self.said.swap(said, Relaxed) != said && said != 0 {
+    /// The supervisor's hint: 0, or a number that is another one each time it has seen that this
+    /// process is in a copy-on-write group. (If it is gone, it says nothing.)
+    pub(crate) fn on_hint(&self, hint: u32) {
+        if self.hint.swap(hint, Relaxed) != hint && hint != 0 {
             self.stay();
         }
     }
 
-    /// It is one for a while.
+    /// It is active for a while.
     pub fn stay(&self) {
         self.until.fetch_max(after(HINT_HYSTERESIS), Relaxed);
-        self.is_one.store(true, Relaxed);
+        self.active.store(true, Relaxed);
     }
 
     /// This process is a fork of `parent`.
     pub fn inherit(&self, parent: u32) {
-        self.heir_of.store(parent, Relaxed);
+        self.forked_from.store(parent, Relaxed);
         self.stay();
         self.until.fetch_max(after(CHILD_MEMBERSHIP), Relaxed);
     }
@@ -104,33 +105,33 @@ impl CowGroup {
     /// Ends what [`CowGroup::inherit`] began when the parent is another one now: the first has
     /// ended.
     pub(crate) fn look_for_parent(&self) {
-        let parent = self.heir_of.load(Relaxed);
+        let parent = self.forked_from.load(Relaxed);
         if parent != 0 && parent != swaptide_sys::process::parent() {
-            self.heir_of.store(0, Relaxed);
+            self.forked_from.store(0, Relaxed);
             self.until.store(after(HINT_HYSTERESIS), Relaxed);
         }
     }
 
     /// True in a fork whose parent lives.
     pub(crate) fn is_child_member(&self) -> bool {
-        self.heir_of.load(Relaxed) != 0
+        self.forked_from.load(Relaxed) != 0
     }
 
-    /// True while others do, as the supervisor said last or a fork has just made it.
+    /// True while others do, as the supervisor hint last or a fork has just made it.
     pub(crate) fn is_active(&self) -> bool {
-        self.is_one.load(Relaxed)
+        self.active.load(Relaxed)
     }
 
     /// Looks again, now and then; compressed memory is past its share or not. True when this
-    /// process has just ceased to be of a family.
+    /// process has just ceased to be in a copy-on-write group.
     pub fn follow(&self, overfull: bool) -> bool {
-        let is_one = now().0 < self.until.load(Relaxed);
-        if !is_one || !overfull {
+        let active = now().0 < self.until.load(Relaxed);
+        if !active || !overfull {
             self.pressed.store(0, Relaxed);
         } else if self.pressed.load(Relaxed) == 0 {
             self.pressed.store(now().0, Relaxed);
         }
-        self.is_one.swap(is_one, Relaxed) && !is_one
+        self.active.swap(active, Relaxed) && !active
     }
 
     /// False while what is in compressed memory should stay there although it is past its share.
@@ -152,63 +153,63 @@ mod tests {
     }
 
     #[test]
-    fn what_a_fork_left_is_not_heeded_until_the_supervisor_says_more_or_says_nothing() {
-        let family = CowGroup::default();
-        assert!(family.accepts_limit(32 << 20));
-        family.part(32 << 20);
-        assert!(!family.accepts_limit(32 << 20), "the supervisor has not seen the child");
-        assert!(family.accepts_limit(50 << 20), "it has seen it");
-        assert!(family.accepts_limit(32 << 20));
-        family.part(32 << 20);
+    fn fork_limit_is_ignored_until_supervisor_updates_or_times_out() {
+        let group = CowGroup::default();
+        assert!(group.accepts_limit(32 << 20));
+        group.set_fork_limit(32 << 20);
+        assert!(!group.accepts_limit(32 << 20), "the supervisor has not seen the child");
+        assert!(group.accepts_limit(50 << 20), "it has seen it");
+        assert!(group.accepts_limit(32 << 20));
+        group.set_fork_limit(32 << 20);
         wait(FORK_LIMIT_TIMEOUT);
-        assert!(family.accepts_limit(32 << 20), "it will not within the timeout");
+        assert!(group.accepts_limit(32 << 20), "it will not within the timeout");
     }
 
     #[test]
-    fn a_family_ends_a_while_after_nothing_is_shared_any_more() {
-        let family = CowGroup::default();
-        assert!(!family.is_active() && !family.follow(false));
-        family.stay();
-        assert!(family.is_active() && !family.follow(false) && family.is_active());
+    fn a_cow_group_ends_some_time_after_nothing_is_shared() {
+        let group = CowGroup::default();
+        assert!(!group.is_active() && !group.follow(false));
+        group.stay();
+        assert!(group.is_active() && !group.follow(false) && group.is_active());
         wait(HINT_HYSTERESIS);
-        assert!(family.is_active(), "the supervisor has not looked");
-        assert!(family.follow(false) && !family.is_active());
-        assert!(!family.follow(false), "it is told once");
+        assert!(group.is_active(), "the supervisor has not looked");
+        assert!(group.follow(false) && !group.is_active());
+        assert!(!group.follow(false), "it is told once");
     }
 
     #[test]
-    fn an_heir_is_of_the_family_for_a_while_and_then_by_the_supervisors_word() {
-        let family = CowGroup::default();
-        family.inherit(swaptide_sys::process::parent());
-        family.look_for_parent();
+    fn a_child_is_a_member_for_a_while_then_by_hint() {
+        let group = CowGroup::default();
+        group.inherit(swaptide_sys::process::parent());
+        group.look_for_parent();
         wait(HINT_HYSTERESIS);
-        assert!(!family.follow(false) && family.is_active() && family.is_child_member());
+        assert!(!group.follow(false) && group.is_active() && group.is_child_member());
         wait(CHILD_MEMBERSHIP);
-        assert!(family.follow(false) && !family.is_active() && family.is_child_member());
-        family.on_hint(7);
-        assert!(family.is_active());
+        assert!(group.follow(false) && !group.is_active() && group.is_child_member());
+        group.on_hint(7);
+        assert!(group.is_active());
         wait(HINT_HYSTERESIS);
-        family.on_hint(7);
-        assert!(family.follow(false), "the supervisor says nothing new");
-        family.inherit(1 << 30);
-        family.look_for_parent();
-        assert!(!family.is_child_member() && family.is_active());
+        group.on_hint(7);
+        assert!(group.follow(false), "the supervisor says nothing new");
+        group.inherit(1 << 30);
+        group.look_for_parent();
+        assert!(!group.is_child_member() && group.is_active());
         wait(HINT_HYSTERESIS);
-        assert!(family.follow(false));
+        assert!(group.follow(false));
     }
 
     #[test]
     fn compressed_memory_that_is_past_its_share_for_long_goes_on() {
-        let family = CowGroup::default();
-        assert!(family.may_write_back());
-        family.inherit(swaptide_sys::process::parent());
-        family.follow(true);
-        assert!(!family.may_write_back());
+        let group = CowGroup::default();
+        assert!(group.may_write_back());
+        group.inherit(swaptide_sys::process::parent());
+        group.follow(true);
+        assert!(!group.may_write_back());
         wait(HINT_HYSTERESIS);
-        family.follow(false);
-        family.follow(true);
-        assert!(!family.may_write_back(), "it was not all the time");
+        group.follow(false);
+        group.follow(true);
+        assert!(!group.may_write_back(), "it was not all the time");
         wait(HINT_HYSTERESIS);
-        assert!(family.may_write_back());
+        assert!(group.may_write_back());
     }
 }

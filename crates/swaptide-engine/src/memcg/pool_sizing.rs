@@ -1,17 +1,17 @@
 //! How a process's limit is divided between resident and compressed memory.
 //!
-//! A larger pool keeps more pages from the file; a smaller one leaves more of them in the program.
-//! Which is better shows in when pages come back: the shadow of a page tells how many others were
-//! taken out since it went (its *distance*).
+//! A larger pool keeps more pages from the swap areas; a smaller one leaves more of them in the
+//! program. Which is better shows in when pages come back: the shadow of a page tells how many
+//! others were taken out since it went (its *distance*).
 //! - A refault of small distance would not have happened had the resident part been a step larger.
 //!   Of the smallest distances that is half the truth: a page in constant use goes out when its
 //!   turn comes, whatever the size, and comes back at once; only its turn comes later in a larger
 //!   part. So those count in the ratio of the step to the whole, or, if that is more, what came
 //!   back at the distance of the second step counts.
 //! - A refault from compressed memory of a distance near the age of its oldest page would come from
-//!   the file had the pool been a step smaller.
-//! - A refault from the file of a distance a little beyond that age would have come from compressed
-//!   memory had it been a step larger.
+//!   a swap area had the pool been a step smaller.
+//! - A refault from a swap area of a distance a little beyond that age would have come from
+//!   compressed memory had it been a step larger.
 //!
 //! Each is weighed with what it costs in time (a page that has been in compressed memory for long
 //! may be compressed with zstd, which costs more to load); the heavier side gets a step. A step
@@ -31,13 +31,13 @@ pub(crate) const MAX_SHARE_1024: u32 = 700;
 const SHARE_STEP_1024: u32 = 16;
 /// Refaults that say something.
 const MIN_REFAULTS: u64 = 48;
-/// Refaults from the file that are remembered.
+/// Refaults from swap areas that are remembered.
 const MAX_GHOST_REFAULTS: u64 = 4096;
 /// What a fault costs besides bringing pages in (its delivery), in nanoseconds.
 const FAULT_NS: u64 = 8_000;
 /// What bringing one page in from compressed memory and taking another one out costs.
 const POOL_NS: u64 = 6_000;
-/// What a page costs that goes to the file and comes back, besides the reading.
+/// What a page costs that goes to a swap area and comes back, besides the reading.
 const WRITE_NS: u64 = 8_000;
 /// Pages that compressed memory keeps in one, as a rule.
 const PAGES_FOR_ONE: u64 = 3;
@@ -51,7 +51,7 @@ struct Refaults {
     near: u64,
     /// A resident part larger by two steps, and not by one.
     next: u64,
-    /// Compressed memory smaller by a step would have made them refaults from the file.
+    /// Compressed memory smaller by a step would have made them refaults from a swap area.
     tail: u64,
     /// Compressed memory larger by a step.
     missed: u64,
@@ -59,7 +59,7 @@ struct Refaults {
 
 /// What swap-in costs; smoothed.
 struct SwapInCosts {
-    /// Nanoseconds for a page from the file.
+    /// Nanoseconds for a page from a swap area.
     file_ns: u64,
     /// Nanoseconds for a page that is compressed with zstd.
     zstd_ns: u64,
@@ -84,8 +84,8 @@ pub struct PoolSizer {
     refaults: Refaults,
     costs: SwapInCosts,
     distances: Distances,
-    /// Refaults from the file of distances below twice the age of compressed memory's oldest page,
-    /// and of larger ones; smoothed.
+    /// Refaults from swap areas of distances below twice the age of compressed memory's oldest
+    /// page, and of larger ones; smoothed.
     soon: u64,
     late: u64,
     /// What a larger resident part would have saved so far, in nanoseconds.
@@ -127,7 +127,7 @@ pub struct PoolSample {
     /// The distance of the page that went to compressed memory longest ago.
     pub oldest: u64,
     /// True when the oldest pages were compressed again with zstd.
-    pub settled: bool,
+    pub recompressed: bool,
 }
 
 impl PoolSizer {
@@ -150,22 +150,22 @@ impl PoolSizer {
         self.regret = 0;
     }
 
-    /// A page came back after `distance` pages were taken out, from the file or from compressed
+    /// A page came back after `distance` pages were taken out, from a swap area or from compressed
     /// memory.
-    pub fn refault(&mut self, distance: u64, from_file: bool) {
+    pub fn refault(&mut self, distance: u64, from_area: bool) {
         self.refaults.seen += 1;
         if distance < self.distances.near_below {
             self.refaults.near += 1;
         } else if distance < 2 * self.distances.near_below {
             self.refaults.next += 1;
         }
-        if from_file && distance >= self.distances.age {
+        if from_area && distance >= self.distances.age {
             *(if distance < 2 * self.distances.age { &mut self.soon } else { &mut self.late }) += 1;
             if self.soon + self.late > MAX_GHOST_REFAULTS {
                 (self.soon, self.late) = (self.soon / 2, self.late / 2);
             }
         }
-        match from_file {
+        match from_area {
             true if (self.distances.age..self.distances.missed_below).contains(&distance) => {
                 self.refaults.missed += 1
             }
@@ -174,14 +174,14 @@ impl PoolSizer {
         }
     }
 
-    /// True for a page that comes back from the file later than compressed memory would have kept
-    /// it: should it go out again unchanged, it goes where it came from. One that comes back sooner
-    /// is wanted often, and belongs into compressed memory.
-    pub(crate) fn belongs_to_file(&self, distance: u64) -> bool {
+    /// True for a page that comes back from a swap area later than compressed memory would have
+    /// kept it: should it go out again unchanged, it goes where it came from. One that comes back
+    /// sooner is wanted often, and belongs into compressed memory.
+    pub(crate) fn belongs_on_areas(&self, distance: u64) -> bool {
         distance >= self.distances.age
     }
 
-    /// False when the pages that come back from the file had been out for much longer than
+    /// False when the pages that come back from swap areas had been out for much longer than
     /// compressed memory could have kept them, however tightly it packs them.
     pub(crate) fn tighter_helps(&self) -> bool {
         self.soon * 8 >= self.late || self.soon + self.late < MIN_REFAULTS
@@ -192,7 +192,7 @@ impl PoolSizer {
         self.costs.pages_16 = (self.costs.pages_16 * 63 + 16 * pages as u64) / 64;
     }
 
-    /// `pages` were read from the file in `ns` nanoseconds.
+    /// `pages` were read from swap areas in `ns` nanoseconds.
     pub fn read(&mut self, pages: usize, ns: u64) {
         self.costs.file_ns = (self.costs.file_ns * 31 + ns / pages.max(1) as u64) / 32;
     }
@@ -235,7 +235,7 @@ impl PoolSizer {
         let step_pages = at.limit / 1024 * u64::from(SHARE_STEP_1024) / 4096;
         let delivery = FAULT_NS * 16 / self.costs.pages_16.max(16);
         let from_pool = delivery + POOL_NS + self.costs.zstd_ns * self.costs.zstd_part / 1024;
-        let from_old = POOL_NS / 2 + if at.settled { self.costs.zstd_ns } else { 0 };
+        let from_old = POOL_NS / 2 + if at.recompressed { self.costs.zstd_ns } else { 0 };
         let more_from_file = (self.costs.file_ns + WRITE_NS).saturating_sub(from_old).max(1000);
         let near = self.refaults.next.max(
             self.refaults.near * self.distances.near_below
@@ -285,56 +285,56 @@ mod tests {
         resident: 8192,
         pool: 32 << 20,
         oldest: 20_000,
-        settled: false,
+        recompressed: false,
     };
 
     fn ready() -> PoolSizer {
-        let mut split = PoolSizer::new();
-        assert_eq!(split.decide(AT), 512, "nothing is known yet");
-        split
+        let mut sizer = PoolSizer::new();
+        assert_eq!(sizer.decide(AT), 512, "nothing is known yet");
+        sizer
     }
 
     /// What is decided after a hundred refaults of one kind.
-    fn decided(split: &mut PoolSizer, at: PoolSample, distance: u64, from_file: bool) -> u32 {
-        (0..100).for_each(|_| split.refault(distance, from_file));
-        split.decide(at)
+    fn decided(sizer: &mut PoolSizer, at: PoolSample, distance: u64, from_area: bool) -> u32 {
+        (0..100).for_each(|_| sizer.refault(distance, from_area));
+        sizer.decide(at)
     }
 
     #[test]
     fn pages_that_come_back_at_once_make_the_pool_smaller() {
-        let mut split = ready();
+        let mut sizer = ready();
         assert!(
-            decided(&mut split, AT, 300, false) == 512,
+            decided(&mut sizer, AT, 300, false) == 512,
             "what it saved is not yet what it costs"
         );
         let steps = (0..100)
-            .find(|_| decided(&mut split, AT, 300, false) == 512 - SHARE_STEP_1024)
+            .find(|_| decided(&mut sizer, AT, 300, false) == 512 - SHARE_STEP_1024)
             .expect("a step in the end");
         assert!(steps < 20, "{steps}");
-        assert_eq!(decided(&mut split, AT, 300, false), 512, "the next one has its own price");
+        assert_eq!(decided(&mut sizer, AT, 300, false), 512, "the next one has its own price");
     }
 
     #[test]
     fn what_would_have_been_saved_long_ago_does_not_count() {
-        let mut split = ready();
-        while split.regret == 0 {
-            assert_eq!(decided(&mut split, AT, 300, false), 512);
+        let mut sizer = ready();
+        while sizer.regret == 0 {
+            assert_eq!(decided(&mut sizer, AT, 300, false), 512);
         }
-        let before = split.regret;
+        let before = sizer.regret;
         // Refaults at no distance that says anything.
         for _ in 0..20 {
-            decided(&mut split, AT, 10_000, false);
+            decided(&mut sizer, AT, 10_000, false);
         }
-        assert!(split.regret < before / 4, "{} of {before}", split.regret);
+        assert!(sizer.regret < before / 4, "{} of {before}", sizer.regret);
     }
 
     #[test]
-    fn pages_that_the_file_gives_back_soon_after_they_went_there_make_it_larger() {
-        let mut split = ready();
+    fn early_refaults_from_areas_grow_the_pool() {
+        let mut sizer = ready();
         for _ in 0..100 {
-            split.refault(20_100, true);
+            sizer.refault(20_100, true);
         }
-        assert_eq!(split.decide(AT), 512 + SHARE_STEP_1024);
+        assert_eq!(sizer.decide(AT), 512 + SHARE_STEP_1024);
     }
 
     #[test]
@@ -342,11 +342,11 @@ mod tests {
         // Refaults of small distance, and some that a smaller pool would have turned into readings:
         // as many as just keep it as it is.
         let share = |slow: bool| {
-            let mut split = ready();
-            let at = PoolSample { settled: slow, ..AT };
+            let mut sizer = ready();
+            let at = PoolSample { recompressed: slow, ..AT };
             for _ in 0..64 {
                 let zstd_ns = if slow { 64 * 40_000 } else { 0 };
-                split.loaded(Loads {
+                sizer.loaded(Loads {
                     pages: 64,
                     zstd: if slow { 64 } else { 0 },
                     any_zstd: slow,
@@ -356,8 +356,8 @@ mod tests {
             }
             (0..40)
                 .map(|_| {
-                    (0..18).for_each(|_| split.refault(19_990, false));
-                    decided(&mut split, at, 300, false)
+                    (0..18).for_each(|_| sizer.refault(19_990, false));
+                    decided(&mut sizer, at, 300, false)
                 })
                 .min()
         };
@@ -365,33 +365,33 @@ mod tests {
     }
 
     #[test]
-    fn refaults_without_order_leave_it_as_it_is_while_the_file_is_slow() {
-        let mut split = ready();
+    fn random_refaults_do_not_resize_the_pool_while_areas_are_slow() {
+        let mut sizer = ready();
         for i in 0..20_000u64 {
-            split.refault(i, false);
+            sizer.refault(i, false);
         }
-        assert_eq!(split.decide(AT), 512);
+        assert_eq!(sizer.decide(AT), 512);
     }
 
     #[test]
-    fn packing_tighter_helps_unless_pages_come_back_from_the_file_very_late() {
-        let mut split = ready();
-        assert!(split.tighter_helps(), "nothing is known yet");
-        (0..100).for_each(|_| split.refault(90_000, true));
-        assert!(!split.tighter_helps());
-        (0..20).for_each(|_| split.refault(30_000, true));
-        assert!(split.tighter_helps());
-        (0..10_000).for_each(|_| split.refault(90_000, true));
-        assert!(!split.tighter_helps(), "what was long ago is forgotten");
+    fn recompression_helps_unless_area_refaults_are_very_late() {
+        let mut sizer = ready();
+        assert!(sizer.tighter_helps(), "nothing is known yet");
+        (0..100).for_each(|_| sizer.refault(90_000, true));
+        assert!(!sizer.tighter_helps());
+        (0..20).for_each(|_| sizer.refault(30_000, true));
+        assert!(sizer.tighter_helps());
+        (0..10_000).for_each(|_| sizer.refault(90_000, true));
+        assert!(!sizer.tighter_helps(), "what was long ago is forgotten");
     }
 
     #[test]
     fn the_share_stays_within_its_bounds() {
-        let mut split = ready();
+        let mut sizer = ready();
         let mut share = 512;
         for _ in 0..2000 {
             share = decided(
-                &mut split,
+                &mut sizer,
                 PoolSample { share, pool: u64::from(share) << 16, ..AT },
                 300,
                 false,
@@ -400,7 +400,7 @@ mod tests {
         assert_eq!(share, MIN_SHARE_1024);
         for _ in 0..200 {
             share = decided(
-                &mut split,
+                &mut sizer,
                 PoolSample { share, pool: u64::from(share) << 16, ..AT },
                 20_001,
                 true,

@@ -1,7 +1,7 @@
 //! Stall time: how long threads of the program wait for memory.
 //!
 //! A thread *stalls* from the moment at which the handler looks at its fault until it is woken, if
-//! the page was swapped, or room had to be made for it first; while a far page is awaited; and
+//! the page was swapped, or room had to be made for it first; while a remote page is awaited; and
 //! while it is held for `swap.high`. Counted is the time in which at least one does, as the
 //! kernel's `some` of memory.pressure. What a thread waits before the handler comes to it is not
 //! seen: no message tells when it began.
@@ -12,7 +12,7 @@
 //!    [`swaptide_ipc::ProcSlot::stalled_us`] reads in the other order: it may see a moment less,
 //!    never the same moment twice.
 //! 2. A process that is stopped does not stall, nor does its handler see that time passes: the
-//!    supervisor moves `stalled_since` on ([`swaptide_ipc::ProcSlot::stall_anew`]).
+//!    supervisor moves `stalled_since` on ([`swaptide_ipc::ProcSlot::restart_stall`]).
 //! 3. What is counted in microseconds loses nothing: the rest is kept for the next time.
 //!
 //! Locks: none; it is the handler's.
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_time_in_which_somebody_waits_counts_and_no_nanosecond_is_lost() {
+    fn stalled_time_is_the_exact_time_with_waiting_threads() {
         let word = AtomicU64::new(0);
         let mut stall = Stall::default();
         assert_eq!(stall.end(&word, Nanos(900)), 0);

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn the_handler_waits_no_longer_than_the_first_of_those_that_are_held() {
+    fn the_handler_waits_until_the_first_throttled_fault_is_due() {
         let mut throttle = Throttle::new();
         assert_eq!(throttle.time_left(), None);
         let now = now().0;

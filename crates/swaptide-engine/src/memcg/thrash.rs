@@ -46,14 +46,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_who_gets_everything_back_at_once_is_squeezed() {
-        let mut squeeze = ThrashDetector::default();
+    fn thrashing_needs_immediate_refaults_of_everything() {
+        let mut detector = ThrashDetector::default();
         // Three of four at once, and one later: hot pages that a scan pushes out.
         assert!(
-            !(0..10_000u64).any(|k| squeeze.came_back((k % 4 != 0).then_some(20).or(Some(5000))))
+            !(0..10_000u64).any(|k| detector.came_back((k % 4 != 0).then_some(20).or(Some(5000))))
         );
-        let steps = (0..1000).filter(|_| squeeze.came_back(Some(20))).count();
+        let steps = (0..1000).filter(|_| detector.came_back(Some(20))).count();
         assert!((5..40).contains(&steps), "{steps} steps");
-        assert!((0..1000).any(|_| squeeze.came_back(None)));
+        assert!((0..1000).any(|_| detector.came_back(None)));
     }
 }

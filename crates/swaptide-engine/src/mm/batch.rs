@@ -39,14 +39,14 @@ pub(crate) struct OutgoingPage {
     pub(crate) chunk: ChunkNo,
 }
 
-/// A page on its way to the file.
+/// A page on its way to a swap area.
 pub(crate) struct BackingPage {
     pub(crate) frame: FrameNo,
-    /// Its entry in compressed memory, which it leaves if the file takes it.
+    /// Its entry in compressed memory, which it leaves if a swap area takes it.
     pub(crate) entry: SwapEntry,
     /// Where its bytes are in `Batch::packed`; `None`: it goes as it lies in its frame.
     pub(crate) packed: Option<Range<usize>>,
-    /// Its entry in the file, which has taken it.
+    /// Its entry on a swap area, which has taken it.
     pub(crate) place: Option<SwapEntry>,
 }
 
@@ -89,9 +89,9 @@ pub struct Batch {
     pub(crate) leaving: Vec<OutgoingPage>,
     /// How many pages were moved to frames.
     pub(crate) pages: usize,
-    /// Pages that do not compress, or that compressed memory refuses: they go to the file.
-    pub(crate) beyond: Vec<BackingPage>,
-    pub(crate) is_beyond: Places,
+    /// Pages that do not compress, or that compressed memory refuses: they go to a swap area.
+    pub(crate) to_area: Vec<BackingPage>,
+    pub(crate) goes_to_area: Places,
     /// The bytes of those that are compressed.
     pub(crate) packed: Vec<u8>,
     /// Places whose page is all zeros.
@@ -166,8 +166,8 @@ impl Batch {
             runs: Vec::with_capacity(2 * MAX_MOVES_PER_BATCH),
             leaving: Vec::with_capacity(512),
             pages: 0,
-            beyond: Vec::with_capacity(512),
-            is_beyond: Places::NONE,
+            to_area: Vec::with_capacity(512),
+            goes_to_area: Places::NONE,
             packed: Vec::new(),
             zeros: Places::NONE,
             kept: Vec::with_capacity(512),

@@ -12,9 +12,9 @@
 //!
 //! Invariants
 //! 1. Nothing is listed as managed that would come along at a fork, but while one is followed. What
-//!    moves takes its shield along; what moved while it was open is closed when its event is read.
+//!    moves takes its advice along; what moved without it gets it when its event is read.
 //! 2. What is open is marked; what cannot be marked stays closed.
-//! 3. A mapping that grows takes its shield along, and so does what a move leaves mapped
+//! 3. A mapping that grows takes its advice along, and so does what a move leaves mapped
 //!    (`MREMAP_DONTUNMAP`); no event tells. What is armed behind a region, and what was left, is
 //!    listed before a fork, and so opened with it.
 //!
@@ -58,7 +58,7 @@ pub(crate) fn allow(range: VirtRange) -> Result<(), Errno> {
 }
 
 /// What of a range is armed, and is about to be managed no more, comes along at forks as it would
-/// without. `armed`: all that may bear the shield.
+/// without. `armed`: all that may have the advice.
 pub(crate) fn restore(armed: impl Iterator<Item = VirtRange>, range: VirtRange) {
     for armed in armed.filter(|armed| armed.start < range.end && range.start < armed.end) {
         let part = VirtRange { start: armed.start.max(range.start), end: armed.end.min(range.end) };

@@ -133,7 +133,7 @@ impl Grace {
         place
     }
 
-    /// A far page that threads have waited for arrives: their time begins now.
+    /// A remote page that threads have waited for arrives: their time begins now.
     pub(crate) fn lands(&mut self, page: PageNo, at: Nanos) {
         if self.buckets[bucket(page.chunk())] == 0 {
             return;

@@ -1,12 +1,12 @@
 //! The order in which chunks are looked at.
 //!
 //! Owns seven queues of chunks. Oldest first: `resident`; `pool`, chunks that went to compressed
-//! memory; `settled`, chunks that have stayed there long; `kept`, chunks that came back while their
-//! compressed copy was kept; `kept_on_areas`, the same of copies on swap areas; `shared`, chunks
-//! with pages that another process has, too. In no order: `own`, chunks with pages that became this
-//! process's own after that. A chunk stands in each at most once, which its flags say (so one of
-//! which nothing is known is not put there: it has none); an entry whose chunk has nothing left in
-//! that place is dropped when met.
+//! memory; `recompressed`, chunks that have stayed there long; `kept`, chunks that came back while
+//! their compressed copy was kept; `kept_on_areas`, the same of copies on swap areas; `shared`,
+//! chunks with pages that another process has, too. In no order: `own`, chunks with pages that
+//! became this process's own after that. A chunk stands in each at most once, which its flags say
+//! (so one of which nothing is known is not put there: it has none); an entry whose chunk has
+//! nothing left in that place is dropped when met.
 //!
 //! Locks: none; inside the engine's memory lock.
 
@@ -15,8 +15,8 @@ use std::collections::VecDeque;
 use swaptide_core::SwapType;
 
 use crate::mm::page_table::{
-    CLEAN_LOGGED, FILE_CLEAN_LOGGED, OWN_LOGGED, POOL_LOGGED, PageTable, QUEUED, SETTLED_LOGGED,
-    SHARED_LOGGED,
+    AREA_CLEAN_LOGGED, CLEAN_LOGGED, OWN_LOGGED, POOL_LOGGED, PageTable, QUEUED,
+    RECOMPRESSED_LOGGED, SHARED_LOGGED,
 };
 use crate::mm::types::ChunkNo;
 
@@ -25,7 +25,7 @@ use crate::mm::types::ChunkNo;
 pub struct Queues {
     resident: VecDeque<ChunkNo>,
     pool: VecDeque<ChunkNo>,
-    settled: VecDeque<ChunkNo>,
+    recompressed: VecDeque<ChunkNo>,
     kept: VecDeque<ChunkNo>,
     kept_on_areas: VecDeque<ChunkNo>,
     shared: VecDeque<ChunkNo>,
@@ -71,17 +71,17 @@ impl Queues {
         chunk: ChunkNo,
         areas: SwapType,
     ) {
-        if !table.is_used(chunk) || table.chunk(chunk).flags & FILE_CLEAN_LOGGED != 0 {
+        if !table.is_used(chunk) || table.chunk(chunk).flags & AREA_CLEAN_LOGGED != 0 {
             return;
         }
-        table.update(chunk, |c| c.flags |= FILE_CLEAN_LOGGED);
+        table.update(chunk, |c| c.flags |= AREA_CLEAN_LOGGED);
         if self.kept_on_areas.len() == self.kept_on_areas.capacity() {
             // Before it grows, those go of which none is kept any more: while there is room on the
             // areas nothing is taken from here.
             self.kept_on_areas.retain(|chunk| {
                 let keeps = table.has_copy_on(*chunk, areas);
                 if !keeps {
-                    table.update(*chunk, |c| c.flags &= !FILE_CLEAN_LOGGED);
+                    table.update(*chunk, |c| c.flags &= !AREA_CLEAN_LOGGED);
                 }
                 keeps
             });
@@ -94,7 +94,7 @@ impl Queues {
     /// Takes the chunk of which copies have been kept on swap areas longest.
     pub(crate) fn next_clean_on_areas(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
         let chunk = self.kept_on_areas.pop_front()?;
-        table.update(chunk, |c| c.flags &= !FILE_CLEAN_LOGGED);
+        table.update(chunk, |c| c.flags &= !AREA_CLEAN_LOGGED);
         Some(chunk)
     }
 
@@ -182,32 +182,32 @@ impl Queues {
     }
 
     /// Pages of the chunk have been in compressed memory for long, and were looked at for it.
-    pub fn settled(&mut self, table: &mut PageTable, chunk: ChunkNo) {
-        if table.is_used(chunk) && table.chunk(chunk).flags & SETTLED_LOGGED == 0 {
-            table.update(chunk, |c| c.flags |= SETTLED_LOGGED);
-            self.settled.push_back(chunk);
+    pub(crate) fn log_recompressed(&mut self, table: &mut PageTable, chunk: ChunkNo) {
+        if table.is_used(chunk) && table.chunk(chunk).flags & RECOMPRESSED_LOGGED == 0 {
+            table.update(chunk, |c| c.flags |= RECOMPRESSED_LOGGED);
+            self.recompressed.push_back(chunk);
         }
     }
 
     /// The first few chunks of those that went to compressed memory longest ago.
     pub(crate) fn oldest_pooled(&self) -> impl Iterator<Item = ChunkNo> + '_ {
-        self.settled.iter().take(8).chain(self.pool.iter().take(8)).copied()
+        self.recompressed.iter().take(8).chain(self.pool.iter().take(8)).copied()
     }
 
     /// True when there are chunks that have been in compressed memory for long and were looked at
     /// for it.
-    pub(crate) fn any_settled(&self) -> bool {
-        !self.settled.is_empty()
+    pub(crate) fn any_recompressed(&self) -> bool {
+        !self.recompressed.is_empty()
     }
 
     /// The first few chunks of those that went to compressed memory longest ago and have not been
     /// looked at.
-    pub(crate) fn oldest_unsettled(&self) -> impl Iterator<Item = ChunkNo> + '_ {
+    pub(crate) fn oldest_not_recompressed(&self) -> impl Iterator<Item = ChunkNo> + '_ {
         self.pool.iter().take(4).copied()
     }
 
     /// A few of the chunks that have not been looked at, from all over their log.
-    pub(crate) fn unsettled_further_back(&self) -> impl Iterator<Item = ChunkNo> + '_ {
+    pub(crate) fn not_recompressed_further_back(&self) -> impl Iterator<Item = ChunkNo> + '_ {
         (1..8).filter_map(|eighth| self.pool.get(self.pool.len() * eighth / 8).copied())
     }
 
@@ -216,10 +216,10 @@ impl Queues {
         self.pool.rotate_left(usize::from(!self.pool.is_empty()));
     }
 
-    /// Takes the chunk that is the next to go to the file.
-    pub(crate) fn next_to_file(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
-        let Some(chunk) = self.settled.pop_front() else { return self.next_pooled(table) };
-        table.update(chunk, |c| c.flags &= !SETTLED_LOGGED);
+    /// Takes the chunk that is the next to go to a swap area.
+    pub(crate) fn next_to_areas(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+        let Some(chunk) = self.recompressed.pop_front() else { return self.next_pooled(table) };
+        table.update(chunk, |c| c.flags &= !RECOMPRESSED_LOGGED);
         Some(chunk)
     }
 
@@ -239,7 +239,7 @@ mod tests {
     use swaptide_core::{SwapEntry, SwapOffset};
 
     #[test]
-    fn a_chunk_of_which_nothing_is_known_is_not_logged_and_no_chunk_is_logged_twice() {
+    fn unknown_chunks_are_not_logged_and_none_is_logged_twice() {
         let (mut table, mut queues) = (PageTable::new(), Queues::default());
         let page = PageNo(1600);
         queues.pooled(&mut table, page.chunk());
@@ -254,41 +254,41 @@ mod tests {
     fn a_chunk_is_put_behind_the_others() {
         let (mut table, mut queues) = (PageTable::new(), Queues::default());
         queues.put_back_first();
-        assert_eq!(queues.unsettled_further_back().count(), 0);
+        assert_eq!(queues.not_recompressed_further_back().count(), 0);
         let chunks = [1600, 3200, 4800].map(|page| PageNo(page).chunk());
         for chunk in chunks {
             table.set(chunk.first(), PageState::Present);
             queues.pooled(&mut table, chunk);
         }
-        assert!(queues.unsettled_further_back().any(|chunk| chunk == chunks[2]));
+        assert!(queues.not_recompressed_further_back().any(|chunk| chunk == chunks[2]));
         queues.put_back_first();
         let order: Vec<_> = std::iter::from_fn(|| queues.next_pooled(&mut table)).collect();
         assert_eq!(order, [chunks[1], chunks[2], chunks[0]]);
     }
 
     #[test]
-    fn what_was_settled_goes_to_the_file_first_and_stands_there_once() {
+    fn recompressed_chunks_go_to_areas_first_and_are_logged_once() {
         let (mut table, mut queues) = (PageTable::new(), Queues::default());
         let (one, two) = (PageNo(1600), PageNo(3200));
         for page in [one, two] {
             table.set(page, PageState::Present);
             queues.pooled(&mut table, page.chunk());
         }
-        assert!(!queues.any_settled());
+        assert!(!queues.any_recompressed());
         // The younger one alone, and then the older one again, as when some of its pages went out
         // again.
-        queues.settled(&mut table, two.chunk());
-        queues.settled(&mut table, two.chunk());
-        assert!(queues.any_settled());
+        queues.log_recompressed(&mut table, two.chunk());
+        queues.log_recompressed(&mut table, two.chunk());
+        assert!(queues.any_recompressed());
         assert_eq!(queues.oldest_pooled().next(), Some(two.chunk()));
-        assert_eq!(queues.oldest_unsettled().next(), Some(one.chunk()));
-        let order: Vec<_> = std::iter::from_fn(|| queues.next_to_file(&mut table)).collect();
+        assert_eq!(queues.oldest_not_recompressed().next(), Some(one.chunk()));
+        let order: Vec<_> = std::iter::from_fn(|| queues.next_to_areas(&mut table)).collect();
         assert_eq!(order, [two.chunk(), one.chunk(), two.chunk()]);
         assert_eq!(table.chunk(two.chunk()).flags, 0);
     }
 
     #[test]
-    fn chunks_without_a_copy_on_the_areas_leave_their_log_before_it_grows() {
+    fn chunks_without_a_clean_copy_leave_their_log_before_it_grows() {
         let (pool, areas) = (SwapType::new(0).unwrap(), SwapType::new(1).unwrap());
         let entry = |ty| SwapEntry::new(ty, SwapOffset(3));
         let (mut table, mut queues) = (PageTable::new(), Queues::default());

@@ -113,8 +113,8 @@ pub struct Chunk {
     pub epoch: u32,
     /// How many times reclaim passes the chunk by before it takes it.
     pub hot: u8,
-    /// [`QUEUED`], [`POOL_LOGGED`], [`UNMOVABLE`], [`CLEAN_LOGGED`], [`SETTLED_LOGGED`],
-    /// [`SHARED_LOGGED`], [`OWN_LOGGED`], [`FILE_CLEAN_LOGGED`].
+    /// [`QUEUED`], [`POOL_LOGGED`], [`UNMOVABLE`], [`CLEAN_LOGGED`], [`RECOMPRESSED_LOGGED`],
+    /// [`SHARED_LOGGED`], [`OWN_LOGGED`], [`AREA_CLEAN_LOGGED`].
     pub flags: u8,
     /// Words that are not empty.
     used: u8,
@@ -131,21 +131,21 @@ pub(crate) const CLEAN_LOGGED: u8 = 8;
 
 /// The chunk stands in the log of chunks that were in compressed memory for long (see
 /// [`crate::reclaim::recompress`]).
-pub(crate) const SETTLED_LOGGED: u8 = 16;
+pub(crate) const RECOMPRESSED_LOGGED: u8 = 16;
 /// The chunk stands in the queue of chunks with shared pages.
 pub(crate) const SHARED_LOGGED: u8 = 32;
 /// The chunk stands in the list of chunks with pages that were made this process's own.
 pub(crate) const OWN_LOGGED: u8 = 64;
 /// The chunk stands in the log of chunks of which copies are kept on swap areas.
-pub(crate) const FILE_CLEAN_LOGGED: u8 = 128;
+pub(crate) const AREA_CLEAN_LOGGED: u8 = 128;
 /// The chunk stands in some queue, where its flag must be found again.
 const LISTED: u8 = QUEUED
     | POOL_LOGGED
     | CLEAN_LOGGED
-    | SETTLED_LOGGED
+    | RECOMPRESSED_LOGGED
     | SHARED_LOGGED
     | OWN_LOGGED
-    | FILE_CLEAN_LOGGED;
+    | AREA_CLEAN_LOGGED;
 
 /// 64 KiB: what the table is made of, so that memory touched here and there costs little.
 struct Cell {

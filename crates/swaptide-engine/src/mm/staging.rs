@@ -75,7 +75,7 @@ struct Slab {
     full: [u64; PAGES_PER_LEAF / 64],
     /// How many bits of `full` are set.
     count: usize,
-    /// Frames of runs that were taken and not settled yet.
+    /// Frames of runs that were taken and neither used nor given back yet.
     lent: usize,
 }
 

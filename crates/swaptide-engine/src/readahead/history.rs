@@ -3,27 +3,28 @@
 //! Streams ([`crate::readahead::locality`]) are known by their addresses. Much of what programs do
 //! over and over has an order all the same: a walk along lists, trees or a hash table, a step of
 //! training, the dump that a server's child writes. So the pages that faults without a stream ask
-//! for are written down, in a *book*. Where two faults come one soon after the other as they did
-//! before, the *trail* is found: the entries that follow are brought in before they are asked for,
-//! at first one, then twice as many each time the next fault comes where they end.
+//! for are written down, in a *history*. Where two faults come one soon after the other as they did
+//! before, a *repeated sequence* is found: the entries that follow are brought in before they are
+//! asked for, at first one, then twice as many each time the next fault comes where they end.
 //!
-//! Owns: the book of this process, or, in a fork, the one that its parent's children write one
+//! Owns: the history of this process, or, in a fork, the one that its parent's children write one
 //! after another: a child that saves its parent's memory finds the sequence of the last one.
 //!
 //! Rules
-//! 1. A trail is only a guess of what to bring in. A page in it that is not swapped is passed over.
-//! 2. What a fault asks for, and what of the trail it passed, is written down again: so the book
-//!    holds the way as it was gone last, also where it changes a little. What was not brought and
-//!    not asked for either is left out, and less is brought next time.
+//! 1. A repeated sequence is only a guess of what to bring in. A page in it that is not swapped is
+//!    passed over.
+//! 2. What a fault asks for, and what of the sequence it passed, is written down again: so the
+//!    history holds the way as it was gone last, also where it changes a little. What was not
+//!    brought and not asked for either is left out, and less is brought next time.
 //! 3. The pages brought for a fault end with one that is not: the next fault comes there, or the
-//!    program went another way. So a trail that is left costs what was brought for one fault, and
-//!    less each time; after [`MAX_MISSES`] faults elsewhere it is lost.
-//! 4. A book that was of no use from end to end is given back, and started again after some time,
-//!    which doubles.
-//! 5. The book takes 12 bytes an entry, [`HISTORY_DIVISOR`] of the limit at most; what of a child's
-//!    lies in shared memory is charged to its parent.
+//!    program went another way. So a sequence that is left costs what was brought for one fault,
+//!    and less each time; after [`MAX_MISSES`] faults elsewhere it is lost.
+//! 4. A history that was of no use from end to end is given back, and started again after some
+//!    time, which doubles.
+//! 5. The history takes 12 bytes an entry, [`HISTORY_DIVISOR`] of the limit at most; what of a
+//!    child's lies in shared memory is charged to its parent.
 //!
-//! Locks: none; the handler alone has it. Two processes never write one book: a child claims it;
+//! Locks: none; the handler alone has it. Two processes never write one history: a child claims it;
 //! and were it so, the entries would be nonsense, no more.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Relaxed};
@@ -38,24 +39,25 @@ use swaptide_sys::{AsFd, Errno};
 
 use crate::mm::types::PageNo;
 
-/// The part of the limit that a book may take.
+/// The part of the limit that a history may take.
 const HISTORY_DIVISOR: u64 = 64;
 const ENTRY_BYTES: u64 = 12;
-/// Entries of the smallest and of the largest book.
+/// Entries of the smallest and of the largest history.
 const MIN_ENTRIES: u64 = 1 << 12;
 const MAX_ENTRIES: u64 = 1 << 22;
 /// Most pages that are brought ahead for a fault.
 const MAX_DEPTH_PAGES: usize = 64;
-/// How far beyond what was brought a fault may come and be on the trail: what lies between was
+/// How far beyond what was brought a fault may come and be in the sequence: what lies between was
 /// there already.
 const FOLLOW_SLACK_ENTRIES: u32 = 64;
-/// The same for the second fault by which a trail is found.
+/// The same for the second fault by which a repeated sequence is found.
 const START_SLACK_ENTRIES: u32 = 8;
-/// Faults elsewhere after which a trail is lost.
+/// Faults elsewhere after which a sequence is given up.
 const MAX_MISSES: u32 = 32;
-/// At least one fault in this many must have been on a trail, or the book is of no use.
+/// At least one fault in this many must have been in a repeated sequence, or the history is of no
+/// use.
 const MIN_HIT_DIVISOR: u32 = 32;
-/// At most this many lengths of a book pass until it is tried again.
+/// At most this many lengths of a history pass until it is tried again.
 const MAX_REST_LENGTHS: u32 = 64;
 
 /// What stands before the entries.
@@ -67,7 +69,7 @@ struct HistoryHeader {
     written: AtomicU32,
 }
 
-/// Where a book lies.
+/// Where a history lies.
 enum HistoryMemory {
     Own(Mapping),
     Shared(SharedMap),
@@ -94,7 +96,7 @@ impl MissHistory {
 
     fn shared(entries: u32) -> Result<MissHistory, Errno> {
         let bytes = MissHistory::bytes(entries);
-        let fd = memfd_create(c"swaptide-trail", bytes as u64)?;
+        let fd = memfd_create(c"swaptide-miss-history", bytes as u64)?;
         Ok(MissHistory {
             memory: HistoryMemory::Shared(SharedMap::map(fd.as_fd(), bytes)?),
             entries,
@@ -178,7 +180,7 @@ impl MissHistory {
     }
 }
 
-/// A book that a process has for its children.
+/// A history that a process has for its children.
 pub(crate) struct SharedMissHistory(MissHistory);
 
 impl SharedMissHistory {
@@ -214,30 +216,30 @@ fn entries_for(limit: u64) -> u32 {
 
 /// Replays a sequence of misses that repeats, and records the misses.
 pub(crate) struct TemporalPrefetcher {
-    book: Option<MissHistory>,
-    /// The entry that is expected next, on a trail.
+    history: Option<MissHistory>,
+    /// The entry that is expected next, in a repeated sequence.
     next: Option<u32>,
-    /// What of the trail from there on was looked at: up to this entry.
+    /// What of the sequence from there on was looked at: up to this entry.
     shown: u32,
     /// The first entry that is not to be looked at for this fault, and the pages that may still be
     /// brought for it.
     bound: u32,
     left: usize,
-    /// Pages that are brought for the next fault on the trail.
+    /// Pages that are brought for the next fault in the sequence.
     depth: usize,
-    /// Faults elsewhere since the last one on the trail.
+    /// Faults elsewhere since the last one in the sequence.
     missed: u32,
-    /// Behind where the last faults stood before: a trail may begin there.
+    /// Behind where the last faults stood before: a sequence may begin there.
     begins: [Option<u32>; 2],
-    /// Faults since it was last asked whether the book is of any use, and how many of them were on
-    /// a trail.
+    /// Faults since it was last asked whether the history is of any use, and how many of them were
+    /// in a repeated sequence.
     asked: u32,
     hits: u32,
-    /// Pages that were read for this and brought in since the fault that was on the trail last; and
-    /// those before, which the program went over.
-    came: u32,
+    /// Pages that were read for this and brought in since the fault that was in the sequence last;
+    /// and those before, which the program went over.
+    replayed: u32,
     gone_over: usize,
-    /// Faults that are still let pass, and how many books' lengths that were at first.
+    /// Faults that are still let pass, and how many histories' lengths that were at first.
     rests: u32,
     rested: u32,
 }
@@ -246,7 +248,7 @@ impl TemporalPrefetcher {
     /// One that knows nothing.
     pub(crate) fn new() -> TemporalPrefetcher {
         TemporalPrefetcher {
-            book: None,
+            history: None,
             next: None,
             shown: 0,
             bound: 0,
@@ -256,27 +258,28 @@ impl TemporalPrefetcher {
             begins: [None; 2],
             asked: 0,
             hits: 0,
-            came: 0,
+            replayed: 0,
             gone_over: 0,
             rests: 0,
             rested: 0,
         }
     }
 
-    /// In a fork: continues with the parent's book for its children, if no other child writes it.
-    pub(crate) fn inherit(&mut self, book: SharedMissHistory) {
+    /// In a fork: continues with the parent's history for its children, if no other child writes
+    /// it.
+    pub(crate) fn inherit(&mut self, history: SharedMissHistory) {
         let own = getpid().0;
-        let writer = &book.0.head().writer;
+        let writer = &history.0.head().writer;
         let before = writer.load(Relaxed);
         let is_free = before == 0 || before == own || has_ended(before);
         if is_free && writer.compare_exchange(before, own, AcqRel, Relaxed).is_ok() {
-            self.book = Some(book.0);
+            self.history = Some(history.0);
         }
     }
 
-    /// A fault asks for a page; a new book is made for `limit` bytes. What may be brought ahead, at
-    /// most `most` pages (1 to [`MAX_DEPTH_PAGES`]), is told by [`TemporalPrefetcher::ahead`] then.
-    /// `is_out` tells whether a page is swapped.
+    /// A fault asks for a page; a new history is made for `limit` bytes. What may be brought ahead,
+    /// at most `most` pages (1 to [`MAX_DEPTH_PAGES`]), is told by [`TemporalPrefetcher::ahead`]
+    /// then. `is_out` tells whether a page is swapped.
     pub(crate) fn learn(
         &mut self,
         page: PageNo,
@@ -289,57 +292,57 @@ impl TemporalPrefetcher {
             self.rests -= 1;
             return;
         }
-        if self.book.is_none() {
-            self.book = MissHistory::own(entries_for(limit)).ok();
+        if self.history.is_none() {
+            self.history = MissHistory::own(entries_for(limit)).ok();
         }
-        let Some(book) = self.book.take() else {
+        let Some(history) = self.history.take() else {
             self.rests = u32::MAX;
             return;
         };
-        self.find(&book, page, most, is_out);
-        book.write(page);
+        self.find(&history, page, most, is_out);
+        history.write(page);
         self.asked += 1;
-        let is_due = self.asked >= book.entries;
-        self.book = Some(book);
+        let is_due = self.asked >= history.entries;
+        self.history = Some(history);
         if is_due {
             self.judge();
         }
     }
 
     /// A fault will ask for a page soon: has its place brought near.
-    pub(crate) fn bring_near(&self, page: PageNo) {
-        if let Some(book) = &self.book {
-            prefetch(book.place_of(page));
+    pub(crate) fn prefetch_index(&self, page: PageNo) {
+        if let Some(history) = &self.history {
+            prefetch(history.place_of(page));
         }
     }
 
-    /// Finds a page on the trail, or a trail that continues from there.
+    /// Finds a page in the sequence, or a repeated sequence that continues from there.
     fn find(
         &mut self,
-        book: &MissHistory,
+        history: &MissHistory,
         page: PageNo,
         most: usize,
         is_out: impl Fn(PageNo) -> bool,
     ) {
-        let on_trail = self.next.and_then(|next| {
+        let in_sequence = self.next.and_then(|next| {
             // First where it is expected; then in what was brought, and went out again.
-            let at = find(book, page, self.shown, FOLLOW_SLACK_ENTRIES)
-                .or_else(|| find(book, page, next, self.shown.wrapping_sub(next)));
+            let at = find(history, page, self.shown, FOLLOW_SLACK_ENTRIES)
+                .or_else(|| find(history, page, next, self.shown.wrapping_sub(next)));
             at.map(|at| (next, at))
         });
-        if let Some((next, at)) = on_trail {
+        if let Some((next, at)) = in_sequence {
             let brought = self.shown.wrapping_sub(next);
             let mut is_straight = at.wrapping_sub(next) >= brought;
             for k in 0..at.wrapping_sub(next) {
-                let Some(passed) = book.page_at(next.wrapping_add(k)) else { break };
+                let Some(passed) = history.page_at(next.wrapping_add(k)) else { break };
                 if k >= brought && is_out(passed) {
                     // The program continued without it.
                     is_straight = false;
                 } else {
-                    book.write(passed);
+                    history.write(passed);
                 }
             }
-            self.gone_over += self.came.min(at.wrapping_sub(next)) as usize;
+            self.gone_over += self.replayed.min(at.wrapping_sub(next)) as usize;
             self.depth = if is_straight { self.depth * 2 } else { self.depth / 2 }
                 .clamp(1, MAX_DEPTH_PAGES.min(most));
             self.follow(at.wrapping_add(1));
@@ -357,34 +360,34 @@ impl TemporalPrefetcher {
             .begins
             .iter()
             .flatten()
-            .find_map(|begin| find(book, page, *begin, START_SLACK_ENTRIES))
+            .find_map(|begin| find(history, page, *begin, START_SLACK_ENTRIES))
         {
             self.depth = 1;
             self.begins = [None; 2];
             self.follow(at.wrapping_add(1));
-        } else if let Some(at) = book.last(page) {
+        } else if let Some(at) = history.last(page) {
             self.begins = [Some(at.wrapping_add(1)), self.begins[0]];
         }
     }
 
-    /// The fault was on the trail; `next` comes next.
+    /// The fault was in the sequence; `next` comes next.
     fn follow(&mut self, next: u32) {
         self.hits += 1;
         self.missed = 0;
-        self.came = 0;
+        self.replayed = 0;
         self.next = Some(next);
         self.shown = next;
         self.left = self.depth;
         self.bound = next.wrapping_add(4 * self.depth as u32 + FOLLOW_SLACK_ENTRIES);
     }
 
-    /// The next page on the trail that may be brought in for the fault that was asked about last.
-    /// That it was is told with [`TemporalPrefetcher::brought`].
+    /// The next page in the sequence that may be brought in for the fault that was asked about
+    /// last. That it was is told with [`TemporalPrefetcher::brought`].
     pub(crate) fn ahead(&mut self) -> Option<PageNo> {
         if self.left == 0 || self.shown == self.bound {
             return None;
         }
-        let page = self.book.as_ref()?.page_at(self.shown)?;
+        let page = self.history.as_ref()?.page_at(self.shown)?;
         self.shown = self.shown.wrapping_add(1);
         Some(page)
     }
@@ -393,7 +396,7 @@ impl TemporalPrefetcher {
     /// may have been asked about meanwhile: then this one ends.)
     pub(crate) fn brought(&mut self, is_read: bool) {
         self.left = self.left.saturating_sub(1);
-        self.came += u32::from(is_read);
+        self.replayed += u32::from(is_read);
     }
 
     /// Pages that were read for this and that the program went over, since the last call.
@@ -401,17 +404,17 @@ impl TemporalPrefetcher {
         std::mem::take(&mut self.gone_over)
     }
 
-    /// After as many faults as the book has entries: was it of any use?
+    /// After as many faults as the history has entries: was it of any use?
     #[cold]
     fn judge(&mut self) {
-        let Some(book) = &self.book else { return };
+        let Some(history) = &self.history else { return };
         if self.hits >= self.asked / MIN_HIT_DIVISOR {
             self.rested = 0;
         } else {
             self.rested = (self.rested * 2).clamp(1, MAX_REST_LENGTHS);
-            self.rests = book.entries.saturating_mul(self.rested);
-            if let HistoryMemory::Own(mapping) = &book.memory {
-                // All zeros is an empty book; if it stays as it is, no harm is done.
+            self.rests = history.entries.saturating_mul(self.rested);
+            if let HistoryMemory::Own(mapping) = &history.memory {
+                // All zeros is an empty history; if it stays as it is, no harm is done.
                 let _ = mapping.discard(0, mapping.len());
             }
             self.next = None;
@@ -422,11 +425,11 @@ impl TemporalPrefetcher {
 }
 
 /// Where a page stands among the `n` entries from `from` on.
-fn find(book: &MissHistory, page: PageNo, from: u32, n: u32) -> Option<u32> {
+fn find(history: &MissHistory, page: PageNo, from: u32, n: u32) -> Option<u32> {
     (0..n)
         .map(|k| from.wrapping_add(k))
-        .take_while(|at| book.page_at(*at).is_some())
-        .find(|at| book.page_at(*at) == Some(page))
+        .take_while(|at| history.page_at(*at).is_some())
+        .find(|at| history.page_at(*at) == Some(page))
 }
 
 #[cfg(test)]
@@ -434,9 +437,9 @@ mod tests {
     use super::*;
     use std::collections::{HashSet, VecDeque};
 
-    /// Memory for some pages, the oldest of which goes first; and a trail.
+    /// Memory for some pages, the oldest of which goes first; and a prefetcher.
     struct Paged {
-        trail: TemporalPrefetcher,
+        prefetcher: TemporalPrefetcher,
         there: HashSet<usize>,
         order: VecDeque<usize>,
         room: usize,
@@ -447,7 +450,7 @@ mod tests {
     impl Paged {
         fn new(room: usize) -> Paged {
             Paged {
-                trail: TemporalPrefetcher::new(),
+                prefetcher: TemporalPrefetcher::new(),
                 there: HashSet::new(),
                 order: VecDeque::new(),
                 room,
@@ -471,12 +474,12 @@ mod tests {
             }
             self.faults += 1;
             self.bring(page);
-            self.trail
+            self.prefetcher
                 .learn(PageNo(page), 64 << 20, 64, |PageNo(page)| !self.there.contains(&page));
-            while let Some(PageNo(page)) = self.trail.ahead() {
+            while let Some(PageNo(page)) = self.prefetcher.ahead() {
                 if !self.there.contains(&page) {
                     self.bring(page);
-                    self.trail.brought(true);
+                    self.prefetcher.brought(true);
                     self.brought += 1;
                 }
             }
@@ -507,20 +510,20 @@ mod tests {
     }
 
     #[test]
-    fn the_second_time_round_pages_are_there_before_they_are_asked_for() {
+    fn a_repeated_sequence_is_prefetched() {
         let way = shuffled(4000, 1);
         let mut paged = Paged::new(1000);
         assert_eq!(paged.walk(way.iter().copied()), (4000, 0));
         let (faults, brought) = paged.walk(way.iter().copied());
         assert!(faults < 150 && faults + brought < 4100, "{faults} {brought}");
-        let gone_over = paged.trail.take_replayed();
+        let gone_over = paged.prefetcher.take_replayed();
         assert!(gone_over <= brought && gone_over > brought / 10 * 9, "{gone_over} {brought}");
         let (faults, _) = paged.walk(way.iter().copied());
         assert!(faults < 80, "{faults}");
     }
 
     #[test]
-    fn a_way_that_crosses_itself_is_followed_too_whatever_is_there_already() {
+    fn a_sequence_that_crosses_itself_is_replayed_too() {
         let way = shuffled(4000, 3);
         let mut paged = Paged::new(1600);
         let (first, _) = paged.walk(way.iter().copied());
@@ -533,7 +536,7 @@ mod tests {
     }
 
     #[test]
-    fn a_way_that_changes_is_learned_anew() {
+    fn a_changed_sequence_is_learned_again() {
         let mut way = shuffled(4000, 1);
         let mut paged = Paged::new(1000);
         paged.walk(way.iter().copied());
@@ -551,14 +554,14 @@ mod tests {
     }
 
     #[test]
-    fn without_any_order_nothing_is_brought_and_the_book_is_given_back() {
+    fn random_faults_prefetch_nothing_and_release_the_history() {
         let mut paged = Paged::new(1000);
         let mut state = 11;
         let (faults, brought) = paged.walk((0..400_000).map(|_| random(&mut state) % 4000));
         assert!(faults > 250_000 && brought < faults / 100, "{faults} {brought}");
         assert!(
-            paged.trail.rests > 0
-                && paged.trail.book.as_ref().is_some_and(|book| book.written() == 0)
+            paged.prefetcher.rests > 0
+                && paged.prefetcher.history.as_ref().is_some_and(|history| history.written() == 0)
         );
         // And is begun again later.
         let way = shuffled(4000, 1);
@@ -572,22 +575,22 @@ mod tests {
     #[test]
     fn a_child_goes_on_with_what_the_last_one_wrote() {
         let way = shuffled(3000, 1);
-        let book = SharedMissHistory::new(64 << 20).unwrap();
-        assert_eq!(book.used_bytes(), 0);
+        let history = SharedMissHistory::new(64 << 20).unwrap();
+        assert_eq!(history.used_bytes(), 0);
         let mut first = Paged::new(800);
-        first.trail.inherit(book);
+        first.prefetcher.inherit(history);
         assert_eq!(first.walk(way.iter().copied()).0, 3000);
-        let Some(book) = first.trail.book.take() else { panic!("it was free") };
+        let Some(history) = first.prefetcher.history.take() else { panic!("it was free") };
         let mut second = Paged::new(800);
-        second.trail.inherit(SharedMissHistory(book));
+        second.prefetcher.inherit(SharedMissHistory(history));
         assert!(second.walk(way.iter().copied()).0 < 150);
-        let Some(book) = second.trail.book.take() else { panic!("it was its own") };
-        assert!(book.used_bytes() > 12 << 10);
+        let Some(history) = second.prefetcher.history.take() else { panic!("it was its own") };
+        assert!(history.used_bytes() > 12 << 10);
         // Another process has it.
-        book.head().writer.store(1, Relaxed);
+        history.head().writer.store(1, Relaxed);
         let mut third = TemporalPrefetcher::new();
-        third.inherit(SharedMissHistory(book));
-        assert!(third.book.is_none());
+        third.inherit(SharedMissHistory(history));
+        assert!(third.history.is_none());
     }
 
     #[test]

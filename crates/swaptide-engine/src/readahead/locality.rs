@@ -39,7 +39,7 @@ const OBSERVE_EVERY: u32 = 16;
 /// coming back: about as much as a fault. So at least half of a chunk must be wanted.
 const MIN_DENSITY_X16: u32 = 7 * 16;
 
-/// The same for pages in the file: one reading brings them all, and a page that was not written
+/// The same for pages on a swap area: one reading brings them all, and a page that was not written
 /// goes out again for next to nothing.
 const MIN_FILE_DENSITY_X16: u32 = 16 + 8;
 
@@ -350,7 +350,7 @@ impl Locality {
         self.homes[self.home].mean_16 + 16
     }
 
-    /// True when a page that is read from the file shall bring its neighbours in the chunk from
+    /// True when a page that is read from a swap area shall bring its neighbours in the chunk from
     /// there with it.
     pub(crate) fn reads_around(&self) -> bool {
         self.homes[self.home].mean_16 >= MIN_FILE_DENSITY_X16
@@ -493,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_thins_out_is_given_up_and_one_that_thickens_comes_back() {
+    fn a_sparser_stream_is_dropped_and_a_denser_one_returns() {
         let mut locality = Locality::new();
         let (_, _) = touch(&mut locality, 0..8_192);
         // From here on every eighth page is touched; windows of 256 pages find a touch behind each
@@ -581,7 +581,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_stream_ran_through_is_a_hit_and_what_went_out_before_makes_its_window_smaller() {
+    fn touched_pages_are_hits_and_untouched_ones_shrink_the_window() {
         let mut locality = Locality::new();
         let mut at = 160;
         for _ in 0..11 {
@@ -650,7 +650,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hint_of_random_order_brings_single_pages_and_one_of_sequential_order_a_chunk() {
+    fn random_advice_reads_single_pages_and_sequential_advice_a_chunk() {
         let mut locality = Locality::new();
         for page in 0..100 {
             assert_eq!(locality.swap_in(HOME, PageNo(page), Reading::Random, 256), SwapIn::Page);

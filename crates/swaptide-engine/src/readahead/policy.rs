@@ -8,11 +8,11 @@
 //! 1. Candidates are the aligned ranges of orders 1 to 4 around the fault where its chunk is
 //!    foretold, and the window, up to order 9, where a stream is. A hint of random order leaves
 //!    order 0 alone, and so does a bound of one page.
-//! 2. A candidate that lies in one place is taken. One that lies in compressed memory *and* in the
-//!    file is taken where the whole is cheaper than its wanted pages one by one: its compressed
-//!    part is loaded at once and the rest read in one go. Along a stream every page is wanted, so
-//!    that it always is. Elsewhere the next smaller order is asked.
-//! 3. The bound is the window's (a part of the limit), page-cluster's where a swap file stands
+//! 2. A candidate that lies in one place is taken. One that lies in compressed memory *and* on a
+//!    swap area is taken where the whole is cheaper than its wanted pages one by one: its
+//!    compressed part is loaded at once and the rest read in one go. Along a stream every page is
+//!    wanted, so that it always is. Elsewhere the next smaller order is asked.
+//! 3. The bound is the window's (a part of the limit), page-cluster's where a swap area stands
 //!    behind, and the largest order's.
 //! 4. A candidate that was refused is counted as a fallback of its order, by the caller.
 
@@ -41,11 +41,11 @@ impl ReadaheadLimits {
         }
     }
 
-    /// Most pages of one fault, where `window` is what the limit allows. Without a swap file
+    /// Most pages of one fault, where `window` is what the limit allows. Without a swap area
     /// page-cluster means nothing: compressed memory alone answers at once.
-    pub fn most(self, window: usize, has_file: bool) -> usize {
+    pub fn most(self, window: usize, has_area: bool) -> usize {
         let by = |order: Option<u8>| order.map_or(usize::MAX, |order| 1 << order);
-        window.min(by(self.page_cluster.filter(|_| has_file))).min(by(self.largest_order))
+        window.min(by(self.page_cluster.filter(|_| has_area))).min(by(self.largest_order))
     }
 }
 
@@ -56,8 +56,8 @@ pub struct Costs {
     pub fault: u64,
     /// Loading a page from compressed memory, and taking another one out for it.
     pub pool: u64,
-    /// Reading a page from the file.
-    pub file: u64,
+    /// Reading a page from a swap area.
+    pub area: u64,
 }
 
 /// A fault, and what is known.
@@ -70,7 +70,7 @@ pub struct SwapInRequest<'a> {
     /// What the faults so far foretell.
     pub evidence: SwapIn,
     /// Pages of the chunk that are wanted, as far as that is foretold, in 1/16.
-    pub wanted_16: u64,
+    pub density_x16: u64,
     /// How many pages may come in at most, that one included.
     pub most: usize,
     /// By which a mixed range is judged.
@@ -96,27 +96,29 @@ pub enum SwapInPlan {
 /// Chooses. `probe` gives a snapshot of the page's chunk, if one is needed. The orders that were
 /// refused are told to `refused`.
 pub fn admit(
-    ask: &SwapInRequest<'_>,
+    request: &SwapInRequest<'_>,
     probe: impl FnOnce(ChunkNo) -> Snapshot,
     mut refused: impl FnMut(u8),
 ) -> SwapInPlan {
-    match ask.evidence {
-        _ if ask.most < 2 => SwapInPlan::Page,
+    match request.evidence {
+        _ if request.most < 2 => SwapInPlan::Page,
         SwapIn::Page => SwapInPlan::Page,
         SwapIn::Onward(pages) => {
-            match pages.min(ask.most).min(ask.region.end.saturating_sub(ask.page.0)) {
+            match pages.min(request.most).min(request.region.end.saturating_sub(request.page.0)) {
                 0 | 1 => SwapInPlan::Page,
                 pages => SwapInPlan::Onward(pages),
             }
         }
         SwapIn::Chunk => {
-            let snapshot = probe(ask.page.chunk());
-            for order in (1..=CHUNK_ORDER.min(ask.most.ilog2() as u8)).rev() {
-                let first = PageNo(ask.page.0 >> order << order);
+            let snapshot = probe(request.page.chunk());
+            for order in (1..=CHUNK_ORDER.min(request.most.ilog2() as u8)).rev() {
+                let first = PageNo(request.page.0 >> order << order);
                 // A chunk at the region's edge comes in as far as it is managed: its other pages
                 // are not swapped.
                 match snapshot.backing(first.in_chunk(), 1 << order) {
-                    Backing::Mixed { pool, file } if !is_cheaper_whole(ask, order, pool, file) => {
+                    Backing::Mixed { pool, area }
+                        if !is_cheaper_whole(request, order, pool, area) =>
+                    {
                         refused(order)
                     }
                     Backing::Nothing => {}
@@ -129,17 +131,18 @@ pub fn admit(
 }
 
 /// True when loading a mixed range costs less than a fault for each of its pages that are wanted.
-fn is_cheaper_whole(ask: &SwapInRequest<'_>, order: u8, pool: usize, file: usize) -> bool {
-    let Costs { fault, pool: from_pool, file: from_file } = ask.costs;
-    let pages = (pool + file) as u64;
+fn is_cheaper_whole(request: &SwapInRequest<'_>, order: u8, pool: usize, area: usize) -> bool {
+    let Costs { fault, pool: from_pool, area: from_area } = request.costs;
+    let pages = (pool + area) as u64;
     if pages < 2 {
         return false;
     }
-    let whole = fault + pool as u64 * from_pool + file as u64 * from_file;
+    let whole = fault + pool as u64 * from_pool + area as u64 * from_area;
     // The wanted pages lie in both parts alike.
-    let wanted_16 = (ask.wanted_16 * (1 << order) / PAGES_PER_CHUNK as u64).min(16 << order);
+    let density_x16 =
+        (request.density_x16 * (1 << order) / PAGES_PER_CHUNK as u64).min(16 << order);
     let each =
-        wanted_16 * (fault + (pool as u64 * from_pool + file as u64 * from_file) / pages) / 16;
+        density_x16 * (fault + (pool as u64 * from_pool + area as u64 * from_area) / pages) / 16;
     whole < each
 }
 
@@ -207,32 +210,32 @@ mod tests {
     use super::*;
     use crate::mm::page_table::PageTable;
 
-    const DEFAULT_COSTS: Costs = Costs { fault: 8_000, pool: 6_000, file: 60_000 };
+    const DEFAULT_COSTS: Costs = Costs { fault: 8_000, pool: 6_000, area: 60_000 };
     const REGION: Range<usize> = 0..1 << 20;
 
-    fn ask(evidence: SwapIn, most: usize) -> SwapInRequest<'static> {
+    fn request(evidence: SwapIn, most: usize) -> SwapInRequest<'static> {
         SwapInRequest {
             page: PageNo(165),
             region: &REGION,
             evidence,
-            wanted_16: 8 * 16,
+            density_x16: 8 * 16,
             most,
             costs: DEFAULT_COSTS,
         }
     }
 
-    /// A chunk of which these pages lie in the file and the others in compressed memory; `None`:
+    /// A chunk of which these pages lie on a swap area and the others in compressed memory; `None`:
     /// not swapped.
-    fn chunk(is_in_file: impl Fn(usize) -> Option<bool>) -> impl Fn(ChunkNo) -> Snapshot {
-        move |chunk| Snapshot::made_up(chunk.first(), &is_in_file)
+    fn chunk(is_on_area: impl Fn(usize) -> Option<bool>) -> impl Fn(ChunkNo) -> Snapshot {
+        move |chunk| Snapshot::made_up(chunk.first(), &is_on_area)
     }
 
     fn decide(
-        ask: SwapInRequest<'_>,
+        request: SwapInRequest<'_>,
         probe: impl FnOnce(ChunkNo) -> Snapshot,
     ) -> (SwapInPlan, Vec<u8>) {
         let mut refused = Vec::new();
-        (admit(&ask, probe, |order| refused.push(order)), refused)
+        (admit(&request, probe, |order| refused.push(order)), refused)
     }
 
     fn unasked(_: ChunkNo) -> Snapshot {
@@ -241,57 +244,62 @@ mod tests {
 
     #[test]
     fn without_evidence_or_room_for_two_a_page_comes_alone() {
-        assert_eq!(decide(ask(SwapIn::Page, 512), unasked).0, SwapInPlan::Page);
-        assert_eq!(decide(ask(SwapIn::Chunk, 1), unasked).0, SwapInPlan::Page);
-        assert_eq!(decide(ask(SwapIn::Onward(64), 1), unasked).0, SwapInPlan::Page);
+        assert_eq!(decide(request(SwapIn::Page, 512), unasked).0, SwapInPlan::Page);
+        assert_eq!(decide(request(SwapIn::Chunk, 1), unasked).0, SwapInPlan::Page);
+        assert_eq!(decide(request(SwapIn::Onward(64), 1), unasked).0, SwapInPlan::Page);
     }
 
     #[test]
     fn a_window_ends_at_its_bound_and_at_its_region() {
-        assert_eq!(decide(ask(SwapIn::Onward(512), 16), unasked).0, SwapInPlan::Onward(16));
+        assert_eq!(decide(request(SwapIn::Onward(512), 16), unasked).0, SwapInPlan::Onward(16));
         assert_eq!(
-            decide(SwapInRequest { region: &(0..170), ..ask(SwapIn::Onward(512), 64) }, unasked).0,
+            decide(
+                SwapInRequest { region: &(0..170), ..request(SwapIn::Onward(512), 64) },
+                unasked
+            )
+            .0,
             SwapInPlan::Onward(5)
         );
         assert_eq!(
-            decide(SwapInRequest { region: &(0..166), ..ask(SwapIn::Onward(512), 64) }, unasked).0,
+            decide(
+                SwapInRequest { region: &(0..166), ..request(SwapIn::Onward(512), 64) },
+                unasked
+            )
+            .0,
             SwapInPlan::Page
         );
     }
 
     #[test]
-    fn a_chunk_in_one_place_comes_whole_and_page_cluster_makes_it_smaller() {
+    fn a_chunk_in_one_location_comes_whole_up_to_page_cluster() {
         for (most, order, first) in [(512, 4, 160), (8, 3, 160), (4, 2, 164), (2, 1, 164)] {
-            for in_file in [false, true] {
-                let (admitted, refused) =
-                    decide(ask(SwapIn::Chunk, most), chunk(|_| Some(in_file)));
-                assert_eq!(admitted, SwapInPlan::Around { first: PageNo(first), order });
+            for on_area in [false, true] {
+                let (plan, refused) =
+                    decide(request(SwapIn::Chunk, most), chunk(|_| Some(on_area)));
+                assert_eq!(plan, SwapInPlan::Around { first: PageNo(first), order });
                 assert!(refused.is_empty());
             }
         }
     }
 
     #[test]
-    fn a_mixed_chunk_falls_to_what_lies_in_one_place_unless_the_whole_is_cheaper() {
-        // The second half is in the file; the fault is in the first.
+    fn a_mixed_chunk_is_reduced_to_one_location_unless_cheaper_whole() {
+        // The second half is on a swap area; the fault is in the first.
         let half = |k| Some(k >= 8);
-        let (admitted, refused) = decide(ask(SwapIn::Chunk, 512), chunk(half));
-        assert_eq!(
-            (admitted, refused),
-            (SwapInPlan::Around { first: PageNo(160), order: 3 }, vec![4])
-        );
-        let all = SwapInRequest { wanted_16: 16 * 16, ..ask(SwapIn::Chunk, 512) };
+        let (plan, refused) = decide(request(SwapIn::Chunk, 512), chunk(half));
+        assert_eq!((plan, refused), (SwapInPlan::Around { first: PageNo(160), order: 3 }, vec![4]));
+        let all = SwapInRequest { density_x16: 16 * 16, ..request(SwapIn::Chunk, 512) };
         assert_eq!(decide(all, chunk(half)).0, SwapInPlan::Around { first: PageNo(160), order: 4 });
         // Every second page: no order helps where half is wanted.
-        let (admitted, refused) = decide(ask(SwapIn::Chunk, 512), chunk(|k| Some(k % 2 == 0)));
-        assert_eq!((admitted, refused), (SwapInPlan::Page, vec![4, 3, 2, 1]));
+        let (plan, refused) = decide(request(SwapIn::Chunk, 512), chunk(|k| Some(k % 2 == 0)));
+        assert_eq!((plan, refused), (SwapInPlan::Page, vec![4, 3, 2, 1]));
     }
 
     #[test]
-    fn the_gate_is_for_what_has_a_file_behind() {
-        let gate = ReadaheadLimits::new(4, 0);
-        assert_eq!(gate, ReadaheadLimits { page_cluster: Some(3), largest_order: None });
-        assert_eq!((gate.most(512, true), gate.most(512, false)), (8, 512));
+    fn limits_apply_where_a_swap_area_is_behind() {
+        let limits = ReadaheadLimits::new(4, 0);
+        assert_eq!(limits, ReadaheadLimits { page_cluster: Some(3), largest_order: None });
+        assert_eq!((limits.most(512, true), limits.most(512, false)), (8, 512));
         assert_eq!(ReadaheadLimits::new(1, 0).most(512, true), 1, "page-cluster 0");
         assert_eq!(ReadaheadLimits::new(0, 1).most(512, false), 1, "order 0");
         assert_eq!(ReadaheadLimits::new(0, 0).most(300, true), 300);
@@ -301,10 +309,10 @@ mod tests {
     #[test]
     fn blocks_are_counted_at_the_largest_order_that_came_whole() {
         let count = |parts: &[(usize, usize)]| {
-            let mut came = SwappedIn::new(PageNo(parts[0].0));
-            parts.iter().for_each(|(first, n)| came.add(PageNo(*first), *n));
+            let mut swapped_in = SwappedIn::new(PageNo(parts[0].0));
+            parts.iter().for_each(|(first, n)| swapped_in.add(PageNo(*first), *n));
             let mut found = Vec::new();
-            came.blocks(|order, n| found.push((order, n)));
+            swapped_in.blocks(|order, n| found.push((order, n)));
             found
         };
         assert_eq!(count(&[(1024, 512)]), [(9, 1)]);
@@ -317,8 +325,9 @@ mod tests {
 
     #[test]
     fn a_table_without_swapped_pages_backs_nothing() {
-        let (admitted, refused) =
-            decide(ask(SwapIn::Chunk, 512), |c| Snapshot::note(&PageTable::new(), c.first(), 16));
-        assert_eq!((admitted, refused.len()), (SwapInPlan::Page, 0));
+        let (plan, refused) = decide(request(SwapIn::Chunk, 512), |c| {
+            Snapshot::note(&PageTable::new(), c.first(), 16)
+        });
+        assert_eq!((plan, refused.len()), (SwapInPlan::Page, 0));
     }
 }

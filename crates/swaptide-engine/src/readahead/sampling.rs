@@ -53,10 +53,10 @@ pub struct StreamId(pub u32);
 struct Hole {
     page: usize,
     stream: StreamId,
-    patience: u8,
+    windows_left: u8,
 }
 
-const NONE: Hole = Hole { page: usize::MAX, stream: StreamId(0), patience: 0 };
+const NONE: Hole = Hole { page: usize::MAX, stream: StreamId(0), windows_left: 0 };
 
 /// Pages left out of windows, and whether they were asked for.
 pub struct Samples {
@@ -92,7 +92,7 @@ impl Samples {
     /// It was left out.
     pub fn left_out(&mut self, page: PageNo, stream: StreamId) {
         if let Some(hole) = self.holes.iter_mut().find(|hole| hole.page == NONE.page) {
-            *hole = Hole { page: page.0, stream, patience: MAX_WINDOWS_UNTOUCHED };
+            *hole = Hole { page: page.0, stream, windows_left: MAX_WINDOWS_UNTOUCHED };
         }
     }
 
@@ -108,8 +108,8 @@ impl Samples {
         for hole in
             self.holes.iter_mut().filter(|hole| hole.page != NONE.page && hole.stream == stream)
         {
-            hole.patience -= 1;
-            if hole.patience == 0 {
+            hole.windows_left -= 1;
+            if hole.windows_left == 0 {
                 *hole = NONE;
                 unwanted += 1;
             }

@@ -12,7 +12,7 @@ use swaptide_store::codec::Packed;
 use swaptide_store::file::WriteError;
 use swaptide_sys::Errno;
 
-use crate::backing::devices::FILE;
+use crate::backing::devices::AREA;
 use crate::engine::{Engine, Mm};
 use crate::mm::page_table::PageState;
 use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK};
@@ -61,7 +61,7 @@ fn drop_some(engine: &Engine, want: usize) -> Option<usize> {
         let Some(chunk) = mm.queues.next_clean_on_areas(&mut mm.table) else {
             return (dropped > 0).then_some(dropped);
         };
-        dropped += drop_of_chunk(engine, mm, chunk, FILE);
+        dropped += drop_of_chunk(engine, mm, chunk, AREA);
         if dropped >= want {
             break;
         }
@@ -80,7 +80,7 @@ pub(crate) fn drop_where_scarce(engine: &Engine) {
 /// must be free.
 pub(crate) fn write(engine: &Engine, pages: &[(Slot, Packed<'_>)]) -> Result<(), WriteError> {
     in_place_of_copies(
-        || engine.devices.file.device.write(pages),
+        || engine.devices.areas.device.write(pages),
         || drop_oldest(engine, COPIES_PER_WRITE),
     )
 }
@@ -99,11 +99,11 @@ fn in_place_of_copies(
     write()
 }
 
-/// A slot for one page in the file, in place of copies if there is none else. The memory lock must
-/// be free.
+/// A slot for one page on a swap area, in place of copies if there is none else. The memory lock
+/// must be free.
 pub(crate) fn alloc_slot(engine: &Engine, folio: FolioId) -> Option<SwapEntry> {
     loop {
-        let entry = engine.devices.alloc_file(folio);
+        let entry = engine.devices.alloc_area(folio);
         if entry.is_some() || drop_oldest(engine, COPIES_PER_WRITE) == 0 {
             return entry;
         }

@@ -1,6 +1,6 @@
 //! Whether there is time for what no thread waits for.
 //!
-//! A process is *calm* when for a while no page of it has come in or gone out. Then a worker may
+//! A process is *idle* when for a while no page of it has come in or gone out. Then a worker may
 //! use CPU time that no other thread wants: as soon as it waits for a CPU longer than a quarter of
 //! the time that it runs, another thread does, and it rests. Only its waiting while it works
 //! counts: a thread that hardly runs waits as long as it runs, for its CPU to wake up.
@@ -12,7 +12,7 @@ use std::time::Duration;
 use swaptide_sys::affinity::{CpuTimes, ThreadTimes};
 use swaptide_sys::thread::Nanos;
 
-/// A process is calm when nothing happened for so long.
+/// A process is idle when nothing happened for so long.
 const IDLE_AFTER: Duration = Duration::from_millis(200);
 /// How often the worker's own waiting is looked at.
 const WAIT_SAMPLE_INTERVAL: Duration = Duration::from_millis(10);
@@ -22,7 +22,7 @@ const BACKOFF: Duration = Duration::from_secs(1);
 const MAX_WAIT_DIVISOR: u64 = 4;
 
 /// Sees that the process is idle, and whether the CPU is wanted.
-pub struct Calm {
+pub struct IdleDetector {
     happened: u64,
     since: Nanos,
     times: Option<ThreadTimes>,
@@ -31,10 +31,10 @@ pub struct Calm {
     rests_until: Nanos,
 }
 
-impl Calm {
+impl IdleDetector {
     /// For the calling thread.
-    pub fn new(now: Nanos) -> Calm {
-        Calm {
+    pub fn new(now: Nanos) -> IdleDetector {
+        IdleDetector {
             happened: 0,
             since: now,
             times: ThreadTimes::open(swaptide_sys::thread::gettid().0),
@@ -44,15 +44,15 @@ impl Calm {
     }
 
     /// True when there is time. `happened` is any number that changes whenever something happens.
-    pub(crate) fn is_calm(&mut self, happened: u64, now: Nanos) -> bool {
-        self.has_time(happened, now, |calm| calm.times.as_ref().and_then(ThreadTimes::read))
+    pub(crate) fn is_idle(&mut self, happened: u64, now: Nanos) -> bool {
+        self.has_time(happened, now, |detector| detector.times.as_ref().and_then(ThreadTimes::read))
     }
 
     fn has_time(
         &mut self,
         happened: u64,
         now: Nanos,
-        times: impl FnOnce(&Calm) -> Option<CpuTimes>,
+        times: impl FnOnce(&IdleDetector) -> Option<CpuTimes>,
     ) -> bool {
         if std::mem::replace(&mut self.happened, happened) != happened {
             self.since = now;
@@ -94,11 +94,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_calm_after_a_while_without_anything() {
+    fn is_idle_after_a_while_without_swapping() {
         let ms = |n: u64| Nanos(n * 1_000_000);
-        let mut calm = Calm::new(ms(0));
-        let mut has_time =
-            |happened: u64, at: Nanos| calm.has_time(happened, at, |_| Some(CpuTimes::default()));
+        let mut detector = IdleDetector::new(ms(0));
+        let mut has_time = |happened: u64, at: Nanos| {
+            detector.has_time(happened, at, |_| Some(CpuTimes::default()))
+        };
         assert!(!has_time(7, ms(1)) && !has_time(7, ms(200)));
         assert!(has_time(7, ms(202)));
         assert!(!has_time(8, ms(203)) && !has_time(8, ms(402)));
@@ -106,32 +107,32 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_a_cpu_rests() {
+    fn a_worker_that_waits_for_a_cpu_pauses() {
         let ms = |n: u64| Nanos(n * 1_000_000);
-        let mut calm = Calm::new(ms(0));
+        let mut detector = IdleDetector::new(ms(0));
         let times = |ran: u64, waited: u64| {
             Some(CpuTimes { ran: ran * 1_000_000, waited: waited * 1_000_000 })
         };
-        assert!(calm.is_unwanted(times(0, 0), ms(0)));
-        assert!(calm.is_unwanted(times(9, 1), ms(10)));
-        assert!(!calm.is_unwanted(times(15, 5), ms(20)), "4 of 6");
-        assert!(!calm.is_calm(0, ms(1000)), "it rests");
-        assert!(!calm.is_unwanted(None, ms(1040)));
+        assert!(detector.is_unwanted(times(0, 0), ms(0)));
+        assert!(detector.is_unwanted(times(9, 1), ms(10)));
+        assert!(!detector.is_unwanted(times(15, 5), ms(20)), "4 of 6");
+        assert!(!detector.is_idle(0, ms(1000)), "it rests");
+        assert!(!detector.is_unwanted(None, ms(1040)));
     }
 
     #[test]
     fn waiting_before_the_work_does_not_count() {
         let ms = |n: u64| Nanos(n * 1_000_000);
-        let mut calm = Calm::new(ms(0));
+        let mut detector = IdleDetector::new(ms(0));
         let times = |ran: u64, waited: u64| {
             Some(CpuTimes { ran: ran * 1_000_000, waited: waited * 1_000_000 })
         };
-        assert!(calm.is_unwanted(times(0, 0), ms(0)));
-        assert!(!calm.is_unwanted(times(6, 4), ms(10)));
-        assert!(calm.is_unwanted(times(7, 9), ms(1020)), "it rested meanwhile");
-        assert!(calm.is_unwanted(times(17, 9), ms(1030)));
-        calm.stopped();
-        assert!(calm.is_unwanted(times(18, 20), ms(5000)), "it had nothing to do meanwhile");
-        assert!(!calm.is_unwanted(times(20, 29), ms(5010)));
+        assert!(detector.is_unwanted(times(0, 0), ms(0)));
+        assert!(!detector.is_unwanted(times(6, 4), ms(10)));
+        assert!(detector.is_unwanted(times(7, 9), ms(1020)), "it rested meanwhile");
+        assert!(detector.is_unwanted(times(17, 9), ms(1030)));
+        detector.stopped();
+        assert!(detector.is_unwanted(times(18, 20), ms(5000)), "it had nothing to do meanwhile");
+        assert!(!detector.is_unwanted(times(20, 29), ms(5010)));
     }
 }

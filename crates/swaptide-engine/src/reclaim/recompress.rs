@@ -1,18 +1,18 @@
 //! Recompression: pages that stay long in compressed memory are compressed again, with zstd, before
-//! any of them goes to the file.
+//! any of them goes to a swap area.
 //!
 //! lz4 is what pages get that may be wanted again soon; zstd takes half the bytes and some
 //! microseconds more at the next touch. So the chunks that went to compressed memory longest ago,
 //! and whose pages have been out for about as long as a page stays in the program, are taken from
-//! the log's old end, and put into the log of *settled* chunks, from which write-back takes its
-//! pages first. What gets smaller by less than an eighth stays as it is. No page is tried twice:
-//! compressed memory notes it.
+//! the log's old end, and put into the log of *recompressed* chunks, from which write-back takes
+//! its pages first. What gets smaller by less than an eighth stays as it is. No page is tried
+//! twice: compressed memory notes it.
 //!
-//! Where the last pages got hardly smaller, or where pages come back from the file so late that no
-//! packing would have kept them, most chunks are settled untried, and one in sixteen is looked at;
-//! ever fewer, while those get hardly smaller either.
+//! Where the last pages got hardly smaller, or where pages come back from swap areas so late that
+//! no packing would have kept them, most chunks are logged there untried, and one in sixteen is
+//! looked at; ever fewer, while those get hardly smaller either.
 //!
-//! It is done when compressed memory comes near its share, and while the program is calm
+//! It is done when compressed memory comes near its share, and while the program is idle
 //! ([`crate::reclaim::idle`]).
 //!
 //! Owns: the buffers of one batch, and how much was saved lately.
@@ -111,12 +111,15 @@ impl Recompress {
             let old = (mm.table.present() / 2) as u64;
             mm.put_back_young(&engine.devices);
             while looked < MAX_CHUNKS_PER_BATCH && self.items.len() < BATCH_PAGES {
-                if mm.oldest_unsettled(&engine.devices).is_some_and(|distance| distance < old) {
+                if mm
+                    .oldest_not_recompressed(&engine.devices)
+                    .is_some_and(|distance| distance < old)
+                {
                     break;
                 }
                 let Some(chunk) = mm.queues.next_pooled(&mut mm.table) else { break };
                 looked += 1;
-                if (self.gain < MIN_SAVED_1024 || !mm.split.tighter_helps())
+                if (self.gain < MIN_SAVED_1024 || !mm.pool_sizer.tighter_helps())
                     && self.skipped < self.every
                 {
                     self.skipped += 1;
@@ -124,7 +127,7 @@ impl Recompress {
                     self.skipped = 0;
                     self.choose(engine, mm, chunk);
                 }
-                mm.queues.settled(&mut mm.table, chunk);
+                mm.queues.log_recompressed(&mut mm.table, chunk);
             }
         }
         self.compress(engine, compressor, unpacker);

@@ -27,7 +27,7 @@ use swaptide_sys::page::{PAGE_SIZE, VirtRange};
 use swaptide_sys::thread::now;
 use swaptide_sys::uffd::MoveFlags;
 
-use crate::backing::devices::{FILE, POOL, entry_plus};
+use crate::backing::devices::{AREA, POOL, entry_plus};
 use crate::engine::{Engine, Mm};
 use crate::mm::batch::{
     BackingPage, Batch, MAX_MOVES_PER_BATCH, MoveRun, OutgoingPage, Places, TakenPage,
@@ -43,7 +43,7 @@ use crate::sched::handler_cpu::YieldEvery;
 const DENSE_PAGES_PER_MOVE: usize = 8;
 
 impl BackingPage {
-    /// A page that is to go to the file. Packed bytes are added to `bytes`.
+    /// A page that is to go to a swap area. Packed bytes are added to `bytes`.
     fn new(
         frame: FrameNo,
         entry: SwapEntry,
@@ -129,9 +129,9 @@ impl Batch {
         self.chunks.clear();
         self.runs.clear();
         self.leaving.clear();
-        self.beyond.clear();
+        self.to_area.clear();
         self.packed.clear();
-        self.is_beyond = Places::NONE;
+        self.goes_to_area = Places::NONE;
         self.zeros = Places::NONE;
         self.unchanged = Places::NONE;
         self.kept.clear();
@@ -378,13 +378,13 @@ impl Batch {
         let mut same = 0;
         let (mut poor, mut refused) = (0, 0);
         let mut kept = self.kept.iter().peekable();
-        let mut gives_way = YieldEvery::default();
+        let mut yielder = YieldEvery::default();
         for leaving in &self.leaving {
-            let (stored_before, beyond_before) = (stored + zero, self.beyond.len());
+            let (stored_before, to_area_before) = (stored + zero, self.to_area.len());
             let refuses = engine.pool_refuses();
             for k in 0..1usize << leaving.order {
                 let place = leaving.place + k;
-                gives_way.for_a_page(engine.single_faulter());
+                yielder.for_a_page(engine.single_faulter());
                 let frame = slab.frame(place);
                 let entry = entry_plus(leaving.entry, k as u32);
                 // The program has it back already.
@@ -410,29 +410,39 @@ impl Batch {
                         self.zeros.add(place);
                     }
                     Packed::Raw(_) if engine.devices.is_backed() => {
-                        self.beyond.push(BackingPage::new(frame, entry, &packed, &mut self.packed));
-                        self.is_beyond.add(place);
+                        self.to_area.push(BackingPage::new(
+                            frame,
+                            entry,
+                            &packed,
+                            &mut self.packed,
+                        ));
+                        self.goes_to_area.add(place);
                         poor += 1;
                         continue;
                     }
                     Packed::Bytes(_) if refuses => {
-                        self.beyond.push(BackingPage::new(frame, entry, &packed, &mut self.packed));
-                        self.is_beyond.add(place);
+                        self.to_area.push(BackingPage::new(
+                            frame,
+                            entry,
+                            &packed,
+                            &mut self.packed,
+                        ));
+                        self.goes_to_area.add(place);
                         refused += 1;
                         continue;
                     }
                     _ => stored += 1,
                 }
                 if engine.devices.pool.insert(Slot(entry.offset().0), &packed).is_err() {
-                    self.beyond.push(BackingPage::new(frame, entry, &packed, &mut self.packed));
-                    self.is_beyond.add(place);
+                    self.to_area.push(BackingPage::new(frame, entry, &packed, &mut self.packed));
+                    self.goes_to_area.add(place);
                     (stored, refused) = (stored - 1, refused + 1);
                 }
             }
             let n = 1 << leaving.order;
             if stored + zero - stored_before == n {
                 engine.count_order(OfOrder::Zswpout, leaving.order, 1);
-            } else if self.beyond.len() - beyond_before == n {
+            } else if self.to_area.len() - to_area_before == n {
                 engine.count_order(OfOrder::Swpout, leaving.order, 1);
             }
         }
@@ -441,27 +451,27 @@ impl Batch {
         engine.count(Counter::Zswpout, stored);
         engine.count(Counter::RejectCompressPoor, poor);
         engine.count(Counter::RejectPoolFull, refused);
-        self.store_beyond(engine);
+        self.store_to_areas(engine);
         if refused > 0 {
             // A worker is to make room in compressed memory.
             engine.call_workers();
         }
     }
 
-    /// Pages that do not compress, for which the file is cheaper than compressed memory, and those
-    /// that it refuses. What the file does not take goes there all the same, past its bound. The
+    /// Pages that do not compress, for which a swap area is cheaper than compressed memory, and
+    /// those that it refuses. What no swap area takes goes there all the same, past its bound. The
     /// memory lock is *not* held.
-    fn store_beyond(&mut self, engine: &Engine) {
-        if self.beyond.is_empty() {
+    fn store_to_areas(&mut self, engine: &Engine) {
+        if self.to_area.is_empty() {
             return;
         }
         if !engine.file_rests() {
-            for page in &mut self.beyond {
+            for page in &mut self.to_area {
                 page.place = copies::alloc_slot(engine, FolioId(page.frame.0));
             }
         }
         let pages: Vec<(Slot, Packed<'_>)> = self
-            .beyond
+            .to_area
             .iter()
             .filter_map(|page| {
                 let slot = Slot(page.place?.offset().0);
@@ -474,15 +484,15 @@ impl Batch {
         drop(pages);
         if let Err(error) = result {
             engine.write_failed(&error);
-            for page in &mut self.beyond {
+            for page in &mut self.to_area {
                 if let Some(place) = page.place.take() {
                     engine.devices.free_slot(place, Expect::Folio(FolioId(page.frame.0)));
                 }
             }
             written = 0;
         }
-        for page in self.beyond.iter().filter(|page| page.place.is_none()) {
-            engine.report_swap_full("the swap file is full: exceeding the budget");
+        for page in self.to_area.iter().filter(|page| page.place.is_none()) {
+            engine.report_swap_full("the swap areas are full: exceeding the budget");
             // SAFETY: as above.
             let packed = unsafe { page.packed(engine, &self.packed) };
             if engine.devices.pool.insert(Slot(page.entry.offset().0), &packed).is_err() {
@@ -493,7 +503,7 @@ impl Batch {
             }
         }
         engine.count(Counter::Pswpout, written);
-        engine.count(Counter::Zswpout, self.beyond.len() - written);
+        engine.count(Counter::Zswpout, self.to_area.len() - written);
     }
 
     /// What was not cancelled becomes a shadow; the frames are free. The memory lock is held.
@@ -502,7 +512,7 @@ impl Batch {
     /// When nothing was taken.
     pub fn finish(&mut self, engine: &Engine, mm: &mut Mm) {
         let slab = self.slab.take().expect("a batch that was taken");
-        self.finish_beyond(engine, mm);
+        self.finish_on_areas(engine, mm);
         let devices = &engine.devices;
         let shadow = mm.shadow();
         for leaving in &self.leaving {
@@ -513,7 +523,7 @@ impl Batch {
                 let frame = slab.frame(place);
                 !engine.is_cancelled(frame)
                     && mm.frames.kept[frame.0 as usize].is_none()
-                    && !self.is_beyond.has(place)
+                    && !self.goes_to_area.has(place)
             });
             if plain {
                 devices.to_shadow_with_zeros(
@@ -549,7 +559,7 @@ impl Batch {
                     let page = mm.frames.owner[frame.0 as usize];
                     mm.queues.pooled(&mut mm.table, page.chunk());
                 } else {
-                    // It went to the file, and `finish_beyond` gave its page the new entry.
+                    // It went to a swap area, and `finish_on_areas` gave its page the new entry.
                     devices.free_slot(entry, Expect::Folio(folio));
                 }
             }
@@ -584,11 +594,12 @@ impl Batch {
         }
     }
 
-    /// Pages that went to the file get their new entries. Called before the folios are looked at.
-    fn finish_beyond(&mut self, engine: &Engine, mm: &mut Mm) {
+    /// Pages that went to a swap area get their new entries. Called before the folios are looked
+    /// at.
+    fn finish_on_areas(&mut self, engine: &Engine, mm: &mut Mm) {
         let devices = &engine.devices;
         let shadow = mm.shadow();
-        for &BackingPage { frame, entry, place, .. } in &self.beyond {
+        for &BackingPage { frame, entry, place, .. } in &self.to_area {
             let Some(place) = place else { continue };
             let folio = FolioId(frame.0);
             devices.to_shadow(place, 1, folio, shadow);
@@ -596,11 +607,11 @@ impl Batch {
                 devices.drop_swapped(place);
                 continue;
             }
-            debug_assert_eq!(place.ty(), FILE);
+            debug_assert_eq!(place.ty(), AREA);
             let page = mm.frames.owner[frame.0 as usize];
             if mm.table.get(page) != PageState::Swapped(entry) {
                 crate::fatal(&format!(
-                    "page {:?} was written to the file as entry {entry:?} and is {:?}",
+                    "page {:?} was written to a swap area as entry {entry:?} and is {:?}",
                     page.addr(),
                     mm.table.get(page)
                 ));

@@ -35,7 +35,7 @@ use crate::fault_injection;
 use crate::mm::batch::Batch;
 use crate::mm::types::{ChunkNo, MIN_BYTES, range_of};
 use crate::reclaim::copies;
-use crate::reclaim::idle::Calm;
+use crate::reclaim::idle::IdleDetector;
 use crate::reclaim::recompress::Recompress;
 use crate::reclaim::unarmed::Seen;
 use crate::reclaim::writeback::Writeback;
@@ -165,7 +165,7 @@ impl Worker {
     /// short and they have nothing to do.
     pub(crate) fn balance(&mut self, engine: &Engine) {
         let charge = &engine.charge;
-        if charge.room() >= charge.goal() || engine.workers.park.load(Acquire) != 0 {
+        if charge.room() >= charge.goal() || engine.workers.quiesce.load(Acquire) != 0 {
             return;
         }
         let mut mm = engine.mm.lock();
@@ -217,11 +217,11 @@ impl Worker {
         pages
     }
 
-    /// Moves one batch of compressed pages to the file. False when there was nothing to move or
+    /// Moves one batch of compressed pages to a swap area. False when there was nothing to move or
     /// nowhere to put it.
     pub fn write_back(&mut self, engine: &Engine) -> bool {
         let charge = &engine.charge;
-        let may = charge.family.may_write_back()
+        let may = charge.cow_group.may_write_back()
             || charge.pool() > charge.pool_bound()
             || charge.pool_refuses()
             || engine.devices.pool.is_scarce();
@@ -229,8 +229,8 @@ impl Worker {
     }
 
     /// Makes compressed memory smaller when it is near its share or past it: first by better
-    /// compression, then by what goes to the file; where it is far past, by both. False when there
-    /// is nothing to do, or nothing more can be done.
+    /// compression, then by what goes to a swap area; where it is far past, by both. False when
+    /// there is nothing to do, or nothing more can be done.
     fn shrink_pool(&mut self, engine: &Engine) -> bool {
         let charge = &engine.charge;
         let (pool, most) = (charge.pool(), charge.pool_goal());
@@ -240,7 +240,7 @@ impl Worker {
         if pool < most / 4 * 3 {
             return false;
         }
-        let better = !charge.family.is_active()
+        let better = !charge.cow_group.is_active()
             && self.recompress.step(engine, &mut self.compressor, &mut self.unpacker);
         let hurries = charge.pool_overflows() || charge.pool_refuses();
         let written = pool > most && (!better || hurries) && self.write_back(engine);
@@ -347,8 +347,8 @@ impl Worker {
     /// The life of a background worker, until the program is detached. Worker 0 looks after the
     /// accounts.
     pub fn run(&mut self, engine: &Engine, index: usize) {
-        let mut keeper = (index == 0).then(Housekeeping::new);
-        let mut aside = WorkerAffinity::new();
+        let mut housekeeping = (index == 0).then(Housekeeping::new);
+        let mut affinity = WorkerAffinity::new();
         let placed = engine.workers.tids.get(index);
         if let Some(placed) = placed {
             placed.store(gettid().0, Relaxed);
@@ -362,18 +362,18 @@ impl Worker {
                 engine.workers.awake.fetch_sub(1, Relaxed);
                 return;
             }
-            aside.keep_from(engine.handler.cpu.load(Relaxed));
-            aside.yield_now(engine.single_faulter());
-            if let Some(keeper) = &mut keeper {
-                keeper.watch(engine);
-                keeper.look(engine);
+            affinity.keep_from(engine.handler.cpu.load(Relaxed));
+            affinity.yield_now(engine.single_faulter());
+            if let Some(housekeeping) = &mut housekeeping {
+                housekeeping.watch(engine);
+                housekeeping.look(engine);
             }
             if engine.injection().churns_own_mappings() {
                 map_and_unmap(engine);
             }
-            let idle = self.work(engine, keeper.as_mut());
+            let idle = self.work(engine, housekeeping.as_mut());
             if idle {
-                let tick = tick(engine, keeper.is_some());
+                let tick = tick(engine, housekeeping.is_some());
                 engine.workers.work.store(0, Release);
                 if !engine.mm.lock().jobs.any() {
                     engine.workers.awake.fetch_sub(1, Relaxed);
@@ -387,17 +387,18 @@ impl Worker {
     /// Works until there is nothing to do, or, with the accounts to keep, for about a millisecond:
     /// a program that grows in new mappings is seen by them alone. True when there is nothing more
     /// to do.
-    fn work(&mut self, engine: &Engine, mut keeper: Option<&mut Housekeeping>) -> bool {
+    fn work(&mut self, engine: &Engine, mut housekeeping: Option<&mut Housekeeping>) -> bool {
         let charge = &engine.charge;
-        let brief = keeper.is_some();
+        let brief = housekeeping.is_some();
         let began = now();
         let over = || {
-            brief && now().since(began) >= TICK_NEAR_LIMIT || engine.workers.park.load(Acquire) != 0
+            brief && now().since(began) >= TICK_NEAR_LIMIT
+                || engine.workers.quiesce.load(Acquire) != 0
         };
         // One that keeps the accounts leaves it to others, where there are any.
-        let lets_go = !brief || engine.workers.running.load(Relaxed) < 2;
+        let releases = !brief || engine.workers.running.load(Relaxed) < 2;
         while !over() {
-            let has_let_go = lets_go && engine.devices.file.device.let_go_some();
+            let has_released = releases && engine.devices.areas.device.release_one_extent();
             if self.store_waiting(engine) {
                 continue;
             }
@@ -417,20 +418,20 @@ impl Worker {
                     Step::Nothing => {}
                 }
             }
-            if self.shrink_pool(engine) || brief && engine.devices.file.leave_areas() {
+            if self.shrink_pool(engine) || brief && engine.devices.areas.leave_areas() {
                 continue;
             }
-            if let Some(keeper) = &mut keeper
+            if let Some(housekeeping) = &mut housekeeping
                 && charge.pool() >= charge.limit() / MIN_POOL_DIVISOR
-                && !charge.family.is_active()
-                && keeper.has_time(engine)
+                && !charge.cow_group.is_active()
+                && housekeeping.has_time(engine)
             {
                 if self.recompress_some(engine) {
                     continue;
                 }
-                keeper.calm.stopped();
+                housekeeping.idle.stopped();
             }
-            if !has_let_go {
+            if !has_released {
                 return true;
             }
         }
@@ -536,7 +537,7 @@ struct Housekeeping {
     review: Review,
     /// The handler had something to do: its turns by then, and since when.
     still: Option<(u32, Nanos)>,
-    calm: Calm,
+    idle: IdleDetector,
 }
 
 impl Housekeeping {
@@ -549,7 +550,7 @@ impl Housekeeping {
             areas: 0,
             review: Review::default(),
             still: None,
-            calm: Calm::new(now()),
+            idle: IdleDetector::new(now()),
         }
     }
 
@@ -581,7 +582,7 @@ impl Housekeeping {
         let counters = &engine.slot().counters;
         let happened = [Counter::Pgmajfault, Counter::Pgsteal]
             .map(|counter| counters[counter as usize].load(Relaxed));
-        self.calm.is_calm(happened[0].wrapping_add(happened[1]), now())
+        self.idle.is_idle(happened[0].wrapping_add(happened[1]), now())
     }
 
     /// Measures, takes over a new limit, and requests adoption when memory that is not managed has
@@ -593,7 +594,7 @@ impl Housekeeping {
         engine.publish_slot();
         engine.charge.take_limit(engine.slot());
         if engine.start.segment.is_moving(engine.slot_index()) {
-            engine.devices.file.follow_group();
+            engine.devices.areas.follow_group();
         }
         if engine.slot().control.preload.load(Relaxed) != 0 {
             engine.handler_requests.submit(HandlerRequest::Preload);
@@ -604,10 +605,10 @@ impl Housekeeping {
         engine.charge.measure(statm);
         let areas = engine.start.segment.areas_epoch();
         if std::mem::replace(&mut self.areas, areas) != areas {
-            engine.devices.file.look_at_areas();
+            engine.devices.areas.look_at_areas();
         }
         copies::drop_where_scarce(engine);
-        engine.devices.file.device.let_go_far();
+        engine.devices.areas.device.trim_remote();
         if engine.charge.pool_cap() != 0 {
             engine.charge.others_pool(engine.pool_of_others());
         }

@@ -1,16 +1,16 @@
-//! Write-back: the oldest pages of compressed memory go to the file when compressed memory has its
-//! share.
+//! Write-back: the oldest pages of compressed memory go to a swap area when compressed memory has
+//! its share.
 //!
 //! Owns: the buffers of one batch.
 //!
 //! A batch takes chunks from the log's old end under the memory lock; without it, it copies their
-//! pages out of compressed memory as they are, packed, gives them slots in the file and writes
+//! pages out of compressed memory as they are, packed, gives them slots on a swap area and writes
 //! them; and takes the lock again to exchange the entries. Pages of one repeated word stay: they
 //! cost nothing where they are.
 //!
 //! Invariant: an entry is exchanged only if its chunk's epoch is what it was when the page was
 //! chosen; otherwise the page was brought in or given up meanwhile, what was copied may be another
-//! page's, and the copy in the file is dropped.
+//! page's, and the copy on the swap area is dropped.
 
 use std::ops::Range;
 
@@ -27,7 +27,7 @@ use crate::reclaim::copies;
 
 /// Pages of a batch.
 const BATCH_PAGES: usize = 128;
-/// The folio that stands in the file's swap cache while a page is written.
+/// The folio that stands in the areas' swap cache while a page is written.
 const WRITING: FolioId = FolioId(u32::MAX >> 8);
 
 struct Moving {
@@ -86,11 +86,11 @@ impl Writeback {
             let mut guard = engine.mm.lock();
             let mm = &mut *guard;
             self.moving.clear();
-            if !mm.queues.any_settled() {
+            if !mm.queues.any_recompressed() {
                 mm.put_back_young(&engine.devices);
             }
             while self.moving.len() + PAGES_PER_CHUNK <= BATCH_PAGES
-                && let Some(chunk) = mm.queues.next_to_file(&mut mm.table)
+                && let Some(chunk) = mm.queues.next_to_areas(&mut mm.table)
             {
                 self.choose(engine, mm, chunk);
                 chosen += 1;
@@ -156,7 +156,7 @@ impl Writeback {
         }
     }
 
-    /// Copies the pages out and gives them slots. False when the file has none left.
+    /// Copies the pages out and gives them slots. False when the swap areas have none left.
     fn copy_out(&mut self, engine: &Engine, unpacker: &mut Unpacker) -> bool {
         self.data.clear();
         for moving in &mut self.moving {
@@ -172,8 +172,9 @@ impl Writeback {
                 continue;
             }
             let Some(new) = copies::alloc_slot(engine, WRITING) else {
-                engine
-                    .report_swap_full("the swap file is full: compressed memory exceeds its share");
+                engine.report_swap_full(
+                    "the swap areas are full: compressed memory exceeds its share",
+                );
                 engine.rest_file();
                 return false;
             };

@@ -15,7 +15,7 @@ use std::sync::atomic::{
 };
 use std::time::Duration;
 
-use swaptide_sys::aside::SocketNumber;
+use swaptide_sys::high_fds::SocketNumber;
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::process::{pidfd_getfd, pidfd_open, pidfd_open_thread};
 use swaptide_sys::sock::{Conn, Listener, poll_readable};
@@ -85,7 +85,7 @@ impl ForkControl {
 
     /// In the forking thread, before its request: makes the sockets.
     pub fn open_ends(&self) {
-        if let Ok((a, b)) = Conn::pair_aside() {
+        if let Ok((a, b)) = Conn::pair_high() {
             self.ends[0].set(a.into_fd());
             self.ends[1].set(b.into_fd());
         }
@@ -133,16 +133,16 @@ impl ForkControl {
     ///
     /// The way is a listener whose name is made of 128 random bits and lives until the end is here.
     /// The kernel tells the process that connects. Only this one is listened to, and nothing is
-    /// ever sent. Strangers cannot leave descriptors there. Where they can, before Linux 6.16, they
-    /// are hung up on and their connections stay open: to close one would drop what its maker has
-    /// sent, and a socket among that lasts as long as its maker likes (`SO_LINGER`).
+    /// ever sent. Other processes cannot leave descriptors there. Where they can, before Linux
+    /// 6.16, they are hung up on and their connections stay open: to close one would drop what its
+    /// maker has sent, and a socket among that lasts as long as its maker likes (`SO_LINGER`).
     pub(crate) fn fetch_end(&self) -> Option<Conn> {
         self.fetch_end_by(|listener| listener.deny_descriptors().is_ok())
     }
 
     fn fetch_end_by(&self, denies: impl FnOnce(&Listener) -> bool) -> Option<Conn> {
         self.ends[0].last_number()?;
-        if STRANGERS.load(Relaxed) >= MAX_STRANGERS {
+        if FOREIGN_CONNECTIONS.load(Relaxed) >= MAX_FOREIGN_CONNECTIONS {
             return None;
         }
         let random = random_name().ok()?;
@@ -153,12 +153,12 @@ impl ForkControl {
         self.name[0].store(random as u64, Relaxed);
         self.name[1].store((random >> 64) as u64, Relaxed);
         self.set(END_SOCKET);
-        let mut patience = Deadline::new(END_TIMEOUT);
+        let mut deadline = Deadline::new(END_TIMEOUT);
         let mut end = None;
         while end.is_none()
-            && STRANGERS.load(Relaxed) < MAX_STRANGERS
+            && FOREIGN_CONNECTIONS.load(Relaxed) < MAX_FOREIGN_CONNECTIONS
             && self.phase.load(Acquire) != NO_FORK
-            && !patience.is_over(|| false)
+            && !deadline.is_over(|| false)
         {
             let _ = poll_readable(&[listener.as_fd()], Some(Duration::from_millis(10)));
             end = accept_own(&listener, denies).and_then(|conn| receive_end(&conn));
@@ -170,7 +170,7 @@ impl ForkControl {
     }
 
     /// In the forking thread, which was asked to: brings the handler's end.
-    fn bring_end(&self) {
+    fn send_end(&self) {
         let random =
             u128::from(self.name[1].load(Relaxed)) << 64 | u128::from(self.name[0].load(Relaxed));
         let (name, len) = end_socket_name(random);
@@ -183,11 +183,11 @@ impl ForkControl {
             // The name is the handler's as long as it listens, and perhaps another process's after
             // that.
             let is_own = conn.peer().is_ok_and(|peer| peer.pid == getpid().0);
-            let mut patience = Deadline::new(END_TIMEOUT);
+            let mut deadline = Deadline::new(END_TIMEOUT);
             let mut sent = || loop {
                 match conn.send(&[END], &[end]) {
                     // The handler has not seen yet whose the connection is.
-                    Err(Errno::PERM) if !patience.is_over(|| false) => {
+                    Err(Errno::PERM) if !deadline.is_over(|| false) => {
                         sleep(Duration::from_micros(100));
                     }
                     sent => return sent.is_ok(),
@@ -229,7 +229,7 @@ impl ForkControl {
                     self.set(NO_FORK);
                     return false;
                 }
-                END_SOCKET => self.bring_end(),
+                END_SOCKET => self.send_end(),
                 now => waited.turn(
                     futex::wait(&self.phase, now, Some(WAIT_SLICE), futex::Scope::Private),
                     mask,
@@ -276,14 +276,14 @@ const END: u8 = b'E';
 /// How long the forking thread is waited for that was asked to bring the handler's end.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Connections of strangers that stay open. They have found names that exist for a moment; after
-/// this many, no further name is made.
-const MAX_STRANGERS: usize = 64;
+/// Connections of other processes that stay open. They have found names that exist for a moment;
+/// after this many, no further name is made.
+const MAX_FOREIGN_CONNECTIONS: usize = 64;
 /// How many there are.
-static STRANGERS: AtomicUsize = AtomicUsize::new(0);
+static FOREIGN_CONNECTIONS: AtomicUsize = AtomicUsize::new(0);
 
-/// The next connection that this process has made, if there is one. `denies`: strangers cannot have
-/// sent descriptors.
+/// The next connection that this process has made, if there is one. `denies`: other processes
+/// cannot have sent descriptors.
 fn accept_own(listener: &Listener, denies: bool) -> Option<Conn> {
     loop {
         match listener.accept() {
@@ -293,7 +293,7 @@ fn accept_own(listener: &Listener, denies: bool) -> Option<Conn> {
             }
             Ok(_) if denies => {}
             Ok((conn, _)) => {
-                STRANGERS.fetch_add(1, Relaxed);
+                FOREIGN_CONNECTIONS.fetch_add(1, Relaxed);
                 let _ = conn.shut();
                 core::mem::forget(conn);
             }
@@ -304,9 +304,9 @@ fn accept_own(listener: &Listener, denies: bool) -> Option<Conn> {
 
 /// The handler's end, out of the connection that brings it.
 fn receive_end(conn: &Conn) -> Option<Conn> {
-    let mut patience = Deadline::new(END_TIMEOUT);
+    let mut deadline = Deadline::new(END_TIMEOUT);
     while poll_readable(&[conn.as_fd()], Some(Duration::from_millis(10))).ok()? == 0 {
-        if patience.is_over(|| false) {
+        if deadline.is_over(|| false) {
             return None;
         }
     }
@@ -337,7 +337,7 @@ mod tests {
         fetched_by(control, true, bring)
     }
 
-    /// The same; `may_deny`: as on a kernel that can keep strangers from sending descriptors.
+    /// The same; `may_deny`: as on a kernel that can keep other processes from sending descriptors.
     fn fetched_by(
         control: &ForkControl,
         may_deny: bool,
@@ -378,13 +378,13 @@ mod tests {
     }
 
     #[test]
-    fn another_process_at_the_door_gets_nothing() {
-        another_process_at_the_door(true);
-        another_process_at_the_door(false);
-        assert!(STRANGERS.load(Relaxed) > 0, "the second connection is not dropped");
+    fn another_process_that_connects_gets_nothing() {
+        check_foreign_connection(true);
+        check_foreign_connection(false);
+        assert!(FOREIGN_CONNECTIONS.load(Relaxed) > 0, "the second connection is not dropped");
     }
 
-    fn another_process_at_the_door(may_deny: bool) {
+    fn check_foreign_connection(may_deny: bool) {
         let control = ForkControl::new(false);
         control.open_ends();
         let end = fetched_by(&control, may_deny, || {
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn without_sockets_there_is_no_door() {
+    fn without_sockets_there_is_no_channel() {
         let control = ForkControl::new(false);
         assert!(fetched(&control, || assert!(!control.wait_until_prepared(0))).is_none());
     }

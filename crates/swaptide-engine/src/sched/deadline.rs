@@ -87,20 +87,20 @@ mod tests {
 
     #[test]
     fn only_turns_count() {
-        let mut patience = Deadline::from(at(0), Duration::from_millis(180));
-        assert!(!patience.is_over_at(at(50), || false));
+        let mut deadline = Deadline::from(at(0), Duration::from_millis(180));
+        assert!(!deadline.is_over_at(at(50), || false));
         // Ten seconds without a turn are one step.
-        assert!(!patience.is_over_at(at(10_000), || false));
-        assert!(!patience.is_over_at(at(10_040), || false));
-        assert!(patience.is_over_at(at(20_000), || false));
+        assert!(!deadline.is_over_at(at(10_000), || false));
+        assert!(!deadline.is_over_at(at(10_040), || false));
+        assert!(deadline.is_over_at(at(20_000), || false));
     }
 
     #[test]
     fn stopped_processes_are_waited_for() {
-        let mut patience = Deadline::from(at(0), Duration::from_secs(2));
-        assert!((1..1000).all(|turn| !patience.is_over_at(at(turn * 40), || true)));
+        let mut deadline = Deadline::from(at(0), Duration::from_secs(2));
+        assert!((1..1000).all(|turn| !deadline.is_over_at(at(turn * 40), || true)));
         let goes_on =
-            (1000..1051).filter(|turn| patience.is_over_at(at(turn * 40), || false)).count();
+            (1000..1051).filter(|turn| deadline.is_over_at(at(turn * 40), || false)).count();
         assert!(goes_on > 0, "two seconds after it was continued");
     }
 }

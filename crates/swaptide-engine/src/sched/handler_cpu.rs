@@ -29,8 +29,9 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
 use swaptide_sys::affinity::{
-    CpuSet, CpuTimes, ThreadStat, ThreadTimes, clear_own_affinity, current_cpu, give_way,
-    go_normally, own_affinity, own_nice, sched_idle, sched_normal, set_affinity, set_own_affinity,
+    CpuSet, CpuTimes, ThreadStat, ThreadTimes, clear_own_affinity, current_cpu, go_normally,
+    own_affinity, own_nice, sched_idle, sched_normal, set_affinity, set_own_affinity,
+    take_long_slice,
 };
 use swaptide_sys::thread::{Nanos, gettid, yield_now};
 
@@ -132,7 +133,7 @@ fn idle_class(on: bool) -> bool {
 pub struct WorkerAffinity {
     allowed: Option<CpuSet>,
     from: u32,
-    gives_way: bool,
+    has_long_slice: bool,
 }
 
 /// Yields of a worker while one thread faults for single pages. That thread may be drawn to the
@@ -171,14 +172,14 @@ impl WorkerAffinity {
         WorkerAffinity {
             allowed: own_affinity().ok().filter(|cpus| cpus.count() > 1),
             from: NO_CPU,
-            gives_way: false,
+            has_long_slice: false,
         }
     }
 
     /// Whether the calling thread lets others begin at once that wake on its CPU.
     pub fn yield_now(&mut self, on: bool) {
-        if std::mem::replace(&mut self.gives_way, on) != on {
-            if on { give_way() } else { go_normally() }
+        if std::mem::replace(&mut self.has_long_slice, on) != on {
+            if on { take_long_slice() } else { go_normally() }
         }
     }
 
@@ -548,7 +549,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_only_for_the_other_has_nothing_taken() {
+    fn waiting_only_for_each_other_is_no_stolen_time() {
         let times = |own: [u64; 2], theirs: [u64; 2]| Times {
             own: CpuTimes { ran: own[0], waited: own[1] },
             theirs: CpuTimes { ran: theirs[0], waited: theirs[1] },

@@ -34,7 +34,7 @@
 //!    anything ([`arm`]).
 //!
 //! 8. What the program keeps apart from its children stays as it is, wherever it is moved to
-//!    ([`crate::vma::apart`]).
+//!    ([`crate::vma::fork_advice`]).
 //!
 //! Only the handler adopts: the order of registration, events and the list is its own.
 
@@ -59,8 +59,8 @@ use crate::mm::types::{
 };
 use crate::mm::vma_change::VmaChange;
 use crate::reclaim::worker::Step;
-use crate::vma::apart::Apart;
 use crate::vma::elf_bss;
+use crate::vma::fork_advice::ForkAdvice;
 use crate::vma::unmovable::{self, Unmovable};
 
 /// Runs of the kernel's page of zeros that one adoption takes out.
@@ -85,7 +85,7 @@ pub(crate) struct Adopter {
     /// Memory that cannot go out.
     unmovable: Unmovable,
     /// Memory that children are not to have.
-    apart: Apart,
+    fork_advice: ForkAdvice,
 }
 
 impl Adopter {
@@ -98,7 +98,7 @@ impl Adopter {
             zeros_mapped: Vec::with_capacity(64),
             candidates: Candidates::default(),
             unmovable: Unmovable::default(),
-            apart: Apart::default(),
+            fork_advice: ForkAdvice::default(),
         }
     }
 
@@ -109,9 +109,9 @@ impl Adopter {
     pub(crate) fn adopt(&mut self, path: &mut FaultPath) -> Result<(), Interrupted> {
         let mut found = std::mem::take(&mut self.found);
         let began = now();
-        self.apart.begin(path.engine, &mut self.maps_buf);
+        self.fork_advice.begin(path.engine, &mut self.maps_buf);
         self.list(path, &mut found);
-        let done = if Apart::matters(path.engine) {
+        let done = if ForkAdvice::matters(path.engine) {
             self.adopt_looked_up(path, &found)
         } else {
             found.iter().try_for_each(|range| self.adopt_gaps(path, *range, false))
@@ -244,7 +244,7 @@ impl Adopter {
             self.zeros_mapped.clear();
         }
         let mut again = 0;
-        while left > 0 && again < 16 && engine.workers.park.load(Relaxed) == 0 {
+        while left > 0 && again < 16 && engine.workers.quiesce.load(Relaxed) == 0 {
             match path.worker.step_of(engine, CHUNKS_PER_LEAF) {
                 Step::Took(pages) => left = left.saturating_sub(pages),
                 Step::Again => {
@@ -269,7 +269,7 @@ impl Adopter {
         is_new: bool,
     ) -> Result<(), Interrupted> {
         let engine = path.engine;
-        self.apart.begin(engine, &mut self.maps_buf);
+        self.fork_advice.begin(engine, &mut self.maps_buf);
         let maps = &mut path.installer.maps;
         let Ok(Some(info)) = maps.vma_at(addr) else { return Ok(()) };
         let vma = info.vma();
@@ -306,7 +306,7 @@ impl Adopter {
         }
         let mut armed = Vec::with_capacity(gaps.len());
         for gap in gaps {
-            if !self.apart.holds(engine, &mut self.maps_buf, &path.installer.maps, gap) {
+            if !self.fork_advice.holds(engine, &mut self.maps_buf, &path.installer.maps, gap) {
                 armed.extend(self.arm_gap(path, gap)?.map(|range| (gap, range, false)));
             }
         }
@@ -318,10 +318,10 @@ impl Adopter {
         for (_, range, is_whole) in &mut armed {
             *is_whole = uffd.coverage(*range) == Coverage::Whole;
         }
-        self.apart.look_everywhere(engine, &mut self.maps_buf);
+        self.fork_advice.look_everywhere(engine, &mut self.maps_buf);
         for (_, range, is_whole) in &mut armed {
             *is_whole = *is_whole
-                && !self.apart.is_in(engine, &path.installer.maps, *range)
+                && !self.fork_advice.is_in(engine, &path.installer.maps, *range)
                 && uffd.coverage(*range) == Coverage::Whole;
         }
         for (_, range, _) in armed.iter().filter(|(.., is_whole)| *is_whole) {
@@ -342,8 +342,8 @@ impl Adopter {
     ) -> Result<(), Interrupted> {
         let engine = path.engine;
         if !is_new
-            && Apart::matters(engine)
-            && self.apart.holds(engine, &mut self.maps_buf, &path.installer.maps, range)
+            && ForkAdvice::matters(engine)
+            && self.fork_advice.holds(engine, &mut self.maps_buf, &path.installer.maps, range)
         {
             return Ok(());
         }
@@ -365,7 +365,7 @@ impl Adopter {
         }
         // A fork that was not read yet may be from before or after it.
         remember(&mut path.engine.mm.lock(), VmaChange::Armed(gap));
-        Ok(Some(register_tail(path, gap, &self.apart)))
+        Ok(Some(register_tail(path, gap, &self.fork_advice)))
     }
 
     /// Lists a range that is armed, `gap` and what it has grown by.
@@ -406,21 +406,21 @@ impl Adopter {
     }
 
     /// How an armed range stands, and if it is one mapping whether that is apart
-    /// ([`crate::vma::apart`]): no change is unread from before it was looked at to after it.
+    /// ([`crate::vma::fork_advice`]): no change is unread from before it was looked at to after it.
     fn coverage(&mut self, path: &FaultPath, range: VirtRange, is_new: bool) -> (Coverage, bool) {
         let (engine, uffd) = (path.engine, path.reader.uffd);
         let before = uffd.coverage(range);
-        if is_new || before != Coverage::Whole || !Apart::matters(engine) {
+        if is_new || before != Coverage::Whole || !ForkAdvice::matters(engine) {
             return (before, false);
         }
         let maps = &path.installer.maps;
-        let is_apart = self.apart.has(engine, &mut self.maps_buf, maps, range);
-        (uffd.coverage(range), is_apart)
+        let has_fork_advice = self.fork_advice.has(engine, &mut self.maps_buf, maps, range);
+        (uffd.coverage(range), has_fork_advice)
     }
 
     /// Whether an armed address was found to be apart a moment ago.
-    pub(crate) fn is_apart(&self, engine: &Engine, addr: VirtAddr) -> bool {
-        self.apart.is_known(engine, VirtRange::from_len(addr.page_down(), PAGE_SIZE))
+    pub(crate) fn has_fork_advice(&self, engine: &Engine, addr: VirtAddr) -> bool {
+        self.fork_advice.is_known(engine, VirtRange::from_len(addr.page_down(), PAGE_SIZE))
     }
 
     /// Disarms what of a range is not the program's private memory. That stays armed: it may be a
@@ -484,7 +484,7 @@ impl Adopter {
             }
         });
         let Some(part) = part else { return false };
-        if self.is_apart(path.engine, addr)
+        if self.has_fork_advice(path.engine, addr)
             || self.coverage(path, part, false) != (Coverage::Whole, false)
         {
             return false;
@@ -558,7 +558,7 @@ fn let_changes_pass(path: &mut FaultPath, range: VirtRange) -> Result<(), Interr
 /// tail is registered at once, which joins it again. Returns the whole. A neighbour that does
 /// not join is a mapping of its own (another advice was given for it, say): it stays armed, and
 /// is adopted by itself.
-fn register_tail(path: &mut FaultPath, mut range: VirtRange, apart: &Apart) -> VirtRange {
+fn register_tail(path: &mut FaultPath, mut range: VirtRange, advice: &ForkAdvice) -> VirtRange {
     for _ in 0..4 {
         let Ok(Some(info)) = path.installer.maps.vma_at(range.end) else { return range };
         let vma = info.vma();
@@ -575,7 +575,7 @@ fn register_tail(path: &mut FaultPath, mut range: VirtRange, apart: &Apart) -> V
         if !tail
             || vma.name.starts_with(b"[stack")
             || (path.engine.start.excluded)(vma.range)
-            || apart.is_known(path.engine, vma.range)
+            || advice.is_known(path.engine, vma.range)
         {
             return range;
         }

@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_that_was_linked_for_a_place_is_found_by_its_first_page() {
+    fn a_prelinked_library_is_found_by_its_first_page() {
         let bytes = header(&[(PT_LOAD, 0, 0x40_0123, 0x900), (PT_LOAD, 0x1000, 0x40_2000, 0x1000)]);
         assert_eq!(end_in(&bytes, HEAD), Some(VirtAddr(HEAD.0 + 0x3000)));
     }

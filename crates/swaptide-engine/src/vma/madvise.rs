@@ -101,11 +101,12 @@ fn will_need(path: &mut FaultPath, range: VirtRange) {
     loop {
         let next = engine.mm.lock().table.next_used(at, end);
         let Some(page) = next.filter(|page| *page < end) else { return };
-        let mut came = SwappedIn::new(page);
-        if path.swap_in_span(page.chunk().first(), PAGES_PER_CHUNK, page, &mut came).is_err() {
+        let mut swapped_in = SwappedIn::new(page);
+        if path.swap_in_span(page.chunk().first(), PAGES_PER_CHUNK, page, &mut swapped_in).is_err()
+        {
             return;
         }
-        came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
+        swapped_in.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
         at = page.chunk().first().plus(PAGES_PER_CHUNK);
     }
 }
@@ -118,7 +119,7 @@ fn will_need(path: &mut FaultPath, range: VirtRange) {
 pub(crate) fn release(path: &mut FaultPath, range: VirtRange) -> Result<(), Interrupted> {
     let engine = path.engine;
     engine.mm.lock().held = range;
-    let brought = bring_all(path, range);
+    let brought = swap_in_all(path, range);
     let mut mm = engine.mm.lock();
     mm.held = NO_RANGE;
     brought?;
@@ -140,7 +141,7 @@ pub(crate) fn release(path: &mut FaultPath, range: VirtRange) -> Result<(), Inte
     // neighbours were done.
     let _ = path.reader.uffd.unregister(range);
     if engine.fork.followed {
-        dontfork::restore(mm.shielded(), range);
+        dontfork::restore(mm.dontfork_ranges(), range);
     }
     drop_pages(&mut mm, engine, range);
     mm.regions.remove(range);
@@ -150,7 +151,7 @@ pub(crate) fn release(path: &mut FaultPath, range: VirtRange) -> Result<(), Inte
 }
 
 /// Brings in what of a range is swapped, as far as it can be had.
-fn bring_all(path: &mut FaultPath, range: VirtRange) -> Result<(), Interrupted> {
+fn swap_in_all(path: &mut FaultPath, range: VirtRange) -> Result<(), Interrupted> {
     let pages = pages_of(range);
     let (mut at, end) = (PageNo(pages.start), PageNo(pages.end));
     let mut tries = 0;
@@ -215,17 +216,17 @@ impl Preload {
                 return;
             };
             let first = PageNo(page.0 / COPY_GROUP_PAGES * COPY_GROUP_PAGES);
-            let mut came = SwappedIn::new(first);
+            let mut swapped_in = SwappedIn::new(first);
             // What does not come now comes when it is wanted.
             path.remote.asks(Some(LAST_PAGE));
-            let brought = path.swap_in_span(first, COPY_GROUP_PAGES, LAST_PAGE, &mut came);
+            let brought = path.swap_in_span(first, COPY_GROUP_PAGES, LAST_PAGE, &mut swapped_in);
             path.remote.asks(None);
             if brought.is_err() {
                 self.at = None;
                 return;
             }
-            engine.count(Counter::SwapRa, came.pages());
-            came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
+            engine.count(Counter::SwapRa, swapped_in.pages());
+            swapped_in.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
             self.at = Some(first.plus(COPY_GROUP_PAGES));
         }
     }

@@ -1,7 +1,7 @@
 //! The program's mappings: which are managed, and what the program does to them.
 
 pub mod adopt;
-pub(crate) mod apart;
 mod elf_bss;
+pub(crate) mod fork_advice;
 pub(crate) mod madvise;
 mod unmovable;

@@ -194,7 +194,7 @@ fn is_served() {
 }
 
 /// The handler of a forked child.
-fn heir(engine: &'static Engine, end: Option<Conn>, parent: u32) {
+fn child_handler(engine: &'static Engine, end: Option<Conn>, parent: u32) {
     begin_in_child();
     let index = segment().claim(getpid().0, parent).unwrap_or_else(|| die("no slot is free"));
     let slot = segment().slot(index);
@@ -276,7 +276,7 @@ fn set_up() -> (Start, Program) {
         log: |line| eprintln!("{line}"),
         main_object: |_| false,
         excluded: is_outside,
-        keeps_apart: || false,
+        gives_fork_advice: || false,
         pinned: |_| 0,
         spawn_reader: || false,
         release_hold: || true,

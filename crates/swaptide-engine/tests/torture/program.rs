@@ -267,7 +267,7 @@ fn begin_child(engine: &'static Engine, parent: u32, declines: bool) {
         }
         return;
     }
-    std::thread::spawn(move || heir(engine, end, parent));
+    std::thread::spawn(move || child_handler(engine, end, parent));
     while TAKEN_OVER.load(Acquire) == 0 {
         futex::wait(&TAKEN_OVER, 0, Some(Duration::from_millis(100)), futex::Scope::Private);
     }

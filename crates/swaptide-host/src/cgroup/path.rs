@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_holds_what_is_below_it_and_no_name_that_only_begins_like_it() {
+    fn a_group_contains_its_descendants_and_no_similar_names() {
         let web = GroupPath::parse("/web").expect("path");
         assert!(
             web.holds("/web")

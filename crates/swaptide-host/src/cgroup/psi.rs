@@ -113,7 +113,7 @@ mod tests {
         }
         // After one window, 1 - 1/e of it.
         assert_eq!(coarse.to_string(), "some avg10=31.61 avg60=7.68 avg300=1.64 total=5000000");
-        let calm = TimeShare(0.5).averaged(TimeShare(0.0), OWN_WINDOW * 10);
-        assert!(calm.0 < 1e-4);
+        let quiet = TimeShare(0.5).averaged(TimeShare(0.0), OWN_WINDOW * 10);
+        assert!(quiet.0 < 1e-4);
     }
 }

@@ -1,9 +1,9 @@
 //! The socket on which the processes of a run ask for what they share.
 //!
-//! Owns the listener, the clients that have not asked yet, and the answers to [`Request`]s: a byte
-//! in, the same byte and a descriptor out, both hang up. A process that does not descend from the
-//! supervisor gets nothing (see [`crate::control::peer`]). What concerns one process is given for
-//! the asking process alone. A client that says nothing keeps no other waiting.
+//! Owns the listener, the clients that have not asked yet, and the answers to [`AgentRequest`]s: a
+//! byte in, the same byte and a descriptor out, both hang up. A process that does not descend from
+//! the supervisor gets nothing (see [`crate::control::peer`]). What concerns one process is given
+//! for the asking process alone. A client that says nothing keeps no other waiting.
 //!
 //! Locks: the list of connections that are being made, for a look or a change.
 
@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use swaptide_ipc::shared::SHARED_FEATURES;
-use swaptide_ipc::{AreaId, Request};
+use swaptide_ipc::{AgentRequest, AreaId};
 use swaptide_sys::Errno;
 use swaptide_sys::affinity::go_normally;
 use swaptide_sys::sock::{Listener, poll_readable};
@@ -137,7 +137,7 @@ impl AgentServer {
     }
 
     /// How long until a client has waited too long.
-    pub fn patience(&self) -> Option<Duration> {
+    pub fn timeout(&self) -> Option<Duration> {
         self.waiting
             .iter()
             .map(|waiting| REQUEST_TIMEOUT.saturating_sub(waiting.since.elapsed()))
@@ -185,7 +185,7 @@ impl AgentServer {
                     let pid = waiting.peer.pid;
                     let request =
                         self.answer(waiting.client, waiting.peer, segment, areas, shared, followed);
-                    if request == Some(Request::Segment) {
+                    if request == Some(AgentRequest::Segment) {
                         joined.push(pid);
                     }
                 }
@@ -210,7 +210,7 @@ impl AgentServer {
         areas: &Arc<dyn AreaOpener>,
         shared: Option<&SharedPager>,
         followed: &mut TracedForks,
-    ) -> Option<Request> {
+    ) -> Option<AgentRequest> {
         let mut message = [0u8; 32];
         let mut fds = [None];
         let (length, _, sender) = bounded(|| client.recv_from(&mut message, &mut fds)).ok()?;
@@ -221,29 +221,30 @@ impl AgentServer {
         }
         let pid = peer.pid;
         let own_user = peer.is_of(rustix::process::geteuid().as_raw(), sender);
-        let request = Request::from_byte(message[0])?;
+        let request = AgentRequest::from_byte(message[0])?;
         // A process that has ended may only ask that what it has sent is held for it.
-        if request != Request::Hold && !peer.lives() {
+        if request != AgentRequest::Hold && !peer.lives() {
             return None;
         }
-        if matches!(request, Request::Device | Request::Handshake)
+        if matches!(request, AgentRequest::Device | AgentRequest::Handshake)
             && self.users == Users::SameUser
             && !own_user
         {
             return None;
         }
-        let may_have_fd = matches!(request, Request::Handshake | Request::Attach | Request::Hold);
+        let may_have_fd =
+            matches!(request, AgentRequest::Handshake | AgentRequest::Attach | AgentRequest::Hold);
         if length != 1 + request.body()
             || fd.0.is_some() && !may_have_fd
-            || fd.0.is_none() && matches!(request, Request::Handshake | Request::Hold)
+            || fd.0.is_none() && matches!(request, AgentRequest::Handshake | AgentRequest::Hold)
         {
             return None;
         }
-        if request == Request::Fork {
+        if request == AgentRequest::Fork {
             followed.begin(client, peer, sender?, &message[1..length])?;
             return Some(request);
         }
-        if request == Request::Hold {
+        if request == AgentRequest::Hold {
             let uffd = fd.userfaultfd()?;
             // It waits for this; by the time it continues, the descriptor is on the list.
             let _ = client.send(&message[..1], &[]);
@@ -256,46 +257,47 @@ impl AgentServer {
             return Some(request);
         }
         match request {
-            Request::Segment => {
+            AgentRequest::Segment => {
                 client.send(&message[..1], &[segment.as_fd()]).ok()?;
             }
-            Request::Area if areas.is_far(AreaId(message[1])) => {
+            AgentRequest::Area if areas.may_block(AreaId(message[1])) => {
                 let dial = self.dials.begin(pid)?;
                 open_in_thread(client, Arc::clone(areas), AreaId(message[1]), dial)?;
             }
-            Request::Area => {
+            AgentRequest::Area => {
                 let opened = areas.open(AreaId(message[1])).ok()?;
                 client.send(&message[..1], &[opened.as_fd()]).ok()?;
             }
-            Request::Device => {
+            AgentRequest::Device => {
                 let opened =
                     File::options().read(true).write(true).open("/dev/userfaultfd").ok()?;
                 client.send(&message[..1], &[opened.as_fd()]).ok()?;
             }
-            Request::Pagemap | Request::Maps | Request::Statm => {
+            AgentRequest::Pagemap | AgentRequest::Maps | AgentRequest::Statm => {
                 let name = match request {
-                    Request::Pagemap => "pagemap",
-                    Request::Maps => "maps",
+                    AgentRequest::Pagemap => "pagemap",
+                    AgentRequest::Maps => "maps",
                     _ => "statm",
                 };
                 let opened = peer.open(name, sender?)?;
                 client.send(&message[..1], &[opened.as_fd()]).ok()?;
             }
-            Request::Identity => {
+            AgentRequest::Identity => {
                 let mut reply = [message[0], 0, 0, 0, 0];
                 reply[1..].copy_from_slice(&pid.to_le_bytes());
                 client.send(&reply, &[]).ok()?;
             }
-            Request::Handshake => {
-                vouch(fd.userfaultfd()?, u64::from_le_bytes(message[1..9].try_into().ok()?))?;
+            AgentRequest::Handshake => {
+                let features = u64::from_le_bytes(message[1..9].try_into().ok()?);
+                complete_api(fd.userfaultfd()?, features)?;
                 client.send(&message[..1], &[]).ok()?;
             }
-            Request::Fork
-            | Request::Region
-            | Request::Attach
-            | Request::Guard
-            | Request::Advise
-            | Request::Hold => return None,
+            AgentRequest::Fork
+            | AgentRequest::Region
+            | AgentRequest::Attach
+            | AgentRequest::Guard
+            | AgentRequest::Advise
+            | AgentRequest::Hold => return None,
         }
         Some(request)
     }
@@ -314,7 +316,7 @@ fn open_in_thread(
         go_normally();
         if let Ok(fd) = areas.open(id) {
             // The client may have gone.
-            let _ = client.send(&[Request::Area as u8], &[fd.as_fd()]);
+            let _ = client.send(&[AgentRequest::Area as u8], &[fd.as_fd()]);
         }
     };
     std::thread::Builder::new().name("dial".into()).spawn(open).ok().map(drop)
@@ -343,11 +345,11 @@ fn is_userfaultfd(fd: &OwnedFd) -> bool {
 
 /// Asks the kernel for what every engine needs, on a userfaultfd of a client's that has no right to
 /// it itself. Nothing else is asked for, and of nothing else.
-fn vouch(fd: OwnedFd, features: u64) -> Option<()> {
+fn complete_api(fd: OwnedFd, features: u64) -> Option<()> {
     let features = Features::from_bits_retain(features);
     let known =
         is_userfaultfd(&fd) && (REQUIRED.contains(features) || SHARED_FEATURES.contains(features));
-    known.then(|| Uffd::from_fd(fd).vouch(features).ok())?
+    known.then(|| Uffd::from_fd(fd).complete_api(features).ok())?
 }
 
 #[cfg(test)]
@@ -381,7 +383,7 @@ mod tests {
         let areas = Arc::new(Areas::new(crate::testing::segment()));
         let file = crate::swap::spec::parse("file:/tmp:16M").expect("a device");
         areas
-            .add(crate::swap::spec::open_beyond(&file, 1 << 30).expect("a file"))
+            .add(crate::swap::spec::open_backing(&file, 1 << 30).expect("a file"))
             .expect("an area");
         let areas: Arc<dyn AreaOpener> = areas;
         let (joined, fd) = ask(&mut counter, b"S", &segment, &areas);
@@ -423,9 +425,9 @@ mod tests {
     }
 
     #[test]
-    fn the_supervisor_vouches_for_userfaultfds_and_for_what_is_needed_only() {
+    fn only_fresh_userfaultfds_with_needed_features_are_completed() {
         let file = OwnedFd::from(tempfile());
-        assert!(vouch(file, 0).is_none(), "a file");
+        assert!(complete_api(file, 0).is_none(), "a file");
         // SAFETY: the call only makes a descriptor.
         let fresh = || unsafe {
             let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK);
@@ -433,10 +435,10 @@ mod tests {
             std::os::fd::FromRawFd::from_raw_fd(fd as i32)
         };
         assert!(
-            vouch(fresh(), Features::SIGBUS.bits()).is_none(),
+            complete_api(fresh(), Features::SIGBUS.bits()).is_none(),
             "a feature that no engine needs"
         );
-        assert!(vouch(fresh(), REQUIRED.bits()).is_some());
+        assert!(complete_api(fresh(), REQUIRED.bits()).is_some());
     }
 
     #[test]
@@ -456,12 +458,12 @@ mod tests {
         let mut fds = [None];
         assert_eq!(client.recv(&mut [0; 8], &mut fds), Ok((1, 1)));
         assert!(began.elapsed() < REQUEST_TIMEOUT, "{:?}", began.elapsed());
-        assert!(counter.waiting.len() <= MAX_WAITING_CLIENTS && counter.patience().is_some());
+        assert!(counter.waiting.len() <= MAX_WAITING_CLIENTS && counter.timeout().is_some());
         drop(silent);
     }
 
     #[test]
-    fn what_a_client_sends_keeps_the_others_waiting_for_a_moment_at_most() {
+    fn one_client_delays_the_others_for_a_bounded_time() {
         let areas: Arc<dyn AreaOpener> = Arc::new(Areas::new(crate::testing::segment()));
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         // Of a process of the run, and of one that is none.

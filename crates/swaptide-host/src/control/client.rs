@@ -336,7 +336,7 @@ fn ask(
     let failed = |error: io::Error| target.failed(error.to_string());
     let stream = trust::connect(&target.path(), PeerPurpose::Ask).map_err(failed)?;
     // What is taken away may not get any less for a while.
-    let patience = match question {
+    let timeout = match question {
         Question::Swapoff(_)
         | Question::Reclaim { .. }
         | Question::Freeze(_)
@@ -344,7 +344,7 @@ fn ask(
         | Question::Detach(_) => 150 * REQUEST_TIMEOUT,
         _ => controller::REQUEST_TIMEOUT + REQUEST_TIMEOUT,
     };
-    stream.set_read_timeout(Some(patience)).map_err(failed)?;
+    stream.set_read_timeout(Some(timeout)).map_err(failed)?;
     let mut question = serde_json::to_vec(question).map_err(|error| failed(error.into()))?;
     question.push(b'\n');
     (&stream).write_all(&question).map_err(failed)?;

@@ -29,7 +29,7 @@ const ANSWER_TIMEOUT: Duration = REQUEST_TIMEOUT.saturating_mul(2);
 /// How long it may take for the answer to a question: as long as it waits for its memory
 /// controller, which on a crowded machine comes to its turn late, and some more. A run that joins
 /// asks that twice.
-fn patience(question: &Question) -> Duration {
+fn timeout(question: &Question) -> Duration {
     match question {
         Question::Look(_) | Question::Totals => controller::REQUEST_TIMEOUT + REQUEST_TIMEOUT,
         Question::Join(_) => 2 * controller::REQUEST_TIMEOUT + REQUEST_TIMEOUT,
@@ -39,7 +39,7 @@ fn patience(question: &Question) -> Duration {
 
 /// Asks the daemon; answers with its line and the descriptor that came with it.
 fn ask(question: &Question) -> io::Result<(Answer, Option<OwnedFd>)> {
-    let patience = patience(question);
+    let timeout = timeout(question);
     let mut stream = trust::connect(&daemon_path(), PeerPurpose::Join)?;
     stream.set_write_timeout(Some(REQUEST_TIMEOUT))?;
     let mut text = serde_json::to_vec(question)?;
@@ -48,7 +48,7 @@ fn ask(question: &Question) -> io::Result<(Answer, Option<OwnedFd>)> {
     let conn = Conn::from_fd(stream.into());
     let (mut line, mut descriptor) = (Vec::new(), None);
     while line.last() != Some(&b'\n') && line.len() < MAX_ANSWER_BYTES {
-        if poll_readable(&[conn.as_fd()], Some(patience))? == 0 {
+        if poll_readable(&[conn.as_fd()], Some(timeout))? == 0 {
             return Err(io::ErrorKind::TimedOut.into());
         }
         let mut buffer = [0u8; 8192];
@@ -79,7 +79,7 @@ pub fn look(join: &Join) -> Result<Option<(Joined, OwnedFd)>, String> {
 pub fn join(join: &Join) -> Result<Option<(Joined, OwnedFd)>, String> {
     joined(until_answered(
         REQUEST_TIMEOUT,
-        |error| is_cut_short(error) || is_nobody(error),
+        |error| is_cut_short(error) || is_not_running(error),
         || ask(&Question::Join(join.clone())),
     ))
 }
@@ -93,17 +93,17 @@ fn is_cut_short(error: &io::Error) -> bool {
 }
 
 /// There is no daemon.
-fn is_nobody(error: &io::Error) -> bool {
+fn is_not_running(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
 }
 
 /// Asks again, for so long, where it fails in a way that passes.
 fn until_answered<T>(
-    patience: Duration,
+    timeout: Duration,
     passes: impl Fn(&io::Error) -> bool,
     mut ask: impl FnMut() -> io::Result<T>,
 ) -> io::Result<T> {
-    let end = Instant::now() + patience;
+    let end = Instant::now() + timeout;
     loop {
         match ask() {
             Err(error) if passes(&error) && Instant::now() < end => {
@@ -127,7 +127,7 @@ fn joined(
         }
         Ok((Answer::Error(why), _)) => Err(why),
         Ok(_) => Err("the daemon is another build; install all of swaptide from one".into()),
-        Err(error) if is_nobody(&error) => Ok(None),
+        Err(error) if is_not_running(&error) => Ok(None),
         // Not for this user.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(None),
         // Running alone would let another user decide whether the daemon is found.
@@ -174,7 +174,7 @@ impl RemoteAreas {
 
 impl AreaOpener for RemoteAreas {
     /// A daemon that is to be asked may be stopped, or slow.
-    fn is_far(&self, id: AreaId) -> bool {
+    fn may_block(&self, id: AreaId) -> bool {
         let area = self.segment.area(id);
         area.transport() == Transport::Nbd || !self.held().contains_key(&(id.0, area.generation()))
     }
@@ -207,15 +207,15 @@ mod tests {
         let segment = crate::testing::segment();
         let id = segment.add_area(NewArea::of_file(0, 9)).expect("area");
         let areas = RemoteAreas { segment, held: Mutex::default() };
-        assert!(areas.is_far(id), "its first thread would wait for a daemon that is stopped");
+        assert!(areas.may_block(id), "its first thread would wait for a daemon that is stopped");
         let null = std::fs::File::open("/dev/null").expect("open");
         let generation = segment.area(id).generation();
         areas.held().insert((id.0, generation), null.into());
-        assert!(!areas.is_far(id) && areas.open(id).is_ok());
+        assert!(!areas.may_block(id) && areas.open(id).is_ok());
         // Another area of that number is another one.
         let old = areas.held().pop_first().expect("one").1;
         areas.held().insert((id.0, generation.wrapping_add(1)), old);
-        assert!(areas.is_far(id));
+        assert!(areas.may_block(id));
     }
 
     #[test]
@@ -226,7 +226,7 @@ mod tests {
             [(Question::Look(run()), 1), (Question::Join(run()), 2), (Question::Totals, 1)]
         {
             let waits = asks * controller::REQUEST_TIMEOUT;
-            assert!(patience(&question) > waits, "{question:?} may take {waits:?}");
+            assert!(timeout(&question) > waits, "{question:?} may take {waits:?}");
         }
     }
 
@@ -242,7 +242,8 @@ mod tests {
         let mut ask =
             || answers.pop().expect("no more is asked than needed").map_err(io::Error::from);
         assert_eq!(
-            until_answered(second, |error| is_cut_short(error) || is_nobody(error), &mut ask).ok(),
+            until_answered(second, |error| is_cut_short(error) || is_not_running(error), &mut ask)
+                .ok(),
             Some(7)
         );
         // One that has not been there yet is not waited for, and none for ever.

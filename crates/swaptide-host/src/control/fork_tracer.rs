@@ -3,10 +3,10 @@
 //!
 //! Without `CAP_SYS_PTRACE` the kernel gives no userfaultfd to a forked child, which would read
 //! zeros where its parent is swapped. A thread that is about to fork asks to be followed
-//! ([`swaptide_ipc::Request::Fork`]). Its child is stopped at its birth, and is made to begin at
-//! a function of the agent's, which arms the child's memory before anything else runs there. That
-//! needs no privilege, for all of the tree are descendants of the supervisor's. So none is used: a
-//! supervisor that may trace any process would otherwise lend that right to its programs.
+//! ([`swaptide_ipc::AgentRequest::Fork`]). Its child is stopped at its birth, and is made to begin
+//! at a function of the agent's, which arms the child's memory before anything else runs there.
+//! That needs no privilege, for all of the tree are descendants of the supervisor's. So none is
+//! used: a supervisor that may trace any process would otherwise lend that right to its programs.
 //!
 //! Owns: the forks under way. All of it happens in the supervisor's first thread, which is the
 //! parent of the program and of orphans: if another thread of the process followed them, that
@@ -15,7 +15,7 @@
 //! | stage | until |
 //! |---|---|
 //! | `Ahead` | the thread has forked, or says that it has not (it hangs up) |
-//! | `Birth` | the child is stopped at its birth, which may be told of before the fork is |
+//! | `ChildStopped` | the child is stopped at its birth, which may be told of before the fork is |
 //! | `PendingChild` | the child says that its memory is armed, or is gone |
 //! | `Leaving` | the thread, which has not forked, is stopped and can be detached |
 //!
@@ -42,7 +42,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rustix::thread::CapabilitySet;
-use swaptide_ipc::Request;
+use swaptide_ipc::AgentRequest;
 use swaptide_sys::Errno;
 use swaptide_sys::process::{pidfd_open, pidfd_send_signal, proc_info};
 use swaptide_sys::ptrace::{Tracee, TraceeStop, seize};
@@ -90,7 +90,7 @@ impl PendingChild {
 
 enum Stage {
     Ahead,
-    Birth(Tracee),
+    ChildStopped(Tracee),
     Arming(PendingChild),
     Leaving,
 }
@@ -118,7 +118,7 @@ pub struct TracedForks {
     are_followed: bool,
     forks: Vec<Fork>,
     /// Children whose parent's fork was not reported yet.
-    born: Vec<u32>,
+    stopped_children: Vec<u32>,
 }
 
 /// Whether this process may follow another one of its user: tried with a child of its own.
@@ -186,7 +186,7 @@ impl TracedForks {
         let parent = without(CapabilitySet::SYS_PTRACE, || seize(tid))?.ok()?;
         // The wait reports one that has gone. What it has become meanwhile is checked when it
         // forks.
-        let _ = client.send(&[Request::Fork as u8], &[]);
+        let _ = client.send(&[AgentRequest::Fork as u8], &[]);
         self.forks.push(Fork { peer, sender, parent, client, entry, frame, stage: Stage::Ahead });
         Some(())
     }
@@ -205,7 +205,7 @@ impl TracedForks {
     }
 
     /// How long to wait at most: not all can be waited for, or a child has its time.
-    pub fn patience(&self) -> Option<Duration> {
+    pub fn timeout(&self) -> Option<Duration> {
         let arms = |fork: &Fork| matches!(fork.stage, Stage::Arming(_));
         (self.forks.len() > FORK_TIMEOUT)
             .then_some(Duration::from_millis(1))
@@ -245,11 +245,12 @@ impl TracedForks {
 
     /// Whether a thread is followed.
     pub fn has(&self, tid: u32) -> bool {
-        let is_born = |fork: &Fork| matches!(fork.stage, Stage::Birth(child) if child.tid() == tid);
-        self.forks.iter().any(|fork| fork.parent.tid() == tid || is_born(fork))
+        let is_its_child =
+            |fork: &Fork| matches!(fork.stage, Stage::ChildStopped(child) if child.tid() == tid);
+        self.forks.iter().any(|fork| fork.parent.tid() == tid || is_its_child(fork))
     }
 
-    /// A wait has told of a thread that is followed, or was born of one.
+    /// A wait has told of a thread that is followed, or is a child of one.
     pub fn changed(&mut self, tid: u32, change: TraceeStop) {
         if change == TraceeStop::Executed {
             return self.executed(tid);
@@ -263,14 +264,16 @@ impl TracedForks {
         let _ = match (change, &fork.stage) {
             (TraceeStop::Gone, _) => {
                 let fork = self.forks.swap_remove(at);
-                self.end_births(Some(&fork));
+                self.kill_stopped_children(Some(&fork));
                 Ok(())
             }
             (TraceeStop::Forked, _) => match parent.child() {
                 Ok(child) => {
-                    fork.stage = Stage::Birth(child);
-                    if let Some(known) = self.born.iter().position(|born| *born == child.tid()) {
-                        self.born.swap_remove(known);
+                    fork.stage = Stage::ChildStopped(child);
+                    if let Some(known) =
+                        self.stopped_children.iter().position(|other| *other == child.tid())
+                    {
+                        self.stopped_children.swap_remove(known);
                         self.child_changed(child.tid(), TraceeStop::Still);
                     }
                     Ok(())
@@ -293,25 +296,25 @@ impl TracedForks {
         let (over, forks): (Vec<Fork>, Vec<Fork>) =
             std::mem::take(&mut self.forks).into_iter().partition(|fork| fork.peer.pid == pid);
         self.forks = forks;
-        over.iter().for_each(|fork| self.end_births(Some(fork)));
+        over.iter().for_each(|fork| self.kill_stopped_children(Some(fork)));
         // The wait reports one that has gone.
         let _ = Tracee::of(pid).release(0);
     }
 
     /// Kills children whose parent thread is gone, and the child of a `fork` that is over: nothing
     /// would ever detach them.
-    fn end_births(&mut self, fork: Option<&Fork>) {
-        if let Some(Fork { stage: Stage::Birth(child), .. }) = fork {
+    fn kill_stopped_children(&mut self, fork: Option<&Fork>) {
+        if let Some(Fork { stage: Stage::ChildStopped(child), .. }) = fork {
             crate::signals::send(child.tid(), libc::SIGKILL);
         }
         let forks = &self.forks;
-        self.born.retain(|born| {
-            let Some(child) = proc_info(*born) else { return false };
+        self.stopped_children.retain(|other| {
+            let Some(child) = proc_info(*other) else { return false };
             let is_awaited = forks.iter().any(|fork| {
                 fork.peer.pid == child.ppid && matches!(fork.stage, Stage::Ahead | Stage::Leaving)
             });
             if !is_awaited {
-                crate::signals::send(*born, libc::SIGKILL);
+                crate::signals::send(*other, libc::SIGKILL);
             }
             is_awaited
         });
@@ -319,14 +322,14 @@ impl TracedForks {
 
     fn child_changed(&mut self, tid: u32, change: TraceeStop) {
         let is_parent =
-            |fork: &Fork| matches!(fork.stage, Stage::Birth(child) if child.tid() == tid);
+            |fork: &Fork| matches!(fork.stage, Stage::ChildStopped(child) if child.tid() == tid);
         let Some(at) = self.forks.iter().position(is_parent) else {
             match change {
                 // Killed before its parent's fork was told of.
-                TraceeStop::Gone => self.born.retain(|born| *born != tid),
+                TraceeStop::Gone => self.stopped_children.retain(|other| *other != tid),
                 _ => {
-                    self.born.push(tid);
-                    self.end_births(None);
+                    self.stopped_children.push(tid);
+                    self.kill_stopped_children(None);
                 }
             }
             return;
@@ -385,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_has_another_ones_threads_followed() {
+    fn a_process_cannot_have_foreign_threads_followed() {
         let mut followed = TracedForks::new(true);
         for length in [20, 19, 0] {
             let (client, peer, sender, body) = request(1);
@@ -396,7 +399,7 @@ mod tests {
 
     /// A thread that could be followed, in a run that follows none.
     #[test]
-    fn nobody_is_followed_unless_the_supervisor_decided_so() {
+    fn no_thread_is_followed_unless_the_supervisor_decided_so() {
         let (told, tid) = std::sync::mpsc::channel();
         let (_alive, ends) = std::sync::mpsc::channel::<()>();
         std::thread::spawn(move || {
@@ -410,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn a_birth_that_is_told_of_first_waits_for_its_parents_fork_and_no_longer() {
+    fn a_child_reported_before_its_fork_waits_for_that_fork() {
         use std::os::unix::process::ExitStatusExt;
         // A number that no thread has, for none of this process is to be touched.
         let parent = Tracee::of(4_100_000);
@@ -427,17 +430,20 @@ mod tests {
         };
         let child = start();
         followed.changed(child.id(), TraceeStop::Still);
-        assert_eq!(followed.born, [child.id()]);
+        assert_eq!(followed.stopped_children, [child.id()]);
         // A stopped child that is awaited by nothing would stay so.
         followed.changed(parent.tid(), TraceeStop::Gone);
-        assert!(followed.born.is_empty() && is_killed(child));
+        assert!(followed.stopped_children.is_empty() && is_killed(child));
         let child = start();
         followed.changed(child.id(), TraceeStop::Still);
-        assert!(followed.born.is_empty() && is_killed(child), "its parent is gone before");
+        assert!(
+            followed.stopped_children.is_empty() && is_killed(child),
+            "its parent is gone before"
+        );
         let (client, peer, ..) = request(parent.tid());
         ahead(&mut followed, client, peer);
         let child = start();
-        followed.forks[0].stage = Stage::Birth(Tracee::of(child.id()));
+        followed.forks[0].stage = Stage::ChildStopped(Tracee::of(child.id()));
         // The process of all of them has executed a program.
         followed.changed(std::process::id(), TraceeStop::Executed);
         assert!(followed.forks.is_empty() && is_killed(child));

@@ -3,8 +3,8 @@
 //! The threads of an engine end as soon as their process is told to end. Another thread may still
 //! be in a system call that copies from memory. If the userfaultfd were closed then, the kernel
 //! would fill missing pages with zeros, and they would leave the process. So the supervisor has a
-//! second descriptor of it ([`swaptide_ipc::Request::Hold`]). A fault on a missing page waits, sees
-//! the fatal signal, and the call ends short.
+//! second descriptor of it ([`swaptide_ipc::AgentRequest::Hold`]). A fault on a missing page waits,
+//! sees the fatal signal, and the call ends short.
 //!
 //! The engine's connection tells what happens:
 //!
@@ -135,14 +135,14 @@ fn look_after(list: &HoldList, woken: &Conn) {
             .chain(holds.iter().filter(|hold| !hold.is_ending).map(|hold| hold.conn.as_fd()))
             .map(|fd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 })
             .collect();
-        let patience = if holds.iter().any(|hold| hold.is_ending) {
+        let timeout = if holds.iter().any(|hold| hold.is_ending) {
             POLL_INTERVAL.as_millis() as i32
         } else {
             -1
         };
         drop(holds);
         // SAFETY: the array is this thread's own and as long as said.
-        unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, patience) };
+        unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, timeout) };
         if polls[0].revents != 0
             && !woken.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0)
         {
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_is_closed_when_its_process_says_so_or_has_no_thread_that_is_killed() {
+    fn holds_close_on_request_or_when_no_thread_is_being_killed() {
         let holds = Holds::default();
         for says_so in [true, false] {
             let (mut reader, writer) = held();
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_holds_more_than_a_few() {
+    fn holds_per_process_are_bounded() {
         let holds = Holds::default();
         let all: Vec<_> = (0..MAX_HOLDS_PER_PROCESS + 1)
             .map(|_| {

@@ -234,7 +234,7 @@ fn look_for_work(shared: &Shared, woken: &Conn) -> bool {
     // A thread that works may find children.
     let is_quiet = shared.idle.load(Relaxed) == shared.threads.load(Relaxed);
     let finished = shared.finished();
-    let patience = match list.len() {
+    let timeout = match list.len() {
         0 if is_quiet || finished.is_some() => -1,
         0 => BUSY_INTERVAL.as_millis() as libc::c_int,
         all if all > free.len() && finished.is_none() => BUSY_INTERVAL.as_millis() as libc::c_int,
@@ -249,7 +249,7 @@ fn look_for_work(shared: &Shared, woken: &Conn) -> bool {
         .map(|fd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 })
         .collect();
     // SAFETY: the array is this thread's own and as long as said.
-    let ready = unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, patience) };
+    let ready = unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, timeout) };
     if polls[0].revents != 0
         && !woken.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0)
     {
@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_poisoned_and_memory_that_is_gone_is_given_up() {
+    fn missing_pages_are_poisoned_and_unmapped_memory_is_dropped() {
         let (child, uffd) = process_that_touches();
         let orphans = Orphans::default();
         assert!(orphans.add(child as u32, uffd, 1).is_none());
@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_keeps_its_thread_waiting_hinders_no_other_and_no_caller() {
+    fn a_blocked_orphan_delays_no_other_and_no_caller() {
         let orphans = Orphans::default();
         let (first, uffd) = process_that_touches();
         let inode = Inode::of(&uffd).expect("stat");
@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_is_served_again_is_left_alone_by_a_thread_that_has_it_already() {
+    fn an_orphan_that_is_served_is_not_served_twice() {
         let (child, uffd) = process_that_touches();
         let inode = Inode::of(&uffd).expect("stat");
         let orphans = Orphans::default();
@@ -508,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_living_process_serves_is_not_read_before_its_request_comes() {
+    fn a_living_process_is_not_read_before_its_request_comes() {
         let memory = swaptide_sys::mem::Mapping::reserve(PAGE_SIZE).expect("mmap");
         let uffd = Uffd::open(Features::empty(), true).expect("userfaultfd");
         uffd.register_missing(memory.range()).expect("register");

@@ -459,7 +459,7 @@ impl RequestHandler<'_> {
         let add = || {
             let mut device = asked;
             mirror::resolve(&mut device, &tiers, &files)?;
-            self.areas.add(spec::open_beyond(&device, self.budget)?).map(drop)
+            self.areas.add(spec::open_backing(&device, self.budget)?).map(drop)
         };
         done(add())
     }

@@ -208,7 +208,7 @@ fn set_up(
     let (pool_cap, codec) = (space.pool_cap, space.codec.number());
     crate::run::segment::set_up_header(segment, budget, &space)
         .map_err(|error| DaemonError::System("shared segment", error))?;
-    for backing in space.beyond {
+    for backing in space.devices {
         areas.add(backing).map_err(DaemonError::Area)?;
     }
     Ok((pool_cap, codec))

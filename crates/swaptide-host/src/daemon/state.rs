@@ -486,7 +486,7 @@ impl SavedState {
         for (index, pid) in slots {
             let group = GroupIndex(segment.slot(index).control.group_wanted.load(Relaxed));
             match (id.is_mapped_by(pid), life(pid)) {
-                (_, Life::Gone) | (Some(false), _) => controller.bury(index),
+                (_, Life::Gone) | (Some(false), _) => controller.release_slot(index),
                 (Some(true), _) => controller.adopt(pid, group),
                 (None, _) => controller.adopt_descendant(pid, group),
             }
@@ -503,7 +503,7 @@ mod tests {
     use crate::testing::Scratch;
 
     #[test]
-    fn a_state_directory_is_one_daemons_and_the_segment_is_found_again() {
+    fn a_state_directory_has_one_daemon_and_its_segment_is_reopened() {
         let scratch = Scratch::new("state");
         let place = scratch.path("daemon");
         let directory = Directory::open(&place).expect("directory");
@@ -544,7 +544,7 @@ mod tests {
             crate::swap::spec::parse(&format!("file:{}:16M,prio=7", scratch.root().display()))
                 .expect("device");
         before
-            .add(crate::swap::spec::open_beyond(&device, 1 << 30).expect("a file"))
+            .add(crate::swap::spec::open_backing(&device, 1 << 30).expect("a file"))
             .expect("an area");
         let kept = areas(&before, segment);
         assert_eq!(
@@ -622,7 +622,7 @@ mod tests {
         state.restore(&place, &mut groups, segment);
         assert_eq!((groups.find(&path), groups.view(index)), (Ok(index), before));
         assert_eq!(groups.get(index).expect("group").owner, 1000);
-        let stranger = segment.claim(me, 0).expect("slot");
+        let foreign = segment.claim(me, 0).expect("slot");
         let mut again = MemoryController::new(segment, std::sync::Arc::new(place), groups, 1 << 30);
         let other = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         state.restore_runs(&mut again, segment, SegmentId::of(other).expect("identity"));
@@ -632,7 +632,7 @@ mod tests {
             (me, 7, Some(index), Some(5), true)
         );
         assert_eq!(
-            segment.slot(stranger).pid.load(Relaxed),
+            segment.slot(foreign).pid.load(Relaxed),
             0,
             "a process that has not mapped the segment is another one"
         );

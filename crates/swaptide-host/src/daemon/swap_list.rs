@@ -24,7 +24,7 @@ pub(super) struct Changes {
 }
 
 /// What is in one list and not in another, each as often as it is more.
-fn beyond<'a>(list: &'a [String], other: &[String]) -> Vec<&'a String> {
+fn missing_from<'a>(list: &'a [String], other: &[String]) -> Vec<&'a String> {
     let mut left: Vec<&String> = other.iter().collect();
     let known = |text: &&String| match left.iter().position(|old| old == text) {
         Some(at) => {
@@ -44,7 +44,7 @@ pub(super) fn compare(before: &[String], after: &[String]) -> Result<Changes, De
     let parse = |texts: Vec<&String>| {
         texts.into_iter().map(|text| spec::parse(text)).collect::<Result<Vec<_>, _>>()
     };
-    let (add, gone) = (parse(beyond(after, before))?, parse(beyond(before, after))?);
+    let (add, gone) = (parse(missing_from(after, before))?, parse(missing_from(before, after))?);
     let remove: Vec<String> = gone.iter().map(Device::name).collect();
     let is_memory = |device: &Device| matches!(device.kind, DeviceKind::Zram { .. });
     let wrong = add
@@ -89,7 +89,7 @@ impl Changes {
         let opened = self
             .add
             .iter()
-            .map(|device| spec::open_beyond(device, budget))
+            .map(|device| spec::open_backing(device, budget))
             .collect::<Result<_, _>>();
         opened.map_err(DaemonError::Device)
     }

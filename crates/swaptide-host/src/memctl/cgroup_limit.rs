@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reserve_grows_while_the_limit_is_met_and_goes_back_when_it_is_not() {
+    fn the_reserve_grows_at_the_limit_and_shrinks_below_it() {
         let (mut reserve, began) = (Reserve::default(), Instant::now());
         let mut at = |hits, ms| reserve.follow(128 * MIB, hits, began + Duration::from_millis(ms));
         assert_eq!((at(50, 0), at(50, 50)), (2 * MIB, 2 * MIB), "what came before says nothing");
@@ -201,7 +201,7 @@ mod tests {
 
     /// The files of a cgroup, made up.
     #[test]
-    fn a_cgroup_bounds_what_the_tree_may_have_and_its_files_are_read_anew() {
+    fn a_cgroup_bounds_the_tree_and_its_files_are_read_again() {
         let directory =
             std::env::temp_dir().join(format!("swaptide-ceiling-{}", std::process::id()));
         std::fs::create_dir_all(&directory).expect("a directory");

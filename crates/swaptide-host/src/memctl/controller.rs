@@ -308,7 +308,7 @@ impl MemoryController {
         let used = counted.max(anonymous.saturating_add(shared));
         if let Some(reason) = kept.excess.look(used, most, full > kept.swap_full, now) {
             kept.totals.strict_kill = true;
-            if reason == Reason::Lasting {
+            if reason == Reason::OverBudget {
                 kept.totals.strict_used.get_or_insert(used);
             }
         }
@@ -510,7 +510,7 @@ impl MemoryController {
     }
 
     /// The slot of a process that is gone.
-    pub(crate) fn bury(&mut self, index: SlotIndex) {
+    pub(crate) fn release_slot(&mut self, index: SlotIndex) {
         self.release(index);
     }
 

@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn who_reaches_a_cap_leaves_the_rest_to_the_others() {
+    fn what_exceeds_a_cap_goes_to_the_others() {
         let nodes = [root(), node(0, 50, 0), node(0, u64::MAX, 0), node(2, 100, 0)];
         let claims = [claim(1, 0, 90, 300), claim(2, 0, 90, 100), claim(3, 0, 90, 600)];
         assert_eq!(mib(&divide(1000 * MIB, &nodes, &claims)), [50, 850, 100]);
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_and_nothing() {
+    fn no_processes_and_no_memory() {
         assert!(divide(100, &[root()], &[]).is_empty());
         assert!(divide(100, &[], &[]).is_empty());
         assert_eq!(divide(0, &[root()], &[claim(0, 1, 1, 1)]), [0]);
@@ -316,7 +316,7 @@ mod tests {
         }
 
         #[test]
-        fn everybody_has_a_fair_share_by_demand((nodes, claims) in tree(), budget in 400..8000u64) {
+        fn shares_are_fair_by_demand((nodes, claims) in tree(), budget in 400..8000u64) {
             let nodes: Vec<Node> =
                 nodes.into_iter().map(|node| Node { cap: u64::MAX, low: 0, ..node }).collect();
             let budget = budget * MIB;
@@ -365,7 +365,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_free_goes_to_who_wants_it((nodes, claims) in tree(), budget in 0..8000u64) {
+        fn free_memory_goes_where_demand_is((nodes, claims) in tree(), budget in 0..8000u64) {
             // Work-conserving: if something is left over, every member that wants more is below a
             // cap that is reached.
             let shares = divide(budget * MIB, &nodes, &claims);

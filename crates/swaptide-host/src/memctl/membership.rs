@@ -77,7 +77,7 @@ mod tests {
     use std::process::Command;
 
     #[test]
-    fn who_was_moved_takes_its_children_along_and_others_are_where_their_run_is() {
+    fn children_follow_a_moved_process_and_others_their_run() {
         let mut groups = GroupTree::new(segment(), 1 << 30);
         let mut make =
             |path: &str| groups.ensure(&GroupPath::parse(path).expect("path"), 0).expect("group");

@@ -18,9 +18,9 @@
 //! 3. A limit is raised only into room that no other process has, in any group above: neither as
 //!    limit nor as use.
 //! 4. `high` lowers limits gradually and never at once; no more is given than it permits.
-//! 5. A process of a *family* (processes that share compressed memory since a fork) keeps its part
-//!    of that, as far as an eighth of what there is remains: what it gave up of it, the others
-//!    still had.
+//! 5. A process of a *copy-on-write group* (processes that share compressed memory since a fork)
+//!    keeps its part of that, as far as an eighth of what there is remains: what it gave up of it,
+//!    the others still had.
 //!
 //! Locks: none.
 
@@ -44,14 +44,14 @@ const MIN_MANAGED_BYTES: u64 = 4 << 20;
 const MIN_MANAGED_BYTES_OVER_BUDGET: u64 = 1 << 20;
 /// The time that a process may take from being engaged until faults hold it.
 const ENGAGE_TIME: Duration = Duration::from_millis(20);
-/// The time over which the pressure of processes of one family is averaged: each has moments at
-/// which it wants much.
+/// The time over which the pressure of processes of one copy-on-write group is averaged: each has
+/// moments at which it wants much.
 const PRESSURE_WINDOW: Duration = Duration::from_millis(250);
 /// The smallest budget: a floor for the program, staging frames, tables and a compressed pool.
 pub(crate) const MIN_BUDGET_BYTES: u64 = 16 << 20;
 /// The time in which a limit sinks by an eighth at most, while the budget is kept.
 const YIELD_TIME: Duration = Duration::from_millis(50);
-/// Eighths of a group's memory that families keep.
+/// Eighths of a group's memory that copy-on-write groups keep.
 const COW_GROUP_KEEPS_EIGHTHS: u64 = 7;
 /// How fast a program may grow at most, by which the time of the next look is set.
 const GROWTH_BYTES_PER_S: u64 = 6_000_000_000;
@@ -336,8 +336,8 @@ fn floors(shares: &[Bounds], group: &[Process]) -> Vec<u64> {
     };
     let least: Vec<u64> =
         group.iter().map(|p| least(p).unwrap_or(FLOOR_BYTES).max(CROWDED_FLOOR_BYTES)).collect();
-    // What a family gives up one by one frees nothing. But not so much is kept that others would
-    // not have their least.
+    // What a copy-on-write group gives up one by one frees nothing. But not so much is kept that
+    // others would not have their least.
     let kept_sums = sums(shares, group.iter().map(|p| (p.group, p.kept)));
     let others = sums(
         shares,
@@ -403,8 +403,8 @@ pub fn interval(groups: &[Bounds], processes: &[Process]) -> Duration {
     let others = sums(groups, processes.iter().filter(|p| p.standing != Standing::Engaged).map(of));
     let grows = processes.iter().any(|p| p.standing == Standing::Watching && p.growth > 0);
     let wait = |((group, total), others): ((&Bounds, &u64), &u64)| {
-        let calm = total > others && *others < group.max / 16 && !grows;
-        let shortest = if calm { 5_000 } else { 1_000 };
+        let steady = total > others && *others < group.max / 16 && !grows;
+        let shortest = if steady { 5_000 } else { 1_000 };
         let micros =
             group.max.saturating_sub(*total) as u128 / 2 * 1_000_000 / GROWTH_BYTES_PER_S as u128;
         Duration::from_micros((micros.min(50_000) as u64).max(shortest))

@@ -60,14 +60,14 @@ pub(super) struct Member {
     stat: Option<StatFd>,
     pidfd: OwnedFd,
     /// Start of the stack: the same in processes that were forked from each other and did not exec.
-    family: u64,
+    stack_start: u64,
     resident: u64,
     used: u64,
     pss: Option<Pss>,
     /// Its minor faults, while it is one of several that share pages; and bytes of those that
     /// copied nothing.
     faults: u64,
-    excused: u64,
+    discounted: u64,
     /// It runs on another member's memory, which counts there (vfork).
     guest: bool,
     /// Its first thread has ended, others live.
@@ -80,7 +80,7 @@ struct Pss {
     resident: u64,
     /// The minor faults by then, and bytes of those that copied nothing.
     faults: u64,
-    excused: u64,
+    discounted: u64,
     read: Instant,
     cost: Duration,
 }
@@ -92,7 +92,7 @@ pub struct ProcessTree {
     /// Parents of roots, which take the tree over when the root is killed, with that root.
     fronts: BTreeMap<u32, u32>,
     /// Processes that were found not to be of any tree, and when.
-    strangers: HashMap<u32, Instant>,
+    outsiders: HashMap<u32, Instant>,
     members: BTreeMap<u32, Member>,
     newest_pid: Option<u32>,
     /// Where it is told. Kept open, as all is that is read at each look: to open a file takes
@@ -135,13 +135,13 @@ impl ProcessTree {
         if self.members.contains_key(&pid) {
             return true;
         }
-        if self.strangers.get(&pid).is_some_and(|seen| seen.elapsed() < OUTSIDER_CACHE_AGE) {
+        if self.outsiders.get(&pid).is_some_and(|seen| seen.elapsed() < OUTSIDER_CACHE_AGE) {
             return false;
         }
         let admitted = self.root_above(pid).is_some_and(|root| self.insert(pid, root));
         if !admitted {
-            self.strangers.retain(|_, seen| seen.elapsed() < OUTSIDER_CACHE_AGE);
-            self.strangers.insert(pid, Instant::now());
+            self.outsiders.retain(|_, seen| seen.elapsed() < OUTSIDER_CACHE_AGE);
+            self.outsiders.insert(pid, Instant::now());
         }
         admitted
     }
@@ -161,7 +161,7 @@ impl ProcessTree {
             if let Some(parent) = parent_of(pid)
                 && let Some(member) = self.members.get_mut(&parent)
             {
-                member.family = family(parent);
+                member.stack_start = stack_start(parent);
             }
         }
         true
@@ -236,26 +236,26 @@ impl ProcessTree {
     /// Reads what each member uses; answers with the members that are gone since the last time.
     pub(crate) fn sample(&mut self) -> Vec<u32> {
         let mut dead = Vec::new();
-        let mut families: HashMap<u64, u32> = HashMap::new();
+        let mut by_stack: HashMap<u64, u32> = HashMap::new();
         let mut changed: HashSet<u64> = HashSet::new();
         for (pid, member) in &mut self.members {
             (member.resident, member.leaderless) = member.read_resident(*pid);
             member.used = member.resident;
             if member.resident == 0 && member.is_dead() {
                 dead.push(*pid);
-            } else if member.family != 0 && member.resident >= MIN_EXACT_BYTES {
-                *families.entry(member.family).or_default() += 1;
+            } else if member.stack_start != 0 && member.resident >= MIN_EXACT_BYTES {
+                *by_stack.entry(member.stack_start).or_default() += 1;
             }
         }
         for pid in &dead {
             if let Some(member) = self.members.remove(pid) {
-                changed.insert(member.family);
+                changed.insert(member.stack_start);
             }
         }
-        self.find_guests(&families);
+        self.find_guests(&by_stack);
         let shares = |member: &Member| {
             member.resident >= MIN_EXACT_BYTES
-                && families.get(&member.family).is_some_and(|count| *count > 1)
+                && by_stack.get(&member.stack_start).is_some_and(|count| *count > 1)
         };
         // A process that comes or goes changes what all others of its group have for themselves:
         // old numbers would count pages twice, or not at all.
@@ -263,14 +263,14 @@ impl ProcessTree {
             self.members
                 .values()
                 .filter(|m| shares(m) && !m.guest && m.pss.is_none())
-                .map(|m| m.family),
+                .map(|m| m.stack_start),
         );
         for (pid, member) in &mut self.members {
             if member.guest {
                 member.used = 0;
                 member.pss = None;
             } else if shares(member) {
-                member.count_proportionally(*pid, changed.contains(&member.family));
+                member.count_proportionally(*pid, changed.contains(&member.stack_start));
             } else {
                 member.pss = None;
             }
@@ -282,14 +282,14 @@ impl ProcessTree {
     /// Adds what was copied since the proportional sizes were read: a page of `n` that is copied
     /// for one of them is no longer shared by it, and by one less of the others.
     fn count_copies(&mut self) {
-        let mut families: HashMap<u64, (u64, u64)> = HashMap::new();
+        let mut by_stack: HashMap<u64, (u64, u64)> = HashMap::new();
         for member in self.members.values().filter(|member| member.pss.is_some()) {
-            let (count, copied) = families.entry(member.family).or_default();
+            let (count, copied) = by_stack.entry(member.stack_start).or_default();
             (*count, *copied) = (*count + 1, *copied + member.copied());
         }
         for member in self.members.values_mut().filter(|member| member.pss.is_some()) {
             let Some((count, all)) =
-                families.get(&member.family).copied().filter(|(count, _)| *count > 1)
+                by_stack.get(&member.stack_start).copied().filter(|(count, _)| *count > 1)
             else {
                 continue;
             };
@@ -302,33 +302,33 @@ impl ProcessTree {
     /// Bytes of a process's minor faults so far that copied nothing.
     pub(crate) fn discount_engine_faults(&mut self, pid: u32, bytes: u64) {
         if let Some(member) = self.members.get_mut(&pid) {
-            member.excused = bytes;
+            member.discounted = bytes;
         }
     }
 
     /// Marks those that run on another's memory. Only one that was not read yet, or was a guest,
     /// can be one.
-    fn find_guests(&mut self, families: &HashMap<u64, u32>) {
+    fn find_guests(&mut self, by_stack: &HashMap<u64, u32>) {
         let mut hosts: Vec<(u32, u64)> = Vec::new();
         for (pid, member) in &mut self.members {
             if member.resident < MIN_EXACT_BYTES
-                || families.get(&member.family).is_none_or(|count| *count < 2)
+                || by_stack.get(&member.stack_start).is_none_or(|count| *count < 2)
             {
                 member.guest = false;
                 continue;
             }
             if member.guest || member.pss.is_none() {
                 let was = member.guest;
-                member.guest = hosts
-                    .iter()
-                    .any(|(host, family)| *family == member.family && same_memory(*host, *pid));
+                member.guest = hosts.iter().any(|(host, stack_start)| {
+                    *stack_start == member.stack_start && same_memory(*host, *pid)
+                });
                 if was && !member.guest {
                     // It has executed a program.
-                    member.family = family(*pid);
+                    member.stack_start = stack_start(*pid);
                 }
             }
             if !member.guest {
-                hosts.push((*pid, member.family));
+                hosts.push((*pid, member.stack_start));
             }
         }
     }
@@ -340,10 +340,10 @@ impl ProcessTree {
 
     /// What it held then beyond that: the parts of pages shared since a fork that count for others.
     pub fn shared(&self, pid: u32) -> u64 {
-        let beyond = |member: &Member| {
+        let shared_part = |member: &Member| {
             member.pss.as_ref().map_or(0, |_| member.resident.saturating_sub(member.used))
         };
-        self.members.get(&pid).map_or(0, beyond)
+        self.members.get(&pid).map_or(0, shared_part)
     }
 
     /// Bytes of pages that came to a member without reading so far, copies of shared ones among
@@ -394,12 +394,12 @@ impl Member {
             statm,
             stat: None,
             pidfd,
-            family: family(pid),
+            stack_start: stack_start(pid),
             resident: 0,
             used: 0,
             pss: None,
             faults: 0,
-            excused: 0,
+            discounted: 0,
             guest: false,
             leaderless: false,
         };
@@ -428,7 +428,7 @@ impl Member {
         let stale = self.pss.as_ref().is_none_or(|pss| pss.read.elapsed() >= age(pss));
         if stale {
             // An exec in the meantime ends the sharing.
-            self.family = family(pid);
+            self.stack_start = stack_start(pid);
             let started = Instant::now();
             // Before: what is copied meanwhile may be counted twice until the next time, and not
             // left out.
@@ -438,7 +438,7 @@ impl Member {
                     bytes,
                     resident: self.resident,
                     faults,
-                    excused: self.excused,
+                    discounted: self.discounted,
                     read: Instant::now(),
                     cost: started.elapsed(),
                 });
@@ -464,9 +464,9 @@ impl Member {
     fn copied(&self) -> u64 {
         let Some(pss) = &self.pss else { return 0 };
         let came = self.faults.saturating_sub(pss.faults).saturating_mul(PAGE_SIZE as u64);
-        let excused =
-            self.excused.saturating_sub(pss.excused) + self.resident.saturating_sub(pss.resident);
-        came.saturating_sub(excused)
+        let discounted = self.discounted.saturating_sub(pss.discounted)
+            + self.resident.saturating_sub(pss.resident);
+        came.saturating_sub(discounted)
     }
 }
 
@@ -482,7 +482,7 @@ fn resident_by_threads(pid: u32) -> u64 {
 }
 
 /// Where the stack of a process starts; 0 where that cannot be known.
-fn family(pid: u32) -> u64 {
+fn stack_start(pid: u32) -> u64 {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The command in the second field may contain anything, also brackets; the field is number 28.
     let after_command = text.rfind(')').map_or("", |at| &text[at + 1..]);
@@ -650,14 +650,14 @@ mod tests {
 
     /// Between fork and exec a process looks like its parent; what it forks later does not.
     #[test]
-    fn who_was_seen_before_its_exec_shares_with_what_it_forks_after_it() {
+    fn a_process_seen_before_its_exec_shares_with_later_forks() {
         let program = "import os,sys\nx=bytearray(b'x'*(32<<20))\npid=os.fork()\nif pid: \
             sys.stdout.write('r'); sys.stdout.flush()\nsys.stdin.read()";
         let parent = python(program);
         let mut tree = ProcessTree::new(std::process::id());
         tree.admit(parent.0.id());
-        tree.members.get_mut(&parent.0.id()).expect("it was admitted").family =
-            family(std::process::id());
+        tree.members.get_mut(&parent.0.id()).expect("it was admitted").stack_start =
+            stack_start(std::process::id());
         tree.look();
         tree.sample();
         let child = tree
@@ -701,7 +701,7 @@ mod tests {
     }
 
     #[test]
-    fn who_descends_from_no_root_is_not_admitted_whoever_names_it() {
+    fn a_process_below_no_root_is_not_admitted() {
         let (mine, other) = (
             python("print('r', end='', flush=True); input()"),
             python("print('r', end='', flush=True); input()"),

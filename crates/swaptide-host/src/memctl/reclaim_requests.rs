@@ -1,7 +1,7 @@
 //! Taking memory from groups on demand.
 //!
-//! While a group is squeezed, its limits sink towards a goal, whatever is kept for it. It ends when
-//! so much went out as was asked for, or when nothing more goes out.
+//! While a group has a reclaim request, its limits sink towards a goal, whatever is kept for it. It
+//! ends when so much went out as was asked for, or when nothing more goes out.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::Sender;
@@ -18,7 +18,7 @@ const PROGRESS_POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// How often is looked at the most, in any case.
 const IDLE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// How a squeeze ended.
+/// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReclaimOutcome {
     /// Bytes that went out.
@@ -49,14 +49,14 @@ impl ReclaimRequests {
         groups: &GroupTree,
     ) {
         let used = groups.usage(group).ram;
-        let squeeze = ReclaimRequest {
+        let request = ReclaimRequest {
             from: used,
             goal: used.saturating_sub(bytes),
             least: used,
             since: Instant::now(),
             done,
         };
-        if let Some(old) = self.0.insert(group, squeeze) {
+        if let Some(old) = self.0.insert(group, request) {
             old.end(used);
         }
     }
@@ -64,19 +64,19 @@ impl ReclaimRequests {
     /// The most that a group may have for now.
     pub(crate) fn bound(&self, group: GroupIndex) -> Option<u64> {
         // Limits end a little above what is used: the goal is reached from a little below.
-        self.0.get(&group).map(|squeeze| squeeze.goal - squeeze.goal / 64)
+        self.0.get(&group).map(|request| request.goal - request.goal / 64)
     }
 
     /// Ends what is done or does not get on; answers with the time until the next look.
     pub fn step(&mut self, groups: &GroupTree) -> Duration {
-        self.0.retain(|group, squeeze| {
+        self.0.retain(|group, request| {
             let used = groups.usage(*group).ram;
-            if used < squeeze.least {
-                (squeeze.least, squeeze.since) = (used, Instant::now());
+            if used < request.least {
+                (request.least, request.since) = (used, Instant::now());
             }
-            let over = used <= squeeze.goal || squeeze.since.elapsed() > NO_PROGRESS_TIMEOUT;
+            let over = used <= request.goal || request.since.elapsed() > NO_PROGRESS_TIMEOUT;
             if over {
-                squeeze.end(used);
+                request.end(used);
             }
             !over
         });
@@ -110,42 +110,42 @@ mod tests {
     }
 
     #[test]
-    fn a_squeeze_bounds_its_group_until_enough_went_out() {
+    fn a_request_bounds_its_group_until_enough_went_out() {
         let mut groups = GroupTree::new(segment(), 1 << 30);
-        let mut squeezes = ReclaimRequests::default();
+        let mut requests = ReclaimRequests::default();
         let (done, told) = channel();
         use_of(&mut groups, 1000);
-        squeezes.begin(GroupIndex::ROOT, 300, done, &groups);
-        assert!(squeezes.bound(GroupIndex::ROOT).is_some_and(|bound| bound <= 700 && bound > 680));
-        assert_eq!(squeezes.bound(GroupIndex(1)), None);
+        requests.begin(GroupIndex::ROOT, 300, done, &groups);
+        assert!(requests.bound(GroupIndex::ROOT).is_some_and(|bound| bound <= 700 && bound > 680));
+        assert_eq!(requests.bound(GroupIndex(1)), None);
         use_of(&mut groups, 800);
-        assert_eq!(squeezes.step(&groups), PROGRESS_POLL_INTERVAL);
+        assert_eq!(requests.step(&groups), PROGRESS_POLL_INTERVAL);
         assert!(told.try_recv().is_err());
         use_of(&mut groups, 690);
-        assert_eq!(squeezes.step(&groups), IDLE_POLL_INTERVAL);
+        assert_eq!(requests.step(&groups), IDLE_POLL_INTERVAL);
         assert_eq!(told.recv(), Ok(ReclaimOutcome { bytes: 310, enough: true }));
-        assert_eq!(squeezes.bound(GroupIndex::ROOT), None);
+        assert_eq!(requests.bound(GroupIndex::ROOT), None);
     }
 
     #[test]
     fn one_that_does_not_get_on_ends_and_tells_so() {
         let mut groups = GroupTree::new(segment(), 1 << 30);
-        let mut squeezes = ReclaimRequests::default();
+        let mut requests = ReclaimRequests::default();
         use_of(&mut groups, 1000);
         let (done, told) = channel();
-        squeezes.begin(GroupIndex::ROOT, 5000, done, &groups);
+        requests.begin(GroupIndex::ROOT, 5000, done, &groups);
         use_of(&mut groups, 900);
-        squeezes.step(&groups);
-        if let Some(squeeze) = squeezes.0.get_mut(&GroupIndex::ROOT) {
-            squeeze.since = Instant::now()
+        requests.step(&groups);
+        if let Some(request) = requests.0.get_mut(&GroupIndex::ROOT) {
+            request.since = Instant::now()
                 .checked_sub(NO_PROGRESS_TIMEOUT * 2)
                 .expect("the machine is up for long enough");
         }
-        squeezes.step(&groups);
+        requests.step(&groups);
         assert_eq!(told.recv(), Ok(ReclaimOutcome { bytes: 100, enough: false }));
         let (first, told) = channel();
-        squeezes.begin(GroupIndex::ROOT, 100, first, &groups);
-        squeezes.begin(GroupIndex::ROOT, 100, channel().0, &groups);
+        requests.begin(GroupIndex::ROOT, 100, first, &groups);
+        requests.begin(GroupIndex::ROOT, 100, channel().0, &groups);
         assert_eq!(
             told.recv(),
             Ok(ReclaimOutcome { bytes: 0, enough: false }),

@@ -9,7 +9,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use swaptide_ipc::{AreaId, Request, Segment, SlotIndex};
+use swaptide_ipc::{AgentRequest, AreaId, Segment, SlotIndex};
 use swaptide_shared::{PagerSettings, SharedMemoryPager};
 use swaptide_sys::OwnedFd;
 use swaptide_sys::sock::Conn;
@@ -42,9 +42,16 @@ impl SharedPager {
 
     /// Answers a process's request that concerns shared memory. Without a pager it is hung up on,
     /// and continues without.
-    pub fn serve(&self, request: Request, body: &[u8], fd: Option<OwnedFd>, conn: Conn, pid: u32) {
+    pub fn serve(
+        &self,
+        request: AgentRequest,
+        body: &[u8],
+        fd: Option<OwnedFd>,
+        conn: Conn,
+        pid: u32,
+    ) {
         let pager = match request {
-            Request::Region if self.wanted => self.pager.get_or_init(|| self.start()).as_ref(),
+            AgentRequest::Region if self.wanted => self.pager.get_or_init(|| self.start()).as_ref(),
             _ => self.pager.get().and_then(Option::as_ref),
         };
         match pager {

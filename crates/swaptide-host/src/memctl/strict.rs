@@ -35,7 +35,7 @@ pub(super) enum Reason {
     /// Swap space is out.
     NoSpace,
     /// It was above its budget for too long.
-    Lasting,
+    OverBudget,
 }
 
 /// What is known of one run.
@@ -63,7 +63,7 @@ impl Excess {
             return None;
         }
         let since = *self.since.get_or_insert(now);
-        (now.duration_since(since) >= MAX_EXCESS_TIME).then_some(Reason::Lasting)
+        (now.duration_since(since) >= MAX_EXCESS_TIME).then_some(Reason::OverBudget)
     }
 
     /// Bytes of shared memory that the processes have mapped, each page once. Read only where it
@@ -106,7 +106,7 @@ mod tests {
         assert_eq!(at(71, 4.95), None, "within the margin");
         assert_eq!(at(200, 5.1), None, "it begins again");
         assert_eq!(at(72, 10.0), None);
-        assert_eq!(at(72, 10.2), Some(Reason::Lasting));
+        assert_eq!(at(72, 10.2), Some(Reason::OverBudget));
     }
 
     #[test]

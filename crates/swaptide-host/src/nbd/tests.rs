@@ -305,7 +305,7 @@ fn a_server_that_says_nothing_or_little_has_an_end_of_time() {
 }
 
 #[test]
-fn nobody_talks_an_nbds_url_out_of_tls() {
+fn an_nbds_url_cannot_be_downgraded_from_tls() {
     // Even if what comes would do without.
     for flags in [2, 3] {
         let lab = Lab::new("nbds", "disk", LIMIT, move |peer| {

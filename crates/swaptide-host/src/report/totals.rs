@@ -176,7 +176,7 @@ pub struct View {
     pub peak_resident_bytes: u64,
     /// Most memory of the programs so far, resident and swapped.
     pub peak_footprint_bytes: u64,
-    /// Bytes of the swap file that are leased.
+    /// Bytes of the swap areas that are leased.
     pub file_bytes: u64,
     /// The processes that live.
     pub processes: Vec<ProcessView>,
@@ -207,7 +207,7 @@ pub struct ProcessView {
     pub pool_bytes: u64,
     /// Memory of the program in compressed memory, as it was before.
     pub swapped_pool_bytes: u64,
-    /// The same in the swap file.
+    /// The same on swap areas.
     pub swapped_file_bytes: u64,
 }
 

@@ -260,7 +260,7 @@ fn swap_space() -> Finding {
         ) {
             Ok(space) => {
                 let free = free_space(&place).unwrap_or(0);
-                let direct = space.beyond.iter().all(|file| file.direct_io);
+                let direct = space.devices.iter().all(|file| file.direct_io);
                 let how = if direct {
                     "direct I/O"
                 } else {

@@ -180,7 +180,7 @@ impl Ending {
     }
 
     /// When the next look is due.
-    pub fn patience(&self) -> Option<Duration> {
+    pub fn timeout(&self) -> Option<Duration> {
         Some(self.next?.saturating_duration_since(Instant::now()))
     }
 
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn who_stands_inside_with_the_signal_pending_is_stuck() {
+    fn a_thread_inside_with_the_signal_pending_is_stuck() {
         let engine = thread("swaptide", "S (sleeping)", TERM, ALL, "poll", "271 0x1");
         let forks = thread("perl", "S (sleeping)", TERM, ALL, "futex_wait_queue", "202 0x1");
         assert_eq!(judge(&[engine, forks], TERM), SignalResponse::Stuck);
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn who_may_take_it_or_has_is_not() {
+    fn a_thread_that_may_take_the_signal_or_has_is_not_stuck() {
         let engine = || thread("swaptide", "S (sleeping)", TERM, ALL, "poll", "271 0x1");
         let inside = || thread("perl", "S (sleeping)", TERM, ALL, "futex_wait_queue", "202 0x1");
         let waits = thread("perl", "S (sleeping)", TERM, TERM, "do_sigtimedwait", "128 0x1");
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_stopped_is_inside_only_where_its_tracer_is() {
+    fn a_stopped_thread_is_inside_only_where_its_tracer_is() {
         let engine = || thread("swaptide", "t (tracing stop)", TERM, ALL, "ptrace_stop", "");
         let stopped = |state: &str, blocked| Thread {
             tracer: Some(77).filter(|_| state.starts_with('t')),
@@ -341,9 +341,9 @@ mod tests {
     fn only_signals_that_end_are_followed() {
         let mut ending = Ending::default();
         ending.begin(libc::SIGUSR1);
-        assert_eq!(ending.patience(), None);
+        assert_eq!(ending.timeout(), None);
         ending.begin(libc::SIGTERM);
-        assert!(ending.patience().is_some_and(|patience| patience <= POLL_INTERVAL));
+        assert!(ending.timeout().is_some_and(|timeout| timeout <= POLL_INTERVAL));
         assert!(ending.look().is_empty(), "it is not time");
     }
 }

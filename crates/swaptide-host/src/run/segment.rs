@@ -17,7 +17,7 @@ const ENV_STALE: &str = "SWAPTIDE_TEST_STALE";
 /// Test hook: ends every Nth large fill half way.
 const ENV_PART: &str = "SWAPTIDE_TEST_PART";
 /// Test hook: every Nth transfer of the first swap area fails.
-const ENV_MISHAPS: &str = "SWAPTIDE_TEST_MISHAPS";
+const ENV_IO_FAULTS: &str = "SWAPTIDE_TEST_IO_FAULTS";
 /// What fails, for tests: in engines, and in the supervisor.
 const ENV_FAIL: &str = "SWAPTIDE_TEST_FAIL";
 /// The share of a process's limit that compressed memory may take where a file stands behind it, in
@@ -53,14 +53,14 @@ pub(crate) fn set_up_header(
     header.injection.slots_max.store(test_setting(ENV_SLOTS).unwrap_or(0), Relaxed);
     header.injection.stale_every.store(test_setting(ENV_STALE).unwrap_or(0), Relaxed);
     header.injection.part_every.store(test_setting(ENV_PART).unwrap_or(0), Relaxed);
-    header.injection.io_fault_every.store(test_setting(ENV_MISHAPS).unwrap_or(0), Relaxed);
+    header.injection.io_fault_every.store(test_setting(ENV_IO_FAULTS).unwrap_or(0), Relaxed);
     header.injection.fail.store(wanted_failure(), Relaxed);
     let followed = doctor::forks().map_err(io::Error::other)? == Forks::Followed;
     header.followed_forks.store(followed.into(), Relaxed);
     header
         .pool
         .percent
-        .store(if !space.beyond.is_empty() { POOL_PERCENT } else { POOL_PERCENT_ALONE }, Relaxed);
+        .store(if !space.devices.is_empty() { POOL_PERCENT } else { POOL_PERCENT_ALONE }, Relaxed);
     let mut key = [0u8; 32];
     rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())?;
     for (word, bytes) in header.key.iter().zip(key.chunks_exact(8)) {

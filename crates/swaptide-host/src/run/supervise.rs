@@ -262,7 +262,7 @@ fn place_of_its_own(
     let areas = Arc::new(Areas::new(segment));
     let RunSwapSpace { pool_cap, codec, acceptance, .. } = space;
     let frame = ReportFile { budget, pool_cap, codec, acceptance, program };
-    for backing in space.beyond {
+    for backing in space.devices {
         areas.add(backing).map_err(RunError::Area)?;
     }
     let mut groups = Box::new(GroupTree::new(segment, budget));

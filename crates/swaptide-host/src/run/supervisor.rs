@@ -250,22 +250,21 @@ impl Supervisor {
             );
             fds.extend(self.counter.awaited());
             fds.extend(self.followed.awaited());
-            let patience =
-                [self.counter.patience(), self.followed.patience(), self.ending.patience()]
-                    .into_iter()
-                    .flatten()
-                    .min();
+            let timeout = [self.counter.timeout(), self.followed.timeout(), self.ending.timeout()]
+                .into_iter()
+                .flatten()
+                .min();
             // Those for which there is no place are looked at all the same, a little later.
-            let patience = if fds.len() > MAX_POLL {
-                Some(patience.unwrap_or(CROWDED_POLL_INTERVAL).min(CROWDED_POLL_INTERVAL))
+            let timeout = if fds.len() > MAX_POLL {
+                Some(timeout.unwrap_or(CROWDED_POLL_INTERVAL).min(CROWDED_POLL_INTERVAL))
             } else {
-                patience
+                timeout
             };
             fds.truncate(MAX_POLL);
-            let ready = poll_readable(&fds, patience).unwrap_or(0);
+            let ready = poll_readable(&fds, timeout).unwrap_or(0);
             // Signals first: they tell whether one that the front passes on was meant for it alone.
             self.note_signals();
-            if ready & 2 != 0 || self.counter.patience().is_some() {
+            if ready & 2 != 0 || self.counter.timeout().is_some() {
                 let areas = self.prepared.place.mode.areas();
                 let joined = self.counter.serve(
                     &self.prepared.place.segment_fd,

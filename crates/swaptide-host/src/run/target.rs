@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_path_and_not_executable_is_told_apart_from_what_is_missing() {
+    fn non_executable_and_missing_programs_are_distinguished() {
         let scratch = Scratch::new("path");
         std::fs::write(scratch.path("tool"), "text").expect("write");
         assert!(matches!(
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn static_foreign_damaged_and_privileged_programs_are_refused_with_the_reason() {
+    fn static_foreign_damaged_and_privileged_programs_are_refused() {
         let scratch = Scratch::new("elf");
         let without_interpreter = |bytes: &mut Vec<u8>| {
             let table = u64_at(bytes, 32).expect("table") as usize;

@@ -15,7 +15,7 @@
 //!
 //! Locks: `held`, for a look or a change of the list; not while waiting for processes.
 
-mod doubts;
+mod in_doubt;
 mod trim;
 
 use std::collections::BTreeMap;
@@ -33,7 +33,7 @@ use swaptide_store::nbd::Export;
 use swaptide_sys::Errno;
 use thiserror::Error;
 
-use self::doubts::Doubts;
+use self::in_doubt::InDoubt;
 use crate::swap::spec::CIPHER;
 use crate::swap::spec::{BackingDevice, BackingKind, DeviceError, Medium};
 use crate::units::{comma_list, human};
@@ -154,21 +154,21 @@ pub(super) struct Held {
     /// It failed too often.
     retired: bool,
     /// Errors that do not count any more.
-    forgiven: u32,
+    errors_before: u32,
     /// When its server was last tried.
     tried: Instant,
-    doubts: Doubts,
+    in_doubt: InDoubt,
 }
 
 impl Held {
-    fn new(backing: BackingDevice, forgiven: u32) -> Held {
+    fn new(backing: BackingDevice, errors_before: u32) -> Held {
         Held {
             backing,
             peak_extents: 0,
             retired: false,
-            forgiven,
+            errors_before,
             tried: Instant::now(),
-            doubts: Doubts::default(),
+            in_doubt: InDoubt::default(),
         }
     }
 }
@@ -176,7 +176,7 @@ impl Held {
 /// Where processes get the descriptors of areas.
 pub trait AreaOpener: Send + Sync {
     /// Whether opening an area may take long: there is a server to be asked.
-    fn is_far(&self, id: AreaId) -> bool;
+    fn may_block(&self, id: AreaId) -> bool;
 
     /// A descriptor for a process.
     ///
@@ -284,7 +284,8 @@ impl Areas {
     pub fn give_back(self: &Arc<Self>, extent: ExtentId) {
         let is_free = self.segment.while_unheld(extent, || self.punch(extent));
         // Not before: trimming keeps it from all others, too.
-        if is_free && self.segment.place_of(extent).is_some_and(|place| self.is_far(place.area)) {
+        if is_free && self.segment.place_of(extent).is_some_and(|place| self.may_block(place.area))
+        {
             self.trim_later(extent);
         }
     }
@@ -317,7 +318,7 @@ impl Areas {
             }
             held.peak_extents = held.peak_extents.max(area.used());
             if matches!(held.backing.medium, Medium::Nbd(..)) {
-                held.doubts.look(self.segment, *id, Instant::now());
+                held.in_doubt.look(self.segment, *id, Instant::now());
             }
             if !held.retired
                 && area.mirror().is_some_and(|mirror| {
@@ -328,20 +329,23 @@ impl Areas {
                 self.segment.close_area(*id);
                 continue;
             }
-            let far = matches!(held.backing.medium, Medium::Nbd(..));
-            if area.errors() >= held.forgiven.saturating_add(MAX_FAILED_TRANSFERS) && !held.retired
+            let is_remote = matches!(held.backing.medium, Medium::Nbd(..));
+            if area.errors() >= held.errors_before.saturating_add(MAX_FAILED_TRANSFERS)
+                && !held.retired
             {
                 held.retired = true;
                 held.tried = Instant::now();
                 // One that is being removed stays closed: its pages continue to move.
                 let is_leaving = area.state() == AreaState::Closed;
-                if far && !is_leaving {
+                if is_remote && !is_leaving {
                     self.segment.pause_area(*id)
                 } else {
                     self.segment.close_area(*id)
                 }
             }
-            if far && area.state() == AreaState::Paused && held.tried.elapsed() > RECONNECT_INTERVAL
+            if is_remote
+                && area.state() == AreaState::Paused
+                && held.tried.elapsed() > RECONNECT_INTERVAL
             {
                 held.tried = Instant::now();
                 let (areas, id) = (Arc::clone(self), *id);
@@ -367,7 +371,7 @@ impl Areas {
             && self.segment.area(id).state() == AreaState::Paused
         {
             held.retired = false;
-            held.forgiven = self.segment.area(id).errors();
+            held.errors_before = self.segment.area(id).errors();
             self.segment.reopen_area(id);
         }
     }
@@ -503,7 +507,7 @@ impl Areas {
 }
 
 impl AreaOpener for Areas {
-    fn is_far(&self, id: AreaId) -> bool {
+    fn may_block(&self, id: AreaId) -> bool {
         self.held().get(&id).is_some_and(|held| matches!(held.backing.medium, Medium::Nbd(..)))
     }
 

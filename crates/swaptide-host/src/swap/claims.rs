@@ -200,9 +200,9 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_is_not_known_has_no_name_and_is_no_reason_to_refuse() {
+    fn an_unknown_host_has_no_name_and_is_not_refused() {
         assert!(tcp_names("no-such-host.invalid", 10809).is_empty());
-        let one = claim("nbd://192.0.2.1/x").expect("a far one");
+        let one = claim("nbd://192.0.2.1/x").expect("a remote one");
         assert!(claim("nbd://192.0.2.1/x").is_err() && claim("nbd://192.0.2.2/x").is_ok());
         drop(one);
     }

@@ -298,7 +298,7 @@ fn at_least(text: &str, bytes: u64, least: u64) -> Result<u64, DeviceError> {
 #[derive(Debug)]
 pub struct RunSwapSpace {
     /// What is beyond compressed memory.
-    pub beyond: Vec<BackingDevice>,
+    pub devices: Vec<BackingDevice>,
     /// Upper bound of the compressed pool in bytes; 0: a share of each process's limit.
     pub pool_cap: u64,
     /// How compressed memory is compressed.
@@ -406,29 +406,29 @@ pub fn open(devices: &[Device], budget: u64) -> Result<RunSwapSpace, DeviceError
             (chosen, refuses) = (*codec, *acceptance);
         }
     }
-    let beyond: Vec<&Device> =
+    let on_areas: Vec<&Device> =
         devices.iter().filter(|device| !matches!(device.kind, DeviceKind::Zram { .. })).collect();
-    if beyond.iter().map(|device| 1 + usize::from(device.mirror.is_some())).sum::<usize>()
+    if on_areas.iter().map(|device| 1 + usize::from(device.mirror.is_some())).sum::<usize>()
         > MAX_AREAS
     {
         return Err(DeviceError::TooMany);
     }
     if let Some((_, Some(zram))) = pool
         && let Some(first) =
-            beyond.iter().find(|device| device.priority.is_some_and(|priority| priority > zram))
+            on_areas.iter().find(|device| device.priority.is_some_and(|priority| priority > zram))
     {
         return Err(DeviceError::Order(first.name()));
     }
     let pool_cap = pool.map_or(0, |(bytes, _)| bytes);
-    let beyond = match (beyond.is_empty(), pool) {
-        (false, _) => beyond
+    let opened = match (on_areas.is_empty(), pool) {
+        (false, _) => on_areas
             .into_iter()
-            .map(|device| open_beyond(device, budget))
+            .map(|device| open_backing(device, budget))
             .collect::<Result<_, _>>()?,
         (true, Some(_)) => Vec::new(),
         (true, None) => vec![open_default(budget)?],
     };
-    Ok(RunSwapSpace { beyond, pool_cap, codec: chosen, acceptance: refuses })
+    Ok(RunSwapSpace { devices: opened, pool_cap, codec: chosen, acceptance: refuses })
 }
 
 impl Device {
@@ -448,14 +448,14 @@ impl Device {
 ///
 /// # Errors
 /// See [`DeviceError`]; compressed memory is none that can be added ([`DeviceError::Twice`]).
-pub fn open_beyond(device: &Device, budget: u64) -> Result<BackingDevice, DeviceError> {
+pub fn open_backing(device: &Device, budget: u64) -> Result<BackingDevice, DeviceError> {
     open_device(device, budget, Contents::Nobodys)
 }
 
 /// The same of an export on which pages lie: nothing is written there.
 ///
 /// # Errors
-/// As [`open_beyond`].
+/// As [`open_backing`].
 pub(crate) fn open_in_use(device: &Device) -> Result<BackingDevice, DeviceError> {
     open_device(device, 0, Contents::Pages)
 }
@@ -668,14 +668,14 @@ fn shows_one_content(url: &Url, export: Export, server: &Nbd) -> Result<(), Devi
     rustix::rand::getrandom(&mut written[..32], rustix::rand::GetRandomFlags::empty())
         .map_err(refused)?;
     match server.write_surely(EXTENT_BYTES, &written) {
-        (Ok(PAGE_SIZE), Certainty::Settled) => {}
-        (Err(errno), Certainty::Settled) => return Err(refused(errno)),
+        (Ok(PAGE_SIZE), Certainty::Answered) => {}
+        (Err(errno), Certainty::Answered) => return Err(refused(errno)),
         // It may come over a page that lies there by then.
         _ => return Err(refused(Errno::TIMEDOUT)),
     }
     let second = |limit| Connector::with_limit(url.clone(), limit).map_err(DeviceError::Nbd);
     let Ok(connection) = second(SECOND_LIMIT)?.connect_again(&export) else { return Ok(()) };
-    let options = Options { read_patience: 5 * SECOND_LIMIT, ..Options::default() };
+    let options = Options { read_timeout: 5 * SECOND_LIMIT, ..Options::default() };
     let dialer = LocalDialer::new(second(SECOND_LIMIT)?, export);
     let other = Nbd::new(export, options, Box::new(dialer), vec![connection]);
     let mut read = [0u8; PAGE_SIZE];

@@ -345,8 +345,8 @@ fn errors_of_the_server_come_through_and_go_away() {
 /// Exercises an export whose server is killed and started again all the time.
 fn survive(server: &mut Server, url: &str, blocks: u64) {
     let patient = Options {
-        read_patience: Duration::from_secs(60),
-        write_patience: Duration::from_secs(60),
+        read_timeout: Duration::from_secs(60),
+        write_timeout: Duration::from_secs(60),
         ..Options::default()
     };
     let (_, nbd) = connect_with(url, patient).unwrap();
@@ -422,7 +422,7 @@ impl ExtentSource for Source {
 }
 
 #[test]
-fn a_device_on_an_export_outlives_its_server_and_names_what_it_cannot_read() {
+fn a_device_on_an_export_outlives_its_server_and_names_lost_pages() {
     if !have("nbdkit") {
         return;
     }
@@ -430,8 +430,8 @@ fn a_device_on_an_export_outlives_its_server_and_names_what_it_cannot_read() {
     let file = scratch.file("disk", 16 * MIB);
     let mut server = Server::nbdkit(&scratch, &["file", file.to_str().unwrap()]);
     let impatient = Options {
-        read_patience: Duration::from_secs(2),
-        write_patience: Duration::from_millis(200),
+        read_timeout: Duration::from_secs(2),
+        write_timeout: Duration::from_millis(200),
         ..Options::default()
     };
     let (_, nbd) = connect_with(&server.url("nbd", "", ""), impatient).unwrap();
@@ -501,10 +501,10 @@ fn under_tls(server: &mut Server, export: &str, trusted: &Authority, blocks: u64
     // The wrong name, the wrong authority, no authority.
     let error = connect(&server.url("nbds", export, &ca)).map(drop).unwrap_err();
     assert!(matches!(&error, NbdError::Tls(_, rustls::Error::InvalidCertificate(_))), "{error}");
-    let scratch = Scratch::new("stranger");
-    let stranger = Authority::new(scratch.path("pki"));
-    let strange = format!("&ca={}&tls-hostname=swap.example", stranger.path("ca-cert.pem"));
-    let error = connect(&server.url("nbds", export, &strange)).map(drop).unwrap_err();
+    let scratch = Scratch::new("foreign");
+    let foreign = Authority::new(scratch.path("pki"));
+    let foreign_ca = format!("&ca={}&tls-hostname=swap.example", foreign.path("ca-cert.pem"));
+    let error = connect(&server.url("nbds", export, &foreign_ca)).map(drop).unwrap_err();
     assert!(matches!(&error, NbdError::Tls(_, rustls::Error::InvalidCertificate(_))), "{error}");
 
     // Where the server insists, TLS it is, with the same checks.
@@ -595,7 +595,7 @@ fn a_server_that_wants_to_know_its_clients_gets_a_certificate() {
 }
 
 #[test]
-fn a_server_without_tls_is_refused_where_tls_is_wanted_and_pumps_end() {
+fn a_server_without_tls_is_refused_where_tls_is_required() {
     if !have("nbdkit") {
         return;
     }

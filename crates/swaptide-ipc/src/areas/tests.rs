@@ -41,7 +41,7 @@ fn what_the_mask_does_not_permit_is_left_alone() {
 }
 
 #[test]
-fn extents_of_two_areas_are_never_neighbours_and_lie_where_their_area_says() {
+fn extents_lie_in_their_area_and_never_next_to_another_areas() {
     let segment = test_segment();
     let holder = segment.claim(10, 0).expect("slot");
     let first = segment.add_area(area(2, 5)).expect("area");
@@ -64,7 +64,7 @@ fn extents_of_two_areas_are_never_neighbours_and_lie_where_their_area_says() {
 }
 
 #[test]
-fn an_area_goes_only_when_closed_and_empty_and_its_number_comes_back_with_another_generation() {
+fn only_closed_empty_areas_go_and_a_reused_number_has_a_new_generation() {
     let segment = test_segment();
     let holder = segment.claim(10, 0).expect("slot");
     let id = segment.add_area(area(4, 5)).expect("area");
@@ -85,7 +85,7 @@ fn an_area_goes_only_when_closed_and_empty_and_its_number_comes_back_with_anothe
 }
 
 #[test]
-fn what_is_in_doubt_is_leased_by_nobody_until_it_is_settled() {
+fn extents_in_doubt_are_not_leased_until_cleared() {
     let segment = test_segment();
     let holder = segment.claim(10, 0).expect("slot");
     let id = segment.add_area(area(2, 5)).expect("area");
@@ -93,7 +93,7 @@ fn what_is_in_doubt_is_leased_by_nobody_until_it_is_settled() {
     let (one, two) = (lease(holder).expect("extent"), lease(holder).expect("extent"));
     // Answered while it is held.
     assert!(segment.doubt_extent(one) && segment.is_in_doubt(one) && segment.sole_holder(one));
-    segment.settle_extent(one);
+    segment.clear_doubt(one);
     assert!(!segment.is_in_doubt(one) && segment.sole_holder(one));
     // Given back before the answer; it comes later.
     assert!(segment.doubt_extent(one));
@@ -102,8 +102,8 @@ fn what_is_in_doubt_is_leased_by_nobody_until_it_is_settled() {
     assert_eq!((lease(holder), segment.area(id).used()), (None, 1));
     assert!(!segment.while_unheld(one, || panic!("it is not to be trimmed")));
     assert!(!segment.retake_extent(holder, one));
-    assert_eq!(segment.lost_extents(id).collect::<Vec<_>>(), [one]);
-    segment.settle_extent(one);
+    assert_eq!(segment.extents_in_doubt(id).collect::<Vec<_>>(), [one]);
+    segment.clear_doubt(one);
     assert_eq!(lease(holder), Some(one));
     // Killed in the middle of a write.
     assert!(segment.doubt_extent(two));
@@ -118,15 +118,15 @@ fn what_is_in_doubt_is_leased_by_nobody_until_it_is_settled() {
     segment.share_extent(child, one);
     assert!(!segment.release_extent(other, one) && segment.sole_holder(one));
     assert!(segment.release_extent(child, one));
-    assert_eq!(segment.lost_extents(id).collect::<Vec<_>>(), [one, two]);
-    segment.forgive_extent(two);
+    assert_eq!(segment.extents_in_doubt(id).collect::<Vec<_>>(), [one, two]);
+    segment.clear_stale_doubt(two);
     assert_eq!((lease(other), lease(other)), (Some(two), None));
     segment.release_extent(other, two);
     // Another device has no doubts.
     segment.close_area(id);
     assert!(segment.remove_area(id));
     let id = segment.add_area(area(2, 5)).expect("area");
-    assert_eq!((segment.lost_extents(id).count(), segment.area(id).free()), (0, 2));
+    assert_eq!((segment.extents_in_doubt(id).count(), segment.area(id).free()), (0, 2));
     assert!(lease(other).is_some() && lease(other).is_some());
 }
 
@@ -147,11 +147,14 @@ fn a_count_of_holders_leaves_doubts_as_they_are() {
     segment.extent_refs[extent.0 as usize].fetch_add(1, SeqCst);
     let mut freed = Vec::new();
     assert!(segment.audit(|extent| freed.push(extent)));
-    assert_eq!((freed, segment.lost_extents(id).collect::<Vec<_>>()), (vec![extent], vec![extent]));
+    assert_eq!(
+        (freed, segment.extents_in_doubt(id).collect::<Vec<_>>()),
+        (vec![extent], vec![extent])
+    );
 }
 
 #[test]
-fn a_mirror_lies_beside_its_area_gives_nothing_and_goes_with_it() {
+fn a_mirror_adds_no_extents_and_is_removed_with_its_area() {
     let segment = test_segment();
     let holder = segment.claim(10, 0).expect("slot");
     let mirror = segment.add_mirror(5, EXTENT_BYTES).expect("a mirror");
@@ -257,8 +260,8 @@ fn leasing_races_with_an_area_that_goes_and_comes_elsewhere() {
             // Places of different length, so that the same area's number stands for other extents
             // each time.
             let id = segment.add_area(area(1 + round % 7, 0)).expect("area");
-            let beside = segment.add_area(area(3, 0)).expect("area");
-            for id in [id, beside] {
+            let second = segment.add_area(area(3, 0)).expect("area");
+            for id in [id, second] {
                 segment.close_area(id);
                 while !segment.remove_area(id) {
                     std::thread::yield_now();
@@ -305,7 +308,7 @@ fn a_full_area_gives_no_extent_and_a_released_one_is_given_again() {
 }
 
 #[test]
-fn bytes_are_freed_only_of_an_extent_that_nobody_holds_or_can_get() {
+fn only_extents_without_holders_are_punched() {
     let segment = test_segment();
     segment.add_area(area(100, 0)).expect("area");
     let holder = segment.claim(10, 0).expect("slot");

@@ -49,7 +49,7 @@ pub struct ClusterAllocator {
     clusters: Box<[SpinLock<MapCluster>]>,
     lists: CachePadded<SpinLock<MapLists>>,
     /// Of each CPU.
-    lanes: Box<[CachePadded<[AtomicU64; ORDERS]>]>,
+    cursors: Box<[CachePadded<[AtomicU64; ORDERS]>]>,
     /// The device's account of what is used, which every allocation and every free changes.
     used: CachePadded<AtomicU32>,
 }
@@ -106,7 +106,7 @@ impl ClusterAllocator {
             map: SlotMap::new(clusters * CLUSTER),
             clusters: table.into_iter().map(SpinLock::new).collect(),
             lists: CachePadded::new(SpinLock::new(lists)),
-            lanes: (0..cpus)
+            cursors: (0..cpus)
                 .map(|_| CachePadded::new([const { AtomicU64::new(NOWHERE) }; ORDERS]))
                 .collect(),
             used: CachePadded::default(),
@@ -118,39 +118,39 @@ impl ClusterAllocator {
         &self.map
     }
 
-    /// Bytes for clusters, lists and lanes.
+    /// Bytes for clusters, lists and cursors.
     pub fn bytes(&self) -> usize {
         size_of_val(&*self.clusters)
             + size_of_val(&*self.lists.lock().links)
-            + size_of_val(&*self.lanes)
+            + size_of_val(&*self.cursors)
     }
 
     /// `2^order` aligned slots, each marked as cached.
     pub(crate) fn alloc(&self, cpu: usize, order: usize) -> Option<u32> {
-        let lane = &self.lanes[cpu][order];
-        let current = lane.load(Ordering::Relaxed);
+        let cursor = &self.cursors[cpu][order];
+        let current = cursor.load(Ordering::Relaxed);
         if current != NOWHERE {
             let (index, next) = ((current >> 32) as u32, current as u32);
             let cluster = self.clusters[index as usize].lock();
             if (cluster.order == order || order == 0) && cluster.used > 0 {
                 let list = cluster.list;
-                if let Some(off) = self.take(lane, index, cluster, order, next, list) {
+                if let Some(off) = self.take(cursor, index, cluster, order, next, list) {
                     return Some(off);
                 }
             } else {
-                lane.store(NOWHERE, Ordering::Relaxed);
+                cursor.store(NOWHERE, Ordering::Relaxed);
             }
         }
         self.pop(FREE)
             .and_then(|(index, mut cluster)| {
                 cluster.order = order;
-                self.take(lane, index, cluster, order, 0, nonfull(order))
+                self.take(cursor, index, cluster, order, 0, nonfull(order))
             })
-            .or_else(|| self.scan(lane, nonfull(order), order, frag(order)))
-            .or_else(|| self.scan(lane, frag(order), order, frag(order)))
+            .or_else(|| self.scan(cursor, nonfull(order), order, frag(order)))
+            .or_else(|| self.scan(cursor, frag(order), order, frag(order)))
             .or_else(|| {
                 let others = (1..ORDERS).filter(|_| order == 0).flat_map(|o| [frag(o), nonfull(o)]);
-                others.into_iter().find_map(|list| self.scan(lane, list, 0, list))
+                others.into_iter().find_map(|list| self.scan(cursor, list, 0, list))
             })
     }
 
@@ -184,18 +184,18 @@ impl ClusterAllocator {
         None
     }
 
-    fn scan(&self, lane: &AtomicU64, list: usize, order: usize, to: usize) -> Option<u32> {
+    fn scan(&self, cursor: &AtomicU64, list: usize, order: usize, to: usize) -> Option<u32> {
         let rounds = self.lists.lock().lens[list];
         (0..rounds)
             .map_while(|_| self.pop(list))
-            .find_map(|(index, cluster)| self.take(lane, index, cluster, order, 0, to))
+            .find_map(|(index, cluster)| self.take(cursor, index, cluster, order, 0, to))
     }
 
     /// Takes the first run at or after slot `from` of a locked cluster, then puts the cluster on
     /// `list`, or where full ones go.
     fn take(
         &self,
-        lane: &AtomicU64,
+        cursor: &AtomicU64,
         index: u32,
         mut cluster: SpinGuard<'_, MapCluster>,
         order: usize,
@@ -214,7 +214,7 @@ impl ClusterAllocator {
         let list = if cluster.used == CLUSTER { FULL } else { list };
         self.move_to(index, &mut cluster, list);
         let next = found.map(|off| off + n - base).filter(|&next| next < CLUSTER);
-        lane.store(
+        cursor.store(
             next.map_or(NOWHERE, |next| u64::from(index) << 32 | u64::from(next)),
             Ordering::Relaxed,
         );

@@ -150,9 +150,9 @@ impl ScanAllocator {
     pub fn bytes(&self) -> usize {
         let device = self.device.lock();
         let lists = device.free.capacity() * size_of::<u32>() + size_of_val(&*device.used);
-        let lanes = size_of_val(&*device.next) + size_of_val(&*device.base);
+        let cursors = size_of_val(&*device.next) + size_of_val(&*device.base);
         lists
-            + lanes
+            + cursors
             + size_of_val(&*self.clusters)
             + self.caches.len() * 2 * CACHE * size_of::<u32>()
     }
@@ -197,11 +197,11 @@ impl ScanAllocator {
 
     /// From the CPU's current cluster of the order, or a free one.
     fn take_from_cluster(&self, device: &mut ScanDevice, cpu: usize, order: usize) -> Option<u32> {
-        let (lane, n) = (cpu * ORDERS + order, 1 << order);
+        let (cursor, n) = (cpu * ORDERS + order, 1 << order);
         loop {
-            let at = match device.next[lane] {
+            let at = match device.next[cursor] {
                 // The cluster became free meanwhile and is on the list: it may be another
-                // lane's next.
+                // cursor's next.
                 Some(at) if device.used[(at / CLUSTER) as usize] == 0 => None,
                 at => at,
             };
@@ -211,7 +211,7 @@ impl ScanAllocator {
             };
             let end = (at / CLUSTER + 1) * CLUSTER;
             let found = (at..end).step_by(n as usize).find(|&at| self.map.all_free(at, n));
-            device.next[lane] = found.map(|at| at + n).filter(|&next| next < end);
+            device.next[cursor] = found.map(|at| at + n).filter(|&next| next < end);
             if let Some(off) = found {
                 self.take(device, off, n);
                 return Some(off);

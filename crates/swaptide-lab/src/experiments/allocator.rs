@@ -244,12 +244,12 @@ fn run(
     iterations: usize,
     each: impl FnMut(&mut Test<'_>),
 ) -> AllocOutcome {
-    run_beside(slots, None, 1, aligned, small, iterations, each)
+    run_with(slots, None, 1, aligned, small, iterations, each)
 }
 
 /// The same on a device `times` as large, with compaction during the work, if `slots` is a core to
 /// be compacted.
-fn run_beside(
+fn run_with(
     slots: &dyn Slots,
     background: Option<&SwapTable>,
     times: usize,
@@ -332,7 +332,7 @@ impl Compaction {
 
 /// The workload on a device `times` as large as the test's, compaction keeping in step: a table too
 /// many for each 128 is left alone. The device has two names for each place as always.
-fn beside_rows(
+fn comparison_rows(
     mode: &str,
     times: usize,
     aligned: bool,
@@ -341,7 +341,7 @@ fn beside_rows(
 ) -> [Row; 4] {
     let core = SwapTable::new(SLOTS * times as u32 - 1, SLOTS * 2 * times as u32, 1).giving_back();
     let (mut moved, mut moving, mut highest) = (0, 0.0, 0.0f64);
-    let outcome = run_beside(&core, Some(&core), times, aligned, small, iterations, |test| {
+    let outcome = run_with(&core, Some(&core), times, aligned, small, iterations, |test| {
         (moved, moving) = (test.moved, test.moving);
         highest = test.highest;
     });
@@ -536,7 +536,7 @@ pub(crate) fn measure(quick: bool) -> LabReport {
         let case = format!("{mode}: swaptide");
         rows.extend(compaction.rows(&case, iterations));
         for times in [1, 16] {
-            rows.extend(beside_rows(mode, times, aligned, small, (iterations / times).max(5)));
+            rows.extend(comparison_rows(mode, times, aligned, small, (iterations / times).max(5)));
         }
         for (name, after, outcome) in [
             ("free clusters only", false, &scanning),
@@ -604,7 +604,7 @@ mod tests {
                 "{mode}: {:?}",
                 compacted.fallback
             );
-            let [fallback, bytes, ..] = beside_rows(mode, 16, *aligned, *small, 1);
+            let [fallback, bytes, ..] = comparison_rows(mode, 16, *aligned, *small, 1);
             assert_eq!(fallback.after, Some(0.0), "{mode}");
             assert!(
                 bytes.after.is_some_and(|bytes| bytes <= 8.3),

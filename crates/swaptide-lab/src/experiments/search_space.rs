@@ -383,7 +383,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn trees_deepen_with_the_device_unless_their_offsets_are_their_own() {
+    fn trees_deepen_with_the_device_unless_offsets_are_local() {
         for (gib, deep) in [(1, 3.0), (4, 4.0), (128, 5.0)] {
             let all = device(slots_of(gib), REGIONS, 1);
             assert_eq!(
@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_for_each_64_mib_of_a_large_device_has_two_nodes_too_many() {
+    fn a_tree_per_64_mib_of_a_large_device_has_two_extra_nodes() {
         let [split, small] = full_device(8);
         let trees = f64::from(slots_of(8) / REGION);
         assert_eq!(small, trees * 261.0 * 576.0 / 1024.0);

@@ -378,7 +378,7 @@ fn rounds(
             return Err(failed("the program said something else than that it is ready"));
         }
         prepare(run, round)?;
-        let before = settled(&stats)?;
+        let before = steady_stats(&stats)?;
         go_on()?;
         let touched: Touched =
             serde_json::from_str(&line()?).map_err(|e| failed(&e.to_string()))?;
@@ -397,7 +397,7 @@ fn rounds(
 }
 
 /// Counters when nothing goes out any more.
-fn settled(
+fn steady_stats(
     stats: &impl Fn() -> Result<BTreeMap<String, u64>, String>,
 ) -> Result<BTreeMap<String, u64>, String> {
     let out = |stats: &BTreeMap<String, u64>| {

@@ -191,7 +191,7 @@ pub(super) fn a_refused_process() {
 
 /// The process that is refused.
 pub(super) fn refused(name: &str) -> ! {
-    use swaptide_ipc::Request;
+    use swaptide_ipc::AgentRequest;
     use swaptide_ipc::shared::Attached;
     use swaptide_sys::AsFd;
     use swaptide_sys::sock::Conn;
@@ -206,10 +206,10 @@ pub(super) fn refused(name: &str) -> ! {
     let memory = swaptide_ipc::shared::region(name.as_bytes(), MIB).expect("a region");
     let _map = swaptide_sys::mem::SharedMap::map(memory.as_fd(), MIB as usize).expect("mapped");
     let conn = Conn::connect_abstract(name.as_bytes()).expect("connect");
-    conn.send(&[Request::Attach as u8], &[uffd.as_fd()]).expect("send");
+    conn.send(&[AgentRequest::Attach as u8], &[uffd.as_fd()]).expect("send");
     let mut reply = [0; 2];
     conn.recv(&mut reply, &mut []).expect("an answer");
-    assert_eq!(reply, [Request::Attach as u8, Attached::Refused as u8]);
+    assert_eq!(reply, [AgentRequest::Attach as u8, Attached::Refused as u8]);
     print!("r");
     std::io::stdout().flush().expect("a pipe");
     let _ = std::io::stdin().read_line(&mut String::new());

@@ -122,9 +122,9 @@ fn again(arguments: &[&str]) -> Command {
     command
 }
 
-fn wait(child: &mut Child, patience: Duration) -> Option<std::process::ExitStatus> {
+fn wait(child: &mut Child, timeout: Duration) -> Option<std::process::ExitStatus> {
     let begin = Instant::now();
-    while begin.elapsed() < patience {
+    while begin.elapsed() < timeout {
         if let Some(status) = child.try_wait().expect("wait") {
             return Some(status);
         }

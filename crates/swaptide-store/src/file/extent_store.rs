@@ -44,11 +44,11 @@ pub(super) struct ExtentStore {
     pub(super) emptied: Lock<Vec<FreedExtent>>,
     /// The same of extents on this machine, the oldest first. At most as many as were leased, of
     /// some bytes each.
-    pub(super) waiting: Lock<VecDeque<FreedExtent>>,
+    pub(super) to_release: Lock<VecDeque<FreedExtent>>,
     /// How many of those have not been given back yet.
-    waiting_count: AtomicUsize,
+    to_release_count: AtomicUsize,
     /// Held by the thread that gives one of them back.
-    letting_go: Lock<()>,
+    release_lock: Lock<()>,
 }
 
 pub(super) struct FileState {
@@ -82,9 +82,9 @@ impl ExtentStore {
             trims_rest: AtomicU64::new(0),
             moves_rest: [const { AtomicU64::new(0) }; MAX_AREAS],
             emptied: Lock::default(),
-            waiting: Lock::default(),
-            waiting_count: AtomicUsize::new(0),
-            letting_go: Lock::default(),
+            to_release: Lock::default(),
+            to_release_count: AtomicUsize::new(0),
+            release_lock: Lock::default(),
         }
     }
 
@@ -173,8 +173,8 @@ impl ExtentStore {
             state.extents.clear()
         };
         self.release(&vacated);
-        while self.let_go_for_room() {}
-        self.release_remote();
+        while self.release_one_or_wait() {}
+        self.trim_remote();
     }
 
     /// Undoes the reservations of a write that failed.
@@ -194,61 +194,61 @@ impl ExtentStore {
 
     /// Gives extents without live pages back to the file system and to the source. Without the
     /// state's lock: punching takes time, and no process can lease them before the source has them
-    /// back. Those of servers are kept for [`Self::release_remote`], and what the source wants so
-    /// for [`Self::let_go_some`]: the caller may be the thread that serves faults.
+    /// back. Those of servers are kept for [`Self::trim_remote`], and what the source wants so
+    /// for [`Self::release_one_extent`]: the caller may be the thread that serves faults.
     pub(super) fn release(&self, vacated: &[FreedExtent]) {
         for &freed in vacated {
             if self.source.is_on_server(freed.extent) {
                 self.emptied.lock().push(freed);
-            } else if self.source.lets_go_later(freed.extent) {
-                self.waiting_count.fetch_add(1, Relaxed);
-                self.waiting.lock().push_back(freed);
+            } else if self.source.defers_release(freed.extent) {
+                self.to_release_count.fetch_add(1, Relaxed);
+                self.to_release.lock().push_back(freed);
             } else {
-                self.let_go(freed);
+                self.release_extent(freed);
             }
         }
     }
 
-    fn let_go(&self, FreedExtent { extent, shared }: FreedExtent) {
+    fn release_extent(&self, FreedExtent { extent, shared }: FreedExtent) {
         // Of those that are shared, the last process that had it.
         if !shared || self.source.release_shared(extent) {
             self.source.release(extent, self.punch(extent));
         }
     }
 
-    /// See [`super::FileDevice::let_go_some`].
-    pub(super) fn let_go_some(&self) -> bool {
-        if self.waiting_count.load(Relaxed) == 0 {
+    /// See [`super::FileDevice::release_one_extent`].
+    pub(super) fn release_one_extent(&self) -> bool {
+        if self.to_release_count.load(Relaxed) == 0 {
             return false;
         }
-        let Some(_only) = self.letting_go.try_lock() else { return false };
-        self.let_go_oldest()
+        let Some(_only) = self.release_lock.try_lock() else { return false };
+        self.release_oldest()
     }
 
     /// Gives one of the extents back that wait for it, or waits for a thread that does. False when
     /// none waits.
-    pub(super) fn let_go_for_room(&self) -> bool {
-        if self.waiting_count.load(Relaxed) == 0 {
+    pub(super) fn release_one_or_wait(&self) -> bool {
+        if self.to_release_count.load(Relaxed) == 0 {
             return false;
         }
-        let _only = self.letting_go.lock();
+        let _only = self.release_lock.lock();
         // Where none is left, the last one has just been given back.
-        self.let_go_oldest();
+        self.release_oldest();
         true
     }
 
-    fn let_go_oldest(&self) -> bool {
-        let Some(oldest) = self.waiting.lock().pop_front() else { return false };
-        self.let_go(oldest);
-        self.waiting_count.fetch_sub(1, Relaxed);
+    fn release_oldest(&self) -> bool {
+        let Some(oldest) = self.to_release.lock().pop_front() else { return false };
+        self.release_extent(oldest);
+        self.to_release_count.fetch_sub(1, Relaxed);
         true
     }
 
     /// Forgets, in a forked child, what its parent is to give back.
     pub(super) fn forget_emptied(&self) {
         self.emptied.lock().clear();
-        self.waiting.lock().clear();
-        self.waiting_count.store(0, Relaxed);
+        self.to_release.lock().clear();
+        self.to_release_count.store(0, Relaxed);
     }
 
     fn punch(&self, extent: Extent) -> bool {
@@ -256,8 +256,8 @@ impl ExtentStore {
             && self.io.punch(u64::from(extent.0) * EXTENT_BYTES, EXTENT_BYTES).is_ok()
     }
 
-    /// See [`super::FileDevice::let_go_far`].
-    pub(super) fn release_remote(&self) {
+    /// See [`super::FileDevice::trim_remote`].
+    pub(super) fn trim_remote(&self) {
         let emptied = core::mem::take(&mut *self.emptied.lock());
         for FreedExtent { extent, shared } in emptied {
             let began = now();
@@ -304,8 +304,8 @@ impl ExtentStore {
         unsafe {
             self.state.force_unlock();
             self.emptied.force_unlock();
-            self.waiting.force_unlock();
-            self.letting_go.force_unlock();
+            self.to_release.force_unlock();
+            self.release_lock.force_unlock();
             self.io.force_unlock();
         }
     }

@@ -43,12 +43,12 @@ pub(crate) trait BlockIo: Send + Sync {
 
     /// As [`Self::write_at`]; tells whether some of it may happen later.
     fn write_surely(&self, offset: u64, bytes: &[u8]) -> (Result<usize, Errno>, Certainty) {
-        (self.write_at(offset, bytes), Certainty::Settled)
+        (self.write_at(offset, bytes), Certainty::Answered)
     }
 
     /// As [`Self::punch`]; tells whether some of it may happen later.
     fn punch_surely(&self, offset: u64, len: u64) -> (Result<(), Errno>, Certainty) {
-        (self.punch(offset, len), Certainty::Settled)
+        (self.punch(offset, len), Certainty::Answered)
     }
 
     /// Reads all runs in full, at once if it can. On failure, tells which block failed.
@@ -353,7 +353,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn direct_io_that_two_transfers_are_refused_at_a_time_is_given_up_by_both() {
+    fn direct_io_refused_to_two_transfers_is_disabled_once() {
         let name = format!("swaptide-direct-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         let file = std::fs::File::options().read(true).write(true).create_new(true).open(&path);

@@ -77,7 +77,7 @@ pub trait AreaDirectory: Send + Sync {
     }
 
     /// All of it was answered.
-    fn settle(&self, _extent: Extent) {}
+    fn clear_doubt(&self, _extent: Extent) {}
 
     /// What is to go wrong with the next transfer, for tests.
     fn injected_fault(&self, _area: u8, _writes: bool) -> Option<InjectedFault> {
@@ -160,7 +160,7 @@ impl Router {
         // Whole blocks, as devices do.
         let half = &bytes[..bytes.len() / 2 / PAGE_SIZE * PAGE_SIZE];
         match self.areas.injected_fault(area, true) {
-            Some(InjectedFault::Fails(errno)) => (Err(errno), Certainty::Settled),
+            Some(InjectedFault::Fails(errno)) => (Err(errno), Certainty::Answered),
             Some(InjectedFault::Torn) => {
                 let (written, certainty) = io.write_surely(at, half);
                 (written.and(Err(Errno::IO)), certainty)
@@ -190,8 +190,8 @@ impl Router {
             .filter(|extent| self.areas.doubt(*extent))
             .collect();
         let (result, certainty) = f();
-        if certainty == Certainty::Settled {
-            fresh.into_iter().for_each(|extent| self.areas.settle(extent));
+        if certainty == Certainty::Answered {
+            fresh.into_iter().for_each(|extent| self.areas.clear_doubt(extent));
         }
         result
     }
@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn an_area_that_could_not_be_opened_for_want_of_a_descriptor_is_opened_later() {
+    fn an_area_not_opened_for_lack_of_descriptors_is_opened_later() {
         let two = two();
         let router = Router::new(Box::new(two));
         assert_eq!(router.write_at(0, block(7).blocks(1).unwrap()), Ok(PAGE_SIZE));
@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_goes_to_the_extents_device_and_comes_from_there() {
+    fn transfers_go_to_the_device_of_the_extent() {
         let two = two();
         let router = Router::new(Box::new(two));
         for extent in 0..8u8 {
@@ -512,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn a_quota_is_no_more_room_and_a_limit_of_the_process_speaks_against_no_device() {
+    fn a_quota_means_no_room_and_rlimits_blame_no_device() {
         let two = two();
         let router = Router::new(Box::new(two));
         assert_eq!(router.judged::<()>(0, Err(Errno::DQUOT)), Err(Errno::NOSPC));

@@ -57,9 +57,10 @@ pub trait ExtentSource: Sync {
         self.server_of(extent).is_some()
     }
 
-    /// Whether giving a leased extent's space back is left to [`super::FileDevice::let_go_some`]:
-    /// the thread that frees its last page must not wait for a file system.
-    fn lets_go_later(&self, _extent: Extent) -> bool {
+    /// Whether giving a leased extent's space back is left to
+    /// [`super::FileDevice::release_one_extent`]: the thread that frees its last page must not wait
+    /// for a file system.
+    fn defers_release(&self, _extent: Extent) -> bool {
         false
     }
 

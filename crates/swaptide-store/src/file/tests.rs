@@ -11,7 +11,6 @@ use crate::codec::{self, Choice, Compressor, PackedKind};
 
 mod ahead;
 mod failing;
-mod far;
 mod forks;
 mod full;
 mod late;
@@ -21,6 +20,7 @@ mod mirror;
 mod placing;
 mod plain;
 mod real;
+mod remote;
 
 /// What goes wrong with a disk.
 #[derive(Copy, Clone, Debug, PartialEq)]
@@ -184,7 +184,7 @@ struct Source {
     /// Extents with an odd number are not encrypted.
     plain: bool,
     /// All lie on a server alone.
-    far: bool,
+    remote: bool,
     /// All lie on a server and have a mirror.
     mirrored: bool,
     /// All are given back by another thread than the one that frees their last page.
@@ -205,7 +205,7 @@ impl Source {
             state: Arc::default(),
             most,
             plain: false,
-            far: false,
+            remote: false,
             mirrored: false,
             later: false,
             rotational: false,
@@ -294,15 +294,15 @@ impl ExtentSource for Source {
     }
 
     fn is_on_server(&self, _extent: Extent) -> bool {
-        self.far || self.mirrored
+        self.remote || self.mirrored
     }
 
-    fn lets_go_later(&self, _extent: Extent) -> bool {
+    fn defers_release(&self, _extent: Extent) -> bool {
         self.later
     }
 
     fn server_of(&self, _extent: Extent) -> Option<ServerId> {
-        self.far.then_some(ServerId(0))
+        self.remote.then_some(ServerId(0))
     }
 }
 

@@ -216,12 +216,12 @@ fn reserve(
         }
         let Some(full) = full else { return Ok((taken, Arc::clone(state.extents.cipher()))) };
         drop(state);
-        if store.let_go_for_room() {
+        if store.release_one_or_wait() {
             continue;
         }
         if full == Full::Entirely && !store.emptied.lock().is_empty() {
             // There is room that no server was told of yet.
-            store.release_remote();
+            store.trim_remote();
             continue;
         }
         if full == Full::Entirely {

@@ -8,7 +8,7 @@ use swaptide_sys::Errno;
 use swaptide_sys::thread::{Nanos, now, sleep};
 
 use super::connection::{Broken, Connection};
-use super::request::{Failure, GROUP, Request, State};
+use super::request::{Failure, GROUP, NbdRequest, State};
 use super::wire;
 use super::{Flags, Nbd, Relaxed};
 use crate::block::is_own_shortage;
@@ -23,14 +23,14 @@ const WIDE_FROM: usize = 16;
 const EXTRAS_REST: Duration = Duration::from_secs(10);
 
 /// Brings requests to their ends; each has an outcome then.
-pub(super) fn run(nbd: &Nbd, requests: &mut [Request<'_>], patience: Duration) {
+pub(super) fn run(nbd: &Nbd, requests: &mut [NbdRequest<'_>], timeout: Duration) {
     for group in requests.chunks_mut(GROUP) {
         RequestBatch {
             nbd,
             requests: group,
             connections: Vec::new(),
-            calm: now(),
-            patience,
+            last_progress: now(),
+            timeout,
             failures: 0,
             short_of: None,
         }
@@ -47,11 +47,11 @@ pub(super) fn run(nbd: &Nbd, requests: &mut [Request<'_>], patience: Duration) {
 
 struct RequestBatch<'c, 'b> {
     nbd: &'c Nbd,
-    requests: &'c mut [Request<'b>],
+    requests: &'c mut [NbdRequest<'b>],
     connections: Vec<Connection<'c>>,
     /// When it last made progress.
-    calm: Nanos,
-    patience: Duration,
+    last_progress: Nanos,
+    timeout: Duration,
     /// Connections that failed since.
     failures: u32,
     /// What the last attempt to connect has failed for, if that was this process's own.
@@ -62,7 +62,7 @@ impl RequestBatch<'_, '_> {
     fn run(mut self) {
         let mut widened = false;
         while self.requests.iter().any(|request| !request.is_done()) {
-            if self.patience_left().is_zero() || (self.connections.is_empty() && !self.connect()) {
+            if self.time_left().is_zero() || (self.connections.is_empty() && !self.connect()) {
                 self.give_up();
                 break;
             }
@@ -94,11 +94,11 @@ impl RequestBatch<'_, '_> {
         }
     }
 
-    fn patience_left(&self) -> Duration {
-        self.patience.saturating_sub(now().since(self.calm))
+    fn time_left(&self) -> Duration {
+        self.timeout.saturating_sub(now().since(self.last_progress))
     }
 
-    /// Has a first connection, however long it takes; `false` when there is no patience left.
+    /// Has a first connection, however long it takes; `false` when no time is left.
     fn connect(&mut self) -> bool {
         let nbd = self.nbd;
         loop {
@@ -107,7 +107,7 @@ impl RequestBatch<'_, '_> {
                 self.connections.push(Connection::new(link, nbd));
                 return true;
             }
-            let left = self.patience_left();
+            let left = self.time_left();
             if let Some(seat) = nbd.pool.seat() {
                 // At once the first time: a restarted server waits already.
                 if self.failures > 1 {
@@ -129,7 +129,7 @@ impl RequestBatch<'_, '_> {
             } else {
                 nbd.pool.wait(seen, left);
             }
-            if self.patience_left().is_zero() {
+            if self.time_left().is_zero() {
                 return false;
             }
         }
@@ -188,10 +188,10 @@ impl RequestBatch<'_, '_> {
     fn listen(&mut self) {
         let now_ = now();
         let limit = self.nbd.options.request_limit;
-        let mut time = self.patience_left();
+        let mut time = self.time_left();
         for connection in &self.connections {
             if connection.under_way() > 0 {
-                time = time.min(limit.saturating_sub(now_.since(connection.calm())));
+                time = time.min(limit.saturating_sub(now_.since(connection.last_progress())));
             }
         }
         let mut polls: Vec<PollFd<'_>> = Vec::with_capacity(self.connections.len());
@@ -216,7 +216,7 @@ impl RequestBatch<'_, '_> {
             // After what has come was heard: this thread may be the one that is late. And also
             // then: a server that sends without end has not answered yet.
             if self.connections[i].under_way() > 0
-                && now().since(self.connections[i].calm()) >= limit
+                && now().since(self.connections[i].last_progress()) >= limit
             {
                 self.broke(i, Broken::Late);
             }
@@ -230,7 +230,7 @@ impl RequestBatch<'_, '_> {
         let before = connection.under_way();
         let heard = connection.receive(self.requests);
         if connection.under_way() < before {
-            self.calm = now();
+            self.last_progress = now();
             self.failures = 0;
         }
         match heard {
@@ -265,7 +265,7 @@ impl RequestBatch<'_, '_> {
             }
         }
         if why == Broken::Late && changes {
-            connection.drain(self.nbd.options.drain.min(self.patience_left()));
+            connection.drain(self.nbd.options.drain.min(self.time_left()));
         }
         connection.end();
     }

@@ -16,7 +16,7 @@ use swaptide_sys::{BorrowedFd, Errno};
 use core::time::Duration;
 
 use super::pool::Link;
-use super::request::{Failure, GROUP, Job, Request, State};
+use super::request::{Failure, GROUP, Job, NbdRequest, State};
 use super::wire::{self, Garbled, Head};
 use super::{Nbd, Relaxed};
 
@@ -73,7 +73,7 @@ pub(super) struct Connection<'p> {
     sent: usize,
     under_way: usize,
     /// When the last reply was complete, or the first request came.
-    calm: Nanos,
+    last_progress: Nanos,
     incoming: Incoming,
     input: Box<[u8]>,
     unread: Range<usize>,
@@ -88,7 +88,7 @@ impl<'p> Connection<'p> {
             queue: VecDeque::new(),
             sent: 0,
             under_way: 0,
-            calm: now(),
+            last_progress: now(),
             incoming: Incoming::Head,
             input: vec![0; INPUT].into_boxed_slice(),
             unread: 0..0,
@@ -109,13 +109,13 @@ impl<'p> Connection<'p> {
     }
 
     /// Whether the server may have a request of the call: some of it went out on this connection.
-    pub(super) fn has_sent(&self, index: usize, request: &Request<'_>) -> bool {
+    pub(super) fn has_sent(&self, index: usize, request: &NbdRequest<'_>) -> bool {
         request.state == State::Sent(self.serial)
             || (self.sent > 0 && self.queue.front() == Some(&index))
     }
 
-    pub(super) fn calm(&self) -> Nanos {
-        self.calm
+    pub(super) fn last_progress(&self) -> Nanos {
+        self.last_progress
     }
 
     /// Whether there is something to send.
@@ -126,7 +126,7 @@ impl<'p> Connection<'p> {
     /// The call's request of that number goes out on this connection.
     pub(super) fn offer(&mut self, index: usize) {
         if self.under_way == 0 {
-            self.calm = now();
+            self.last_progress = now();
         }
         self.under_way += 1;
         self.queue.push_back(index);
@@ -135,7 +135,7 @@ impl<'p> Connection<'p> {
     /// Sends as much as the socket takes.
     pub(super) fn send(
         &mut self,
-        requests: &mut [Request<'_>],
+        requests: &mut [NbdRequest<'_>],
         write_flags: u16,
     ) -> Result<(), Broken> {
         while !self.queue.is_empty() {
@@ -176,7 +176,7 @@ impl<'p> Connection<'p> {
     }
 
     /// Receives what there is.
-    pub(super) fn receive(&mut self, requests: &mut [Request<'_>]) -> Result<(), Broken> {
+    pub(super) fn receive(&mut self, requests: &mut [NbdRequest<'_>]) -> Result<(), Broken> {
         for _ in 0..RECEIVES {
             let direct = match &mut self.incoming {
                 Incoming::Data { index, part, .. }
@@ -223,7 +223,7 @@ impl<'p> Connection<'p> {
     }
 
     /// Takes in what was received, as far as it goes.
-    fn digest(&mut self, requests: &mut [Request<'_>]) -> Result<(), Broken> {
+    fn digest(&mut self, requests: &mut [NbdRequest<'_>]) -> Result<(), Broken> {
         loop {
             let bytes = &self.input[self.unread.clone()];
             let (used, next) = match &mut self.incoming {
@@ -300,7 +300,7 @@ impl<'p> Connection<'p> {
     }
 
     /// What follows the head of a reply.
-    fn begin(&mut self, head: Head, requests: &mut [Request<'_>]) -> Result<Incoming, Broken> {
+    fn begin(&mut self, head: Head, requests: &mut [NbdRequest<'_>]) -> Result<Incoming, Broken> {
         let cookie = match head {
             Head::Simple { cookie, .. } | Head::Chunk { cookie, .. } => cookie,
         };
@@ -348,7 +348,7 @@ impl<'p> Connection<'p> {
         &mut self,
         index: usize,
         last: bool,
-        requests: &mut [Request<'_>],
+        requests: &mut [NbdRequest<'_>],
     ) -> Result<Incoming, Broken> {
         if last {
             let request = &mut requests[index];
@@ -359,7 +359,7 @@ impl<'p> Connection<'p> {
             };
             request.state = State::Done(outcome);
             self.under_way -= 1;
-            self.calm = now();
+            self.last_progress = now();
         }
         Ok(Incoming::Head)
     }

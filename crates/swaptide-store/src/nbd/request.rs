@@ -25,7 +25,7 @@ pub(super) enum Job<'b> {
 pub(super) enum Failure {
     /// The server says so.
     Refused(Errno),
-    /// The server did not answer, for as long as there was patience.
+    /// The server did not answer, within the timeout.
     Unreachable,
     /// No connection to it could be made all the time, for want of something of this process's own.
     /// Of reads alone: what is not written goes elsewhere.
@@ -59,7 +59,7 @@ pub(super) enum State {
     Done(Result<(), Failure>),
 }
 
-pub(super) struct Request<'b> {
+pub(super) struct NbdRequest<'b> {
     pub(super) job: Job<'b>,
     pub(super) offset: u64,
     pub(super) state: State,
@@ -75,9 +75,9 @@ pub(super) struct Request<'b> {
     pieces: Vec<Range<u32>>,
 }
 
-impl<'b> Request<'b> {
-    pub(super) fn new(offset: u64, job: Job<'b>) -> Request<'b> {
-        Request {
+impl<'b> NbdRequest<'b> {
+    pub(super) fn new(offset: u64, job: Job<'b>) -> NbdRequest<'b> {
+        NbdRequest {
             job,
             offset,
             state: State::Waiting,

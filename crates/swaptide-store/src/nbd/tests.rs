@@ -28,8 +28,8 @@ fn export() -> Export {
 fn options() -> Options {
     Options {
         request_limit: Duration::from_millis(400),
-        read_patience: Duration::from_secs(20),
-        write_patience: Duration::from_secs(20),
+        read_timeout: Duration::from_secs(20),
+        write_timeout: Duration::from_secs(20),
         drain: Duration::from_millis(200),
         durable: false,
     }
@@ -272,7 +272,7 @@ fn what_is_written_is_read_with_either_kind_of_reply() {
 }
 
 #[test]
-fn all_requests_are_out_before_the_first_reply_and_replies_come_in_any_order() {
+fn all_requests_are_sent_first_and_replies_come_in_any_order() {
     const N: usize = 60;
     let lab = Lab::new(|peer| {
         // Reading on without answering shows that the client waits for nothing.
@@ -329,7 +329,7 @@ fn a_deep_queue_uses_as_many_connections_as_the_export_allows() {
 }
 
 #[test]
-fn a_server_that_allows_fewer_connections_than_it_says_costs_one_attempt() {
+fn a_server_with_fewer_connections_than_it_says_costs_one_attempt() {
     let lab = Lab::new(Peer::serve).refusing(|number| (number > 0).then_some(Errno::CONNREFUSED));
     let nbd = lab.client(Export { connections: 4, ..export() }, options());
     let mut pages = vec![[0u8; PAGE_SIZE]; 64];

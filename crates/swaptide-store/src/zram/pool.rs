@@ -504,17 +504,17 @@ impl ObjectPool {
         self.head_bytes += size_of_val(&*heads);
         let b = &mut self.blocks[block as usize];
         let missing = pages.saturating_sub(b.resident);
-        let beyond = usize::from(b.resident.saturating_sub(pages)) * PAGE_SIZE;
+        let excess = usize::from(b.resident.saturating_sub(pages)) * PAGE_SIZE;
         // What a warm block has beyond would be held for nothing as long as the block lives. A
         // refusal is harmless: it stays counted.
-        if beyond > 0
+        if excess > 0
             && self
                 .memory
-                .discard(block as usize * BLOCK_BYTES + usize::from(pages) * PAGE_SIZE, beyond)
+                .discard(block as usize * BLOCK_BYTES + usize::from(pages) * PAGE_SIZE, excess)
                 .is_ok()
         {
             b.resident = pages;
-            self.resident_pages -= beyond / PAGE_SIZE;
+            self.resident_pages -= excess / PAGE_SIZE;
         }
         if missing > 0 {
             let from = usize::from(b.resident) * PAGE_SIZE;

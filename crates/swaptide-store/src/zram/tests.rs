@@ -44,7 +44,7 @@ enum Op {
     Load { slot: u32 },
     LoadRange { slot: u32, n: usize },
     Packed { slot: u32 },
-    Settle { slot: u32, most: usize },
+    Recompress { slot: u32, most: usize },
     Free { slot: u32 },
     FreeRange { slot: u32, n: usize },
     Compact { budget: usize },
@@ -67,7 +67,7 @@ fn ops() -> impl Strategy<Value = Op> {
         4 => slot.clone().prop_map(|slot| Op::Load { slot }),
         3 => (slot.clone(), 1usize..40).prop_map(|(slot, n)| Op::LoadRange { slot, n }),
         3 => slot.clone().prop_map(|slot| Op::Packed { slot }),
-        3 => (slot.clone(), 0usize..4096).prop_map(|(slot, most)| Op::Settle { slot, most }),
+        3 => (slot.clone(), 0usize..4096).prop_map(|(slot, most)| Op::Recompress { slot, most }),
         3 => slot.clone().prop_map(|slot| Op::Free { slot }),
         1 => (slot, 1usize..40).prop_map(|(slot, n)| Op::FreeRange { slot, n }),
         1 => (0usize..100_000).prop_map(|budget| Op::Compact { budget }),
@@ -127,7 +127,7 @@ proptest! {
                         }
                     }
                 }
-                Op::Settle { slot, most } => {
+                Op::Recompress { slot, most } => {
                     let mut bytes = Vec::new();
                     if zram.not_recompressed(Slot(slot), &mut bytes) {
                         let mut out = [9; PAGE_SIZE];

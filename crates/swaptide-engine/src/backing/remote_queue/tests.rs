@@ -8,11 +8,11 @@ use swaptide_store::codec::Packed;
 use swaptide_sys::mem::{SharedMap, memfd_create};
 
 fn devices() -> Devices {
-    devices_with_mishaps(0)
+    devices_with_faults(0)
 }
 
 /// One transfer in this many fails in some way.
-fn devices_with_mishaps(every: u32) -> Devices {
+fn devices_with_faults(every: u32) -> Devices {
     let fd = memfd_create(c"segment", Segment::BYTES as u64).expect("memfd");
     let map = SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map");
     let segment = Segment::raw(map).expect("segment");
@@ -45,36 +45,36 @@ fn order(buffer: usize, slots: &[(usize, u32)]) -> RemoteRead {
 }
 
 #[test]
-fn orders_are_read_to_their_buffers_and_what_is_not_there_keeps_nothing_else_away() {
-    let (devices, far) = (devices(), RemoteReads::new().expect("address space"));
-    let device = &devices.file.device;
+fn reads_fill_their_buffers_and_a_missing_page_fails_alone() {
+    let (devices, remote) = (devices(), RemoteReads::new().expect("address space"));
+    let device = &devices.areas.device;
     for n in 1..=5u8 {
         device.write(&[(Slot(u32::from(n)), Packed::Raw(&page(n)))]).expect("written");
     }
     let mut orders = [order(3, &[(0, 1), (15, 2)]), order(9, &[(7, 3)])];
-    far.read(device, &mut orders, false, |line| panic!("{line}"));
+    remote.read(device, &mut orders, false, |line| panic!("{line}"));
     assert_eq!(orders.map(|order| (order.read, order.lost)), [(0x8001, 0), (0x80, 0)]);
     let found = |order: &RemoteRead| {
-        far.pages(order).map(|(bit, _, page)| (bit, *page)).collect::<Vec<_>>()
+        remote.pages(order).map(|(bit, _, page)| (bit, *page)).collect::<Vec<_>>()
     };
     assert!(found(&orders[0]) == [(1, page(1)), (0x8000, page(2))]);
     assert!(found(&orders[1]) == [(0x80, page(3))]);
     // A page is freed between its order and the reading.
     device.free(Slot(2));
     let mut orders = [order(3, &[(0, 1), (1, 2), (2, 4)]), order(9, &[(7, 5)])];
-    far.read(device, &mut orders, false, |line| panic!("{line}"));
+    remote.read(device, &mut orders, false, |line| panic!("{line}"));
     assert_eq!(
         orders.map(|order| (order.read, order.lost)),
         [(0b101, 0), (0x80, 0)],
         "a freed page is no loss"
     );
-    assert!(far.pages(&orders[0]).any(|(bit, _, there)| bit == 0b100 && *there == page(4)));
+    assert!(remote.pages(&orders[0]).any(|(bit, _, there)| bit == 0b100 && *there == page(4)));
 }
 
 #[test]
 fn what_is_damaged_is_lost_alone() {
-    let (devices, far) = (devices(), RemoteReads::new().expect("address space"));
-    let device = &devices.file.device;
+    let (devices, remote) = (devices(), RemoteReads::new().expect("address space"));
+    let device = &devices.areas.device;
     let pages: Vec<Page> =
         (0..4).map(|n| std::array::from_fn(|k| ((k * k) >> 3) as u8 ^ n)).collect();
     for (slot, page) in (1..).zip(&pages) {
@@ -83,7 +83,7 @@ fn what_is_damaged_is_lost_alone() {
     // What `devices` opens is one file after the other: this one has zeros where the page was.
     device.abandon(Vec::new());
     let mut orders = [order(0, &[(0, 1), (1, 2)]), order(1, &[(0, 3)])];
-    far.read(device, &mut orders, false, |_| ());
+    remote.read(device, &mut orders, false, |_| ());
     assert_eq!(
         orders.map(|order| (order.read, order.lost)),
         [(0, 0b11), (0, 1)],
@@ -91,15 +91,15 @@ fn what_is_damaged_is_lost_alone() {
     );
     device.write(&[(Slot(9), Packed::Raw(&pages[3]))]).expect("written");
     let mut orders = [order(0, &[(0, 1), (1, 9)]), order(1, &[(0, 3)])];
-    far.read(device, &mut orders, false, |_| ());
+    remote.read(device, &mut orders, false, |_| ());
     assert_eq!(orders.map(|order| (order.read, order.lost)), [(0b10, 1), (0, 1)]);
-    assert!(far.pages(&orders[0]).any(|(bit, _, there)| bit == 0b10 && *there == pages[3]));
+    assert!(remote.pages(&orders[0]).any(|(bit, _, there)| bit == 0b10 && *there == pages[3]));
 }
 
 #[test]
 fn what_fails_three_times_in_a_row_is_read_and_not_lost() {
-    let (devices, far) = (devices_with_mishaps(1), RemoteReads::new().expect("address space"));
-    let device = &devices.file.device;
+    let (devices, remote) = (devices_with_faults(1), RemoteReads::new().expect("address space"));
+    let device = &devices.areas.device;
     let mut written = false;
     for _ in 0..8 {
         written = written
@@ -115,9 +115,9 @@ fn what_fails_three_times_in_a_row_is_read_and_not_lost() {
         [false, true, true]
     );
     let mut orders = [order(0, &[(0, 1), (5, 2)])];
-    far.read(device, &mut orders, false, |_| ());
+    remote.read(device, &mut orders, false, |_| ());
     assert_eq!(orders.map(|order| (order.read, order.lost)), [(0b100001, 0)]);
-    assert!(far.pages(&orders[0]).map(|(_, _, there)| *there).eq([page(1), page(2)]));
+    assert!(remote.pages(&orders[0]).map(|(_, _, there)| *there).eq([page(1), page(2)]));
 }
 
 #[test]
@@ -148,7 +148,7 @@ fn a_server_that_keeps_one_waiting_gets_no_other_reader() {
 }
 
 #[test]
-fn what_a_fault_led_to_goes_before_what_nobody_asked_for() {
+fn reads_for_faults_go_before_readahead() {
     let mut queue = Queue::default();
     let at = |buffer, unasked| RemoteRead { unasked, ..order(buffer, &[(0, 1)]) };
     queue.send([at(0, true), at(1, true)].into_iter());

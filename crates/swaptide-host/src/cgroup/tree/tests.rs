@@ -110,7 +110,7 @@ fn effective_tiers_follow_the_parents_at_every_write() {
 }
 
 #[test]
-fn areas_of_excluded_tiers_are_leased_from_by_nobody_in_the_group() {
+fn a_group_leases_nothing_of_areas_of_excluded_tiers() {
     use swaptide_ipc::NewArea;
     let mut groups = groups(&["/a"]);
     let segment = groups.segment;

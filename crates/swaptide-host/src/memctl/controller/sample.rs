@@ -6,8 +6,8 @@
 //!
 //! Invariants
 //! 1. A watch is of one process: a slot that another process has now starts over.
-//! 2. What is wanted before a fork says nothing of the family after it: pressure begins at none
-//!    then.
+//! 2. What is wanted before a fork says nothing of the copy-on-write group after it: pressure
+//!    begins at none then.
 //!
 //! Locks: none; the controller's thread alone.
 
@@ -42,7 +42,7 @@ struct Watch {
     moved_pages: u64,
     /// It shares much since a fork, compressed memory among it (see
     /// [`policy`](crate::memctl::policy)).
-    of_family: bool,
+    in_cow_group: bool,
     pressure: u64,
     used: u64,
     /// Microseconds in which its threads waited for memory, so far; and what part of the time that
@@ -52,11 +52,11 @@ struct Watch {
     stalled_lately: TimeShare,
     /// What of its limit is lent, and what it shared lately.
     lent: u64,
-    lasting: StableMin,
+    stable: StableMin,
     /// What came to it by faults while it shares pages, and what of that was copied lately.
     grown: Option<i64>,
     lately: RecentSum,
-    /// Raised whenever it is seen to be of a family.
+    /// Raised whenever it is seen to be in a copy-on-write group.
     word: u32,
     /// What it would have if all were divided by demand at once.
     fair: u64,
@@ -67,7 +67,7 @@ struct ProcessSample {
     used: u64,
     /// Pages that came and went by its engine so far.
     moved: u64,
-    of_family: bool,
+    in_cow_group: bool,
     stalled_us: u64,
     /// The most that its pressure can count for.
     most: u64,
@@ -98,16 +98,16 @@ impl Watch {
     /// Takes over what is seen now, `elapsed` after the last look; gives the bytes by which it has
     /// grown.
     fn follow(&mut self, seen: ProcessSample, elapsed: Duration) -> u64 {
-        if std::mem::replace(&mut self.of_family, seen.of_family) != seen.of_family {
+        if std::mem::replace(&mut self.in_cow_group, seen.in_cow_group) != seen.in_cow_group {
             // A fork: what either wanted before says nothing.
             self.moved_pages = seen.moved;
-            self.pressure = if seen.of_family { 0 } else { self.pressure };
+            self.pressure = if seen.in_cow_group { 0 } else { self.pressure };
         }
         let bytes = seen.moved.saturating_sub(self.moved_pages) * PAGE_SIZE as u64;
         self.moved_pages = seen.moved;
         let rate = bytes as f64 / elapsed.as_secs_f64().max(1e-4);
         let (before, rate) = (self.pressure.min(seen.most), (rate as u64).min(seen.most));
-        self.pressure = if seen.of_family {
+        self.pressure = if seen.in_cow_group {
             policy::average(before, rate, elapsed)
         } else {
             policy::smooth(before, rate, elapsed)
@@ -238,10 +238,10 @@ impl Watches {
             kept.totals.refused += 1;
         }
         let (shared, pool) = (tree.shared(pid), ProcSlot::bytes(&slot.usage.pool_bytes));
-        let of_family = self.is_of_family(index, pid, shared.min(pool));
+        let in_cow_group = self.is_in_cow_group(index, pid, shared.min(pool));
         // What goes out of a process that has the same as another says only that it is to have
         // less.
-        let counts = if of_family {
+        let counts = if in_cow_group {
             [Counter::WorkingsetRefault; 2]
         } else {
             [Counter::WorkingsetRefault, Counter::Pgsteal]
@@ -249,7 +249,7 @@ impl Watches {
         let moved: u64 = counts.iter().map(|c| slot.counted(*c)).sum();
         let at = now();
         if slot.stalls_for(at) > LONG_STALL && proc_info(pid).is_some_and(|info| info.stopped) {
-            slot.stall_anew(at);
+            slot.restart_stall(at);
         }
         let stalled_us = slot.stalled_us(at);
         let began_small = self.has_looked && slot.forked_from.load(Relaxed) == 0;
@@ -260,7 +260,7 @@ impl Watches {
             pid,
             run: member.run,
             moved_pages: moved,
-            of_family,
+            in_cow_group,
             used: before,
             stalled_us,
             ..Watch::default()
@@ -273,7 +273,7 @@ impl Watches {
         }
         // More than is out, or than there is, counts for no more, and would only last longer.
         let grown = watch.follow(
-            ProcessSample { used, moved, of_family, stalled_us, most: swapped.min(budget) },
+            ProcessSample { used, moved, in_cow_group, stalled_us, most: swapped.min(budget) },
             elapsed,
         );
         let growth = if standing == Standing::Watching {
@@ -287,7 +287,7 @@ impl Watches {
         let fixed = moves.iter().fold(used, |rest, bytes| rest.saturating_sub(*bytes));
         // A process that waits for a slow device moves few bytes, and wants what is out no less.
         let pressure = watch.pressure.max(watch.stalled_lately.of_bytes(swapped));
-        let kept = if of_family { kept_bytes(pool, shared, fixed).min(used) } else { 0 };
+        let kept = if in_cow_group { kept_bytes(pool, shared, fixed).min(used) } else { 0 };
         Process {
             group,
             standing,
@@ -303,8 +303,9 @@ impl Watches {
 
     /// Whether a process has as much in common with others as one of their copy-on-write group.
     /// `common`: bytes of compressed memory that are shared. One that was has half to lose.
-    fn is_of_family(&self, index: SlotIndex, pid: u32, common: u64) -> bool {
-        let was = self.by_slot.get(&index).is_some_and(|watch| watch.pid == pid && watch.of_family);
+    fn is_in_cow_group(&self, index: SlotIndex, pid: u32, common: u64) -> bool {
+        let was =
+            self.by_slot.get(&index).is_some_and(|watch| watch.pid == pid && watch.in_cow_group);
         common >= if was { MIN_COW_GROUP_BYTES / 2 } else { MIN_COW_GROUP_BYTES }
     }
 
@@ -326,13 +327,13 @@ impl Watches {
         // A process that begins to share had all that before.
         let copied = grown.zip(before).map_or(0, |(grown, before)| (grown - before).max(0) as u64);
         let shared = tree.shared(member.pid);
-        let lasting = watch.lasting.follow(shared, elapsed);
+        let stable = watch.stable.follow(shared, elapsed);
         watch.word = watch.word.wrapping_add(1).max(1);
-        slot.control.cow_hint.store(if watch.of_family { watch.word } else { 0 }, Relaxed);
+        slot.control.cow_hint.store(if watch.in_cow_group { watch.word } else { 0 }, Relaxed);
         Sharing {
-            bytes: if watch.of_family { shared } else { lasting },
+            bytes: if watch.in_cow_group { shared } else { stable },
             lent: watch.lent,
-            of_family: watch.of_family,
+            in_cow_group: watch.in_cow_group,
             copied: watch.lately.add(copied, elapsed),
         }
     }

@@ -51,7 +51,7 @@ fn a_process_that_dies_leaves_its_counters_and_no_extent() {
     let segment = segment();
     let areas = no_areas(segment);
     let device = crate::swap::spec::parse("file:/var/tmp:16M").expect("a device");
-    areas.add(crate::swap::spec::open_beyond(&device, 1 << 30).expect("a file")).expect("an area");
+    areas.add(crate::swap::spec::open_backing(&device, 1 << 30).expect("a file")).expect("an area");
     let file = File::from(areas.open(AreaId(0)).expect("open"));
     let child = sleeper();
     let index = segment.claim(child.id(), 0).expect("slot");
@@ -123,7 +123,7 @@ fn a_group_with_processes_that_are_not_managed_stays() {
 }
 
 #[test]
-fn a_process_that_fills_the_budget_is_asked_to_be_managed_and_gets_a_limit() {
+fn a_process_that_fills_the_budget_is_engaged_and_gets_a_limit() {
     let mut child = Command::new("python3")
         .args(["-c", "import sys; x=b'x'*(60<<20); print(flush=True); sys.stdin.read()"])
         .stdin(Stdio::piped())
@@ -150,7 +150,7 @@ fn a_process_that_fills_the_budget_is_asked_to_be_managed_and_gets_a_limit() {
 }
 
 #[test]
-fn a_program_that_begins_is_seen_to_grow_at_the_first_look_and_one_that_was_there_is_not() {
+fn a_new_program_counts_as_growing_at_once_and_an_old_one_does_not() {
     let grown = |was_there: bool, forked_from: u32| {
         let segment = segment();
         let child = sleeper();
@@ -181,7 +181,7 @@ fn a_program_that_begins_is_seen_to_grow_at_the_first_look_and_one_that_was_ther
 }
 
 #[test]
-fn who_waits_for_a_slow_device_presses_for_what_is_out_though_few_bytes_move() {
+fn waiting_for_a_slow_device_is_pressure_though_few_bytes_move() {
     let segment = segment();
     let child = sleeper();
     let slot = segment.slot(segment.claim(child.id(), 0).expect("slot"));

@@ -23,12 +23,12 @@ const COPIED_AHEAD: Duration = Duration::from_millis(50);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Sharing {
     /// What it holds resident beyond what it uses: the parts of shared pages that count for others.
-    /// Outside of families, what [`StableMin`] makes of it.
+    /// Outside of copy-on-write groups, what [`StableMin`] makes of it.
     pub bytes: u64,
     /// What it was lent so far.
     pub lent: u64,
-    /// It is of a family.
-    pub of_family: bool,
+    /// It is in a copy-on-write group.
+    pub in_cow_group: bool,
     /// Bytes of shared pages that were copied for it [`RecentSum`].
     pub copied: u64,
 }
@@ -87,11 +87,11 @@ impl RecentSum {
 /// counts, it is computed again at each look, and nothing is lent in a group that has more than it
 /// may.
 ///
-/// In a family that would cost too much: it would have taken out half of what it has, copied for
-/// that, and written compressed memory to the swap areas, before it is lent anything. There all
-/// that is shared is lent at once, but for as much as was copied lately (by what the kernel counts
-/// of faults): so much may be copied again before engines have taken anything out. A group that has
-/// more than it may gets four times as much less.
+/// In a copy-on-write group that would cost too much: it would have taken out half of what it has,
+/// copied for that, and written compressed memory to the swap areas, before it is lent anything.
+/// There all that is shared is lent at once, but for as much as was copied lately (by what the
+/// kernel counts of faults): so much may be copied again before engines have taken anything out. A
+/// group that has more than it may gets four times as much less.
 pub(crate) fn cow_credit(
     groups: &[Bounds],
     processes: &[Process],
@@ -105,12 +105,12 @@ pub(crate) fn cow_credit(
         over.max().unwrap_or(0)
     };
     let soon: u64 =
-        sharing.iter().filter(|sharing| sharing.of_family).map(|sharing| sharing.copied).sum();
+        sharing.iter().filter(|sharing| sharing.in_cow_group).map(|sharing| sharing.copied).sum();
     let lent = |(p, sharing): (&Process, &Sharing)| {
         let full = p.used + sharing.bytes >= p.limit / 4 * 3;
         // With what it was lent the pressure goes: that is no reason to take it back.
         let presses = p.pressure > 0 || sharing.lent > 0;
-        match (p.standing == Standing::Engaged && full, sharing.of_family) {
+        match (p.standing == Standing::Engaged && full, sharing.in_cow_group) {
             (true, true) => {
                 sharing.bytes.saturating_sub(soon).saturating_sub(over(p).saturating_mul(4))
             }
@@ -173,11 +173,11 @@ mod tests {
 
     #[test]
     fn what_is_shared_counts_when_it_has_lasted_and_goes_at_once() {
-        let mut lasting = StableMin::default();
+        let mut stable = StableMin::default();
         let mut counted = [0; 60];
         for (at, counts) in counted.iter_mut().enumerate() {
             let bytes = if at < 50 { 100 + at as u64 } else { 20 };
-            *counts = lasting.follow(bytes, STABLE_AFTER / 10);
+            *counts = stable.follow(bytes, STABLE_AFTER / 10);
         }
         assert_eq!((counted[0], counted[9], counted[19]), (0, 0, 109), "{counted:?}");
         assert!(counted[30..50].iter().all(|counts| *counts >= 110), "{counted:?}");
@@ -185,14 +185,14 @@ mod tests {
     }
 
     #[test]
-    fn in_a_family_what_is_shared_is_lent_at_once() {
+    fn in_a_cow_group_shared_memory_is_lent_at_once() {
         let groups = [Bounds::budget(48 * MIB)];
         let forked = |used, limit| process(Standing::Engaged, used, 0, limit);
         let sharing = |bytes: u64, copied: u64| Sharing {
             bytes: bytes * MIB,
             copied: copied * MIB,
             lent: 0,
-            of_family: bytes > 0,
+            in_cow_group: bytes > 0,
         };
         let processes = [forked(16, 8), forked(4, 8), forked(2, 20)];
         assert_eq!(
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn in_a_group_that_is_over_its_bound_a_family_is_lent_less() {
+    fn in_a_group_over_its_bound_a_cow_group_is_lent_less() {
         let groups = [
             Bounds::budget(100 * MIB),
             Bounds { parent: 0, max: 20 * MIB, high: u64::MAX, low: 0 },
@@ -245,7 +245,7 @@ mod tests {
             cow_credit(
                 &groups,
                 &[inside, outside],
-                &[Sharing { bytes: 8 * MIB, of_family: true, ..Sharing::default() }; 2]
+                &[Sharing { bytes: 8 * MIB, in_cow_group: true, ..Sharing::default() }; 2]
             ),
             [4 * MIB, 8 * MIB]
         );

@@ -23,7 +23,7 @@ fn a_tree_within_its_budget_is_left_alone() {
 }
 
 #[test]
-fn who_asks_is_engaged_whatever_is_free() {
+fn a_process_that_asks_is_engaged_whatever_is_free() {
     let tree = [process(Standing::Asking, 0, 0, 0), process(Standing::Watching, 8, 0, 0)];
     let decision = decide(&whole(512 * MIB), &tree, TICK);
     assert_eq!(decision.engage, [0]);
@@ -57,7 +57,7 @@ fn as_many_are_engaged_as_cover_four_fifths() {
 }
 
 #[test]
-fn a_small_process_that_grows_past_the_budget_is_engaged_before_it_has() {
+fn a_small_process_is_engaged_before_it_outgrows_the_budget() {
     let mut tree = [process(Standing::Engaged, 100, 0, 120), process(Standing::Watching, 2, 0, 0)];
     assert!(decide(&whole(128 * MIB), &tree, TICK).engage.is_empty(), "it does not grow");
     tree[1].growth = 500 * MIB;
@@ -81,7 +81,7 @@ fn small_processes_are_engaged_only_in_need() {
 /// Processes that only differ in how fast they run come to like shares: none has more demand than
 /// what is swapped out of it.
 #[test]
-fn who_runs_fast_has_no_more_for_it() {
+fn a_fast_process_gets_no_more() {
     let mut group: Vec<Process> =
         (0..8).map(|at| process(Standing::Engaged, 4 + at, 100 << at, 4 + at)).collect();
     let whole_of = 24 * MIB;
@@ -104,7 +104,7 @@ fn who_runs_fast_has_no_more_for_it() {
 /// In a crowd each process keeps what cannot be swapped out of it, and something to work with; also
 /// one that has come to nothing so far, and has little swapped out for it.
 #[test]
-fn in_a_crowd_nobody_is_left_with_what_it_cannot_use() {
+fn among_many_processes_none_gets_less_than_it_can_use() {
     let mut group = vec![Process { fixed: 3 * MIB, ..process(Standing::Engaged, 10, 500, 10) }; 32];
     let stuck = Process { fixed: 3 * MIB, swapped: MIB, ..process(Standing::Engaged, 3, 1, 3) };
     group.extend(vec![stuck; 32]);
@@ -130,7 +130,7 @@ fn in_a_crowd_nobody_is_left_with_what_it_cannot_use() {
 }
 
 #[test]
-fn a_process_with_pressure_wins_memory_from_an_idle_one_and_no_byte_is_given_twice() {
+fn pressure_wins_memory_from_idle_processes_and_no_byte_twice() {
     let mut group =
         [process(Standing::Engaged, 400, 0, 400), process(Standing::Engaged, 100, 0, 100)];
     let share = 500 * MIB;
@@ -154,7 +154,7 @@ fn a_process_with_pressure_wins_memory_from_an_idle_one_and_no_byte_is_given_twi
 }
 
 #[test]
-fn a_share_that_shrinks_lowers_limits_at_once_when_the_use_is_over_it() {
+fn a_smaller_share_lowers_limits_at_once_when_exceeded() {
     let group = [process(Standing::Engaged, 300, 0, 300), process(Standing::Engaged, 100, 0, 100)];
     let given = limits(&whole(200 * MIB), &group, TICK);
     assert!(given.iter().sum::<u64>() <= 200 * MIB);
@@ -235,7 +235,7 @@ fn what_is_kept_for_a_group_stays_with_it_and_its_lack_is_told() {
 }
 
 #[test]
-fn when_nothing_is_left_everybody_keeps_its_floor() {
+fn when_nothing_is_left_each_process_keeps_its_floor() {
     let group = [process(Standing::Engaged, 300, 0, 300), process(Standing::Engaged, 3, 0, 100)];
     assert_eq!(limits(&whole(0), &group, TICK), [CROWDED_FLOOR_BYTES, CROWDED_FLOOR_BYTES]);
     assert_eq!(
@@ -308,7 +308,7 @@ fn any_hierarchy() -> impl Strategy<Value = (Vec<Bounds>, Vec<Process>)> {
 }
 
 #[test]
-fn a_family_keeps_its_part_but_not_everything_is_kept_so() {
+fn a_cow_group_keeps_its_part_up_to_a_bound() {
     let shares = |mib: u64, kept: u64| {
         let forked = |pressure| Process {
             kept: kept * MIB,
@@ -333,7 +333,7 @@ fn a_family_keeps_its_part_but_not_everything_is_kept_so() {
 
 proptest! {
     #[test]
-    fn in_every_group_looks_settle_under_its_maximum_and_high((groups, tree) in any_hierarchy()) {
+    fn in_every_group_looks_converge_below_its_maximum_and_high((groups, tree) in any_hierarchy()) {
         let mut tree = tree;
         for _ in 0..160 {
             for (at, limit) in decide(&groups, &tree, YIELD_TIME).limits {
@@ -369,7 +369,7 @@ proptest! {
     }
 
     #[test]
-    fn limits_exceed_the_share_only_where_floors_or_older_limits_force_it(
+    fn limits_exceed_the_share_only_for_floors_or_older_limits(
         share in 0u64..8192 * MIB,
         group in any_group(),
     ) {
@@ -390,7 +390,7 @@ proptest! {
     }
 
     #[test]
-    fn repeated_looks_settle_under_the_share(share in 200 * MIB..8192 * MIB, group in any_group()) {
+    fn repeated_looks_stay_below_the_share(share in 200 * MIB..8192 * MIB, group in any_group()) {
         let mut group = group;
         for _ in 0..120 {
             let given = limits(&whole(share), &group, YIELD_TIME);

@@ -62,8 +62,8 @@ impl Areas {
                 let Some(server) = client else { return };
                 segment.doubt_extent(extent);
                 let (told, certainty) = server.trim_surely(place.offset, EXTENT_BYTES);
-                if certainty == Certainty::Settled {
-                    segment.settle_extent(extent);
+                if certainty == Certainty::Answered {
+                    segment.clear_doubt(extent);
                 }
                 if told.is_err() {
                     *client = None;

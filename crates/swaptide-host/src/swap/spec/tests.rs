@@ -120,7 +120,7 @@ fn what_cannot_be_a_device_is_refused_with_the_reason() {
 }
 
 #[test]
-fn one_compressed_memory_which_comes_first_and_any_number_of_others() {
+fn one_zram_first_and_any_number_of_other_devices() {
     let devices = |texts: &[&str]| -> Vec<Device> {
         texts.iter().map(|t| parse(t).expect("device")).collect()
     };
@@ -134,10 +134,10 @@ fn one_compressed_memory_which_comes_first_and_any_number_of_others() {
     let two =
         open(&devices(&["file:/var/tmp:16M,prio=3", "file:/tmp:32M"]), 1 << 30).expect("two files");
     let told: Vec<_> =
-        two.beyond.iter().map(|b| (b.name.as_str(), b.priority, b.extents)).collect();
+        two.devices.iter().map(|b| (b.name.as_str(), b.priority, b.extents)).collect();
     assert_eq!(told, [("file:/var/tmp", 3, 8), ("file:/tmp", -1, 16)]);
     let only_memory = open(&devices(&["zram:1G"]), 1 << 30).expect("zram");
-    assert!(only_memory.beyond.is_empty() && only_memory.pool_cap == 1 << 30);
+    assert!(only_memory.devices.is_empty() && only_memory.pool_cap == 1 << 30);
 }
 
 #[test]
@@ -155,7 +155,7 @@ fn the_file_has_no_name_takes_no_space_and_can_be_written() {
             1 << 30,
         )
         .expect("file");
-        let swap = &space.beyond[0];
+        let swap = &space.devices[0];
         assert_eq!(swap.extents, 32);
         let Medium::File(file) = &swap.medium else { panic!("no file") };
         let metadata = file.metadata().expect("metadata");

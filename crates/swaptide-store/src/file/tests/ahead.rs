@@ -126,7 +126,7 @@ fn what_was_freed_or_written_since_is_not_handed_out() {
 }
 
 #[test]
-fn a_neighbour_that_cannot_be_read_costs_nobody_a_page() {
+fn an_unreadable_neighbour_costs_no_page() {
     let (disk, device) = turning(true);
     let block = |slot: u32| {
         u64::from(device.store.state.lock().places.get(Slot(slot)).unwrap().span.block())

@@ -32,7 +32,7 @@ fn what_one_device_does_not_take_goes_to_another_at_once() {
 }
 
 #[test]
-fn a_place_that_fails_is_not_the_whole_device_but_one_that_is_full_is() {
+fn a_failing_block_is_not_the_whole_device_but_a_full_one_is() {
     let (disk, source) = (Disk::default(), Source::new(8));
     let device = device(&disk, &source);
     write_raw(&device, &[(1, 1)]).unwrap();
@@ -105,7 +105,7 @@ fn a_failed_write_keeps_the_old_pages_and_avoids_the_place() {
 }
 
 #[test]
-fn a_limit_on_the_size_of_files_is_no_fault_of_the_device_and_ends_this_processs_writes() {
+fn rlimit_fsize_blames_no_device_and_ends_the_processs_writes() {
     let (disk, source) = (Disk::default(), Source::new(8));
     let device = device(&disk, &source);
     write_raw(&device, &[(1, 1)]).unwrap();

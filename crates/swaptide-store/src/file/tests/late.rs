@@ -37,7 +37,7 @@ impl AreaDirectory for OneServer {
         self.source.state.lock().unwrap().in_doubt.insert(extent.0)
     }
 
-    fn settle(&self, extent: Extent) {
+    fn clear_doubt(&self, extent: Extent) {
         self.source.state.lock().unwrap().in_doubt.remove(&extent.0);
     }
 }
@@ -67,14 +67,14 @@ fn late() -> Late {
             }
         })
     };
-    let source = Source { far: true, ..Source::new(EXTENTS as u32) };
+    let source = Source { remote: true, ..Source::new(EXTENTS as u32) };
     let areas = OneServer { source: source.clone(), lab: lab.clone() };
     let device = FileDevice::over(Box::new(areas), [7; 32], 1, Box::new(source.clone()));
     Late { device, source, lab, dropped, drops }
 }
 
 #[test]
-fn a_write_that_is_carried_out_late_meets_nothing_that_was_written_since() {
+fn a_late_write_hits_nothing_that_was_written_since() {
     let Late { device, source, lab, dropped, drops } = late();
     let mut seeds: BTreeMap<u32, u32> = BTreeMap::new();
     for round in 0..200u32 {
@@ -86,7 +86,7 @@ fn a_write_that_is_carried_out_late_meets_nothing_that_was_written_since() {
             }
         }
         drops.store(round % 23 == 11, Relaxed);
-        device.let_go_far();
+        device.trim_remote();
         drops.store(round % 17 == 3, Relaxed);
         let batch: Vec<_> = (from..from + 300).map(|slot| (slot, slot * 7 + round)).collect();
         write_raw(&device, &batch).unwrap();

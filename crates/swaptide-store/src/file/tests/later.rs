@@ -11,7 +11,7 @@ fn pages_on(disk: &Disk) -> usize {
 }
 
 #[test]
-fn whoever_frees_the_last_page_of_an_extent_does_not_wait_for_the_file_system() {
+fn freeing_the_last_page_of_an_extent_does_not_wait_for_io() {
     let (disk, source) = (Disk::default(), later(4));
     let device = device(&disk, &source);
     write_raw(&device, &(0..1030).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
@@ -21,9 +21,9 @@ fn whoever_frees_the_last_page_of_an_extent_does_not_wait_for_the_file_system() 
     (0..1024).for_each(|slot| assert!(device.free(Slot(slot))));
     assert_eq!((source.held(), pages_on(&disk)), (3, 1030), "it is punched by the one that frees");
     disk.set_fault(None);
-    assert!(device.let_go_some());
+    assert!(device.release_one_extent());
     assert_eq!((source.held(), pages_on(&disk)), (2, 518), "one at a time");
-    assert!(device.let_go_some() && !device.let_go_some());
+    assert!(device.release_one_extent() && !device.release_one_extent());
     assert_eq!((source.held(), pages_on(&disk)), (1, 6));
     assert!(source.state.lock().unwrap().released.iter().all(|(_, punched)| *punched));
     check(&device);
@@ -52,7 +52,7 @@ fn a_write_waits_for_the_thread_that_gives_its_room_back() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             (0..496).for_each(|slot| assert!(device.free(Slot(slot))));
-            assert!(device.let_go_some());
+            assert!(device.release_one_extent());
         });
         let written = scope.spawn(|| {
             loop {
@@ -71,15 +71,15 @@ fn a_write_waits_for_the_thread_that_gives_its_room_back() {
 }
 
 #[test]
-fn all_is_given_back_at_the_end_and_a_child_gives_back_nothing_of_its_parents() {
+fn everything_is_released_at_the_end_and_nothing_of_the_parent_by_a_child() {
     let (disk, source) = (Disk::default(), later(4));
     let parent = device(&disk, &source);
     write_raw(&parent, &(0..1030).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
     (0..1024).for_each(|slot| assert!(parent.free(Slot(slot))));
     let child = forked(&parent, &disk, &source);
-    *child.store.waiting.lock() = parent.store.waiting.lock().clone();
+    *child.store.to_release.lock() = parent.store.to_release.lock().clone();
     child.abandon(Vec::new());
-    assert!(!child.let_go_some());
+    assert!(!child.release_one_extent());
     assert_eq!(source.held(), 3);
     parent.clear();
     assert_eq!((source.held(), pages_on(&disk)), (0, 0));

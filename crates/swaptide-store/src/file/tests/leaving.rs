@@ -29,7 +29,7 @@ fn leave(device: &FileDevice) -> Leaving {
 }
 
 #[test]
-fn what_lies_in_extents_to_be_left_goes_to_others_and_the_extents_are_given_back() {
+fn pages_in_leaving_extents_move_and_the_extents_are_released() {
     let (disk, source) = (Disk::default(), Source::new(64));
     let device = written(&disk, &source, 0..6000);
     let mut held = Vec::new();
@@ -50,7 +50,7 @@ fn what_lies_in_extents_to_be_left_goes_to_others_and_the_extents_are_given_back
 }
 
 #[test]
-fn without_room_elsewhere_everything_stays_and_can_be_written_again() {
+fn without_room_elsewhere_pages_stay_and_extents_are_writable_again() {
     let (disk, source) = (Disk::default(), Source::new(2));
     let device = written(&disk, &source, 0..3500);
     assert_eq!(device.set_leaving(|extent| extent.0 == 0), 1);
@@ -100,7 +100,7 @@ fn extents_that_forked_processes_share_are_left_by_each() {
 }
 
 #[test]
-fn leaving_goes_on_beside_readers_writers_and_who_frees() {
+fn leaving_runs_concurrently_with_reads_writes_and_frees() {
     let (disk, source) = (Disk::default(), Source::new(200));
     let device = written(&disk, &source, 0..4000);
     let stop = std::sync::atomic::AtomicBool::new(false);

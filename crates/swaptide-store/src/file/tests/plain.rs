@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn what_is_plain_lies_there_as_it_is_and_opens_only_where_and_as_it_was_written() {
+fn plain_pages_are_stored_as_they_are_and_checked_at_their_place() {
     let disk = Disk::default();
     let source = Source { plain: true, ..Source::new(2) };
     let device = device(&disk, &source);

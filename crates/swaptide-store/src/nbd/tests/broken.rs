@@ -65,8 +65,8 @@ fn a_client_without_a_descriptor_for_its_server_says_so_of_reads() {
         let lacks = Arc::clone(&lacks);
         Lab::new(Peer::serve).refusing(move |_| (lacks.load(SeqCst) == 1).then_some(Errno::MFILE))
     };
-    let patience = Duration::from_millis(50);
-    let hasty = Options { read_patience: patience, write_patience: patience, ..options() };
+    let timeout = Duration::from_millis(50);
+    let hasty = Options { read_timeout: timeout, write_timeout: timeout, ..options() };
     let nbd = lab.client(export(), hasty);
     assert_eq!(guarded_read(&nbd, 0, 4096).0, Err(Errno::MFILE));
     assert_eq!(nbd.write_at(0, &[1; 4096]), Err(Errno::TIMEDOUT), "it goes elsewhere");
@@ -91,7 +91,7 @@ fn what_is_answered_after_it_was_given_up_comes_nowhere() {
     };
     let slow = Options {
         request_limit: Duration::from_millis(400),
-        read_patience: Duration::from_millis(800),
+        read_timeout: Duration::from_millis(800),
         ..options()
     };
     let nbd = lab.client(export(), slow);
@@ -102,7 +102,7 @@ fn what_is_answered_after_it_was_given_up_comes_nowhere() {
     delay.store(600, SeqCst);
     let start = Instant::now();
     assert_eq!(guarded_read(&nbd, 8192, 4096).0, Err(Errno::TIMEDOUT));
-    assert!(start.elapsed() >= slow.read_patience);
+    assert!(start.elapsed() >= slow.read_timeout);
     delay.store(0, SeqCst);
     // The answers to what was given up come about now; they are not taken for others.
     for block in 0..100 {
@@ -114,24 +114,24 @@ fn what_is_answered_after_it_was_given_up_comes_nowhere() {
 }
 
 #[test]
-fn patience_ends_and_writes_do_not_try_for_a_while_then() {
+fn calls_time_out_and_writes_then_fail_at_once_for_a_while() {
     let refuse = Arc::new(AtomicU32::new(1));
     let lab = {
         let refuse = Arc::clone(&refuse);
         Lab::new(Peer::serve)
             .refusing(move |_| (refuse.load(SeqCst) == 1).then_some(Errno::CONNREFUSED))
     };
-    let patience = Duration::from_millis(150);
+    let timeout = Duration::from_millis(150);
     let nbd = lab.client(
         export(),
-        Options { read_patience: 2 * patience, write_patience: patience, ..options() },
+        Options { read_timeout: 2 * timeout, write_timeout: timeout, ..options() },
     );
     let start = Instant::now();
     assert_eq!(guarded_read(&nbd, 0, 4096).0, Err(Errno::TIMEDOUT));
-    assert!(start.elapsed() >= 2 * patience);
+    assert!(start.elapsed() >= 2 * timeout);
     let start = Instant::now();
     assert_eq!(nbd.write_at(0, &[1; 4096]), Err(Errno::TIMEDOUT));
-    assert!(start.elapsed() >= patience);
+    assert!(start.elapsed() >= timeout);
     // The server is back, but that takes a while to be noticed by those that can go elsewhere;
     // reads try at once.
     refuse.store(0, SeqCst);
@@ -175,7 +175,7 @@ fn a_late_server_is_left_for_another_connection() {
 }
 
 #[test]
-fn who_talks_on_and_on_is_late_too() {
+fn a_server_that_sends_without_answering_times_out() {
     let lab = Lab::new(|peer| {
         let Some(asked) = peer.ask() else { return };
         if peer.number == 0 {
@@ -220,14 +220,14 @@ fn a_late_write_is_replayed_after_the_server_has_let_go_of_it() {
 }
 
 #[test]
-fn a_change_that_was_sent_and_not_answered_is_in_doubt_whatever_came_of_it() {
+fn a_change_that_was_sent_and_not_answered_is_in_doubt() {
     let data = [7; 300 << 10];
     let one = |script: fn(&mut Peer), options: Options| {
         let lab = Lab::new(script);
         lab.client(export(), options).write_surely(0, &data)
     };
-    let (settled, in_doubt) = (Certainty::Settled, Certainty::InDoubt);
-    assert_eq!(one(Peer::serve, options()), (Ok(data.len()), settled));
+    let (answered, in_doubt) = (Certainty::Answered, Certainty::InDoubt);
+    assert_eq!(one(Peer::serve, options()), (Ok(data.len()), answered));
     // It hangs up before it has read all of the first request, and a replay succeeds.
     let partly = |peer: &mut Peer| {
         if peer.number == 0 {
@@ -242,10 +242,10 @@ fn a_change_that_was_sent_and_not_answered_is_in_doubt_whatever_came_of_it() {
         if peer.number == 0 { while peer.ask().is_some() {} } else { peer.serve() }
     };
     assert_eq!(one(late, options()), (Ok(data.len()), in_doubt));
-    // It is silent for as long as there is patience.
+    // It is silent until the timeout.
     let silent = |peer: &mut Peer| while peer.ask().is_some() {};
     let hasty = Options {
-        write_patience: Duration::from_millis(100),
+        write_timeout: Duration::from_millis(100),
         request_limit: Duration::from_secs(9),
         ..options()
     };
@@ -256,11 +256,11 @@ fn a_change_that_was_sent_and_not_answered_is_in_doubt_whatever_came_of_it() {
             peer.send(&simple(asked.cookie, 5, &[]));
         }
     };
-    assert_eq!(one(refuses, options()), (Err(Errno::IO), settled));
+    assert_eq!(one(refuses, options()), (Err(Errno::IO), answered));
     // Nothing was sent.
-    let nobody = Lab::new(Peer::serve).refusing(|_| Some(Errno::CONNREFUSED));
-    let nbd = nobody.client(export(), hasty);
-    assert_eq!(nbd.write_surely(0, &data), (Err(Errno::TIMEDOUT), settled));
+    let unused = Lab::new(Peer::serve).refusing(|_| Some(Errno::CONNREFUSED));
+    let nbd = unused.client(export(), hasty);
+    assert_eq!(nbd.write_surely(0, &data), (Err(Errno::TIMEDOUT), answered));
     // A trim like a write; reads change nothing.
     let lab = Lab::new(|peer| if peer.number % 2 == 0 { drop(peer.ask()) } else { peer.serve() });
     let nbd = lab.client(export(), options());

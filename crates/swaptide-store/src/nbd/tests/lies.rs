@@ -166,7 +166,7 @@ fn only_lies_are_given_up_in_time() {
         }
     });
     let nbd =
-        lab.client(export(), Options { read_patience: Duration::from_millis(300), ..options() });
+        lab.client(export(), Options { read_timeout: Duration::from_millis(300), ..options() });
     let start = Instant::now();
     assert_eq!(guarded_read(&nbd, 0, 65536).0, Err(Errno::TIMEDOUT));
     assert!(start.elapsed() < Duration::from_secs(10));

@@ -42,7 +42,7 @@ impl BlockIo for Slow {
 
 /// A device on one, what tells that a thread waits, and what lets it continue.
 fn slow(writes: bool) -> (FileDevice, mpsc::Receiver<()>, mpsc::Sender<()>) {
-    let ((begun, has_begun), (let_go, go)) = (mpsc::channel(), mpsc::channel());
+    let ((begun, has_begun), (finish, go)) = (mpsc::channel(), mpsc::channel());
     let slow = Slow {
         disk: Disk::default(),
         extent: 0,
@@ -50,12 +50,12 @@ fn slow(writes: bool) -> (FileDevice, mpsc::Receiver<()>, mpsc::Sender<()>) {
         begun: Mutex::new(begun),
         go: Mutex::new(go),
     };
-    (FileDevice::on(Box::new(slow), [7; 32], 1, Box::new(Source::new(2))), has_begun, let_go)
+    (FileDevice::on(Box::new(slow), [7; 32], 1, Box::new(Source::new(2))), has_begun, finish)
 }
 
 #[test]
 fn a_reader_does_not_wait_for_another_ones_answer() {
-    let (device, has_begun, let_go) = slow(false);
+    let (device, has_begun, finish) = slow(false);
     write_raw(&device, &(0..600).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
     let device = &device;
     std::thread::scope(|scope| {
@@ -65,14 +65,14 @@ fn a_reader_does_not_wait_for_another_ones_answer() {
         write_raw(device, &[(599, 7)]).unwrap();
         assert_eq!(read(device, &[599]).unwrap(), [raw_page(7)]);
         assert!(!waits.is_finished());
-        let_go.send(()).unwrap();
+        finish.send(()).unwrap();
         assert_eq!(waits.join().unwrap().unwrap(), [raw_page(3)]);
     });
 }
 
 #[test]
 fn a_reader_of_this_machine_does_not_wait_for_those_of_servers() {
-    let (device, has_begun, let_go) = slow(false);
+    let (device, has_begun, finish) = slow(false);
     write_raw(&device, &(0..600).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
     let device = &device;
     std::thread::scope(|scope| {
@@ -85,14 +85,14 @@ fn a_reader_of_this_machine_does_not_wait_for_those_of_servers() {
         let (done, is_done) = mpsc::channel();
         scope.spawn(move || done.send(read(device, &[599]).unwrap()));
         let local = is_done.recv_timeout(Duration::from_secs(5));
-        away.iter().for_each(|_| let_go.send(()).unwrap());
+        away.iter().for_each(|_| finish.send(()).unwrap());
         assert_eq!(local, Ok(vec![raw_page(599)]));
     });
 }
 
 #[test]
 fn what_is_to_be_left_is_read_while_others_write() {
-    let (device, has_begun, let_go) = slow(false);
+    let (device, has_begun, finish) = slow(false);
     write_raw(&device, &(0..600).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
     assert_eq!(device.set_leaving(|extent| extent == Extent(0)), 1);
     let device = &device;
@@ -103,7 +103,7 @@ fn what_is_to_be_left_is_read_while_others_write() {
         let (done, is_done) = mpsc::channel();
         scope.spawn(move || done.send(write_raw(device, &[(700, 7)])));
         let written = is_done.recv_timeout(Duration::from_secs(5));
-        drop(let_go);
+        drop(finish);
         assert!(written.is_ok_and(|written| written.is_ok()), "a write waits for it");
         // The reads fail from now on: their pages stay.
         let _ = leaves.join();
@@ -113,7 +113,7 @@ fn what_is_to_be_left_is_read_while_others_write() {
 
 #[test]
 fn a_server_that_does_not_answer_is_left_later() {
-    let (disk, source) = (Disk::default(), Source { far: true, ..Source::new(4) });
+    let (disk, source) = (Disk::default(), Source { remote: true, ..Source::new(4) });
     let device = device(&disk, &source);
     write_raw(&device, &(0..512).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
     assert_eq!(device.set_leaving(|extent| extent == Extent(0)), 1);
@@ -149,9 +149,9 @@ fn a_stamp_is_that_of_one_page_in_one_place() {
 }
 
 #[test]
-fn a_thread_that_frees_a_far_page_does_not_wait_for_its_server() {
+fn freeing_a_remote_page_does_not_wait_for_its_server() {
     for mirrored in [false, true] {
-        let source = Source { far: !mirrored, mirrored, ..Source::new(4) };
+        let source = Source { remote: !mirrored, mirrored, ..Source::new(4) };
         frees_without_waiting(&source, (!mirrored).then_some(ServerId(0)));
     }
 }
@@ -168,16 +168,16 @@ fn frees_without_waiting(source: &Source, server: Option<ServerId>) {
     (0..512).for_each(|slot| assert!(device.free(Slot(slot))));
     assert_eq!((source.held(), disk.0.lock().unwrap().pages.len()), (2, 513), "it is told later");
     disk.set_fault(None);
-    device.let_go_far();
+    device.trim_remote();
     assert_eq!((source.held(), disk.0.lock().unwrap().pages.len()), (1, 1));
-    device.let_go_far();
+    device.trim_remote();
     device.clear();
     assert_eq!((source.held(), disk.0.lock().unwrap().pages.len()), (0, 0));
 }
 
 #[test]
 fn a_child_does_not_give_back_what_its_parent_has_emptied() {
-    let (disk, source) = (Disk::default(), Source { far: true, ..Source::new(4) });
+    let (disk, source) = (Disk::default(), Source { remote: true, ..Source::new(4) });
     let parent = device(&disk, &source);
     write_raw(&parent, &(0..513).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
     (0..512).for_each(|slot| assert!(parent.free(Slot(slot))));
@@ -185,15 +185,15 @@ fn a_child_does_not_give_back_what_its_parent_has_emptied() {
     *child.store.emptied.lock() = parent.store.emptied.lock().clone();
     assert_eq!(child.store.emptied.lock().len(), 1);
     child.abandon(Vec::new());
-    child.let_go_far();
+    child.trim_remote();
     assert_eq!(source.held(), 2);
-    parent.let_go_far();
+    parent.trim_remote();
     assert_eq!(source.held(), 1);
 }
 
 #[test]
 fn emptied_extents_are_room_for_what_is_written() {
-    let (disk, source) = (Disk::default(), Source { far: true, ..Source::new(2) });
+    let (disk, source) = (Disk::default(), Source { remote: true, ..Source::new(2) });
     let device = device(&disk, &source);
     for round in 0..3 {
         write_raw(&device, &(0..900).map(|slot| (slot, slot + round)).collect::<Vec<_>>()).unwrap();
@@ -204,7 +204,7 @@ fn emptied_extents_are_room_for_what_is_written() {
 
 #[test]
 fn a_write_tells_for_how_long_it_has_been_under_way() {
-    let (device, has_begun, let_go) = slow(true);
+    let (device, has_begun, finish) = slow(true);
     assert!(!device.is_writing_for(Duration::ZERO));
     let device = &device;
     std::thread::scope(|scope| {
@@ -215,7 +215,7 @@ fn a_write_tells_for_how_long_it_has_been_under_way() {
             device.is_writing_for(Duration::from_millis(1))
                 && !device.is_writing_for(Duration::from_secs(60))
         );
-        let_go.send(()).unwrap();
+        finish.send(()).unwrap();
         writes.join().unwrap().unwrap();
     });
     assert!(!device.is_writing_for(Duration::ZERO));

@@ -337,7 +337,7 @@ mod tests {
     fn a_number_that_is_another_files_is_left_alone() {
         let kept = SocketNumber::none();
         assert!(kept.number().is_none() && kept.take().is_none());
-        let (a, _b) = crate::sock::Conn::pair_aside().expect("a pair");
+        let (a, _b) = crate::sock::Conn::pair_high().expect("a pair");
         let a = a.into_fd();
         let number = a.as_raw_fd();
         kept.set(a);

@@ -1,4 +1,4 @@
-/* heirs MB SECONDS SEED MODE: a forked child has what its parent had, whatever the supervisor can
+/* holders MB SECONDS SEED MODE: a forked child has what its parent had, whatever the supervisor can
  * see of it. The parent rewrites all of its own twice, so that extents which no process is taken
  * to hold are written again; then the child verifies.
  *
@@ -55,7 +55,7 @@ static void inherit(pid_t child, int go, uint64_t version) {
     verify(version + 2, "the parent's own");
 }
 
-static pid_t heir(int go[2], uint64_t version) {
+static pid_t holder(int go[2], uint64_t version) {
     MUST(pipe2(go, O_CLOEXEC) == 0);
     pid_t child = fork();
     MUST(child >= 0);
@@ -74,7 +74,7 @@ static void crowd(int count) {
     for (int i = 0; i < count; i++) sleepers[i] = started(words);
     sleep(1);
     int go[2];
-    pid_t child = heir(go, 0);
+    pid_t child = holder(go, 0);
     inherit(child, go[1], 0);
     for (int i = 0; i < count; i++) kill(sleepers[i], SIGKILL);
 }
@@ -103,7 +103,7 @@ static void number(void) {
         char text[16];
         int length = snprintf(text, sizeof text, "%d", (int)gone - 1), go[2];
         MUST(pwrite(last, text, length, 0) == length);
-        pid_t child = heir(go, 3 * round);
+        pid_t child = holder(go, 3 * round);
         met = child == gone;
         usleep(300000);
         inherit(child, go[1], 3 * round);
@@ -124,6 +124,6 @@ int main(int count, char **words) {
         number();
     else
         crowd(40);
-    printf("OK heirs %s\n", given.mode);
+    printf("OK holders %s\n", given.mode);
     return 0;
 }

@@ -9,7 +9,7 @@
 //! Owns: what the last looks have found.
 //!
 //! Invariants
-//! 1. While advice was given ([`Apart::matters`]), nothing is adopted but what was found to be
+//! 1. While advice was given ([`ForkAdvice::matters`]), nothing is adopted but what was found to be
 //!    without it after it was armed, and new mappings whose makers wait for that.
 //! 2. What is armed and found to be apart after that stays armed and is not listed: another thread
 //!    may move managed memory there at any moment, and that must not be disarmed. Its faults are
@@ -37,7 +37,7 @@ const EVERYWHERE: VirtAddr = VirtAddr(usize::MAX);
 
 /// What is known of memory that the program keeps apart from its children.
 #[derive(Default)]
-pub(crate) struct Apart {
+pub(crate) struct ForkAdvice {
     known: VmaSet,
     /// When the last look ended.
     looked_at: Option<Nanos>,
@@ -49,7 +49,7 @@ pub(crate) struct Apart {
     is_early: bool,
 }
 
-impl Apart {
+impl ForkAdvice {
     /// A look for memory to adopt begins. The first one of a process and those that it forks finds
     /// what was advised before.
     pub(crate) fn begin(&mut self, engine: &Engine, buf: &mut [u8]) {
@@ -60,14 +60,14 @@ impl Apart {
         if !self.is_early {
             self.took = Duration::ZERO;
         }
-        if !engine.known.apart.is_sought.swap(true, Relaxed) {
+        if !engine.known.fork_advice.is_sought.swap(true, Relaxed) {
             self.look_everywhere(engine, buf);
         }
     }
 
     /// Whether there may be such memory.
     pub(crate) fn matters(engine: &Engine) -> bool {
-        engine.known.apart.is_found.load(Relaxed) || (engine.start.keeps_apart)()
+        engine.known.fork_advice.is_found.load(Relaxed) || (engine.start.gives_fork_advice)()
     }
 
     /// Whether something of a range is apart, or is to be taken for it now, before it is armed.
@@ -114,7 +114,7 @@ impl Apart {
 
     /// Whether a range touches what was found a moment ago.
     pub(crate) fn is_known(&self, engine: &Engine, range: VirtRange) -> bool {
-        Apart::matters(engine) && self.is_recent() && self.known.overlaps(range)
+        ForkAdvice::matters(engine) && self.is_recent() && self.known.overlaps(range)
     }
 
     fn is_recent(&self) -> bool {
@@ -139,11 +139,11 @@ impl Apart {
             if range.start >= end {
                 return false;
             }
-            if is_apart(engine, range, advised) {
+            if has_fork_advice(engine, range, advised) {
                 self.known.insert(range);
                 // What may be dropped is no memory that a userfaultfd can have.
                 if advised.wiped && !advised.droppable && !is_own(range) {
-                    engine.known.apart.is_found.store(true, Relaxed);
+                    engine.known.fork_advice.is_found.store(true, Relaxed);
                 }
             }
             true
@@ -171,7 +171,7 @@ fn is_own(range: VirtRange) -> bool {
     is_own
 }
 
-fn is_apart(engine: &Engine, range: VirtRange, advised: Advised) -> bool {
+fn has_fork_advice(engine: &Engine, range: VirtRange, advised: Advised) -> bool {
     let is_kept =
         engine.fork.followed && advised.not_copied && !engine.mm.lock().regions.overlaps(range);
     advised.wiped || is_kept

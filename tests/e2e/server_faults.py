@@ -11,7 +11,7 @@ from servers import Misbehaving
 
 EXTENT = 2 * MIB
 
-# The mishaps of each plan, one in N requests; and the areas it has besides the export.
+# The faults of each plan, one in N requests; and the areas it has besides the export.
 PLANS = {
     # The way to the server, and the server as a whole: nothing is lost, and there is nowhere else
     # to go.
@@ -58,20 +58,20 @@ PLANS = {
 MOST_PAST_BUDGET = 24 * MIB
 
 
-def run_with_mishaps(case, number, plan, program, megabytes, seconds, seed):
+def run_with_faults(case, number, plan, program, megabytes, seconds, seed):
     """One program with one server. Gives what went wrong there, and how the program ended."""
-    mishaps, others = PLANS[plan]
+    faults, others = PLANS[plan]
     if seconds < 10:
         # Time in which the servers are stopped does not count.
-        mishaps = {
-            **{kind: 0.4 if kind in ("away", "hangs") else n for kind, n in mishaps.items()},
+        faults = {
+            **{kind: 0.4 if kind in ("away", "hangs") else n for kind, n in faults.items()},
             "latest": 0.06,
         }
     if seed % 2:
-        mishaps = {**mishaps, "structured": 1}
+        faults = {**faults, "structured": 1}
     local = case.directory / f"local-{number}"
     local.mkdir()
-    server = Misbehaving(case, f"server-{number}", seed, mishaps)
+    server = Misbehaving(case, f"server-{number}", seed, faults)
     try:
         mirror = f",mirror={local}" if "mirror" in others else ""
         options = ["--swap", "zram:4M", "--swap", f"{server.url()},prio=9{mirror}", "--group", "/g"]
@@ -101,12 +101,12 @@ def run_with_mishaps(case, number, plan, program, megabytes, seconds, seed):
     # Without any of it the case would show nothing. Of what is read again and again the mirror has
     # all.
     missing = [
-        kind for kind in mishaps if kind not in ("structured", "latest") and not counts.get(kind)
+        kind for kind in faults if kind not in ("structured", "latest") and not counts.get(kind)
     ]
     # A program that the first damaged page ended may not have come to the others.
     assert not missing or seconds < 10 or poisoned, f"nothing of {missing} has happened: {said}"
     assert (
-        sum(counts.get(kind, 0) for kind in mishaps) >= 10 and done.report["stats"]["pswpin"] > 200
+        sum(counts.get(kind, 0) for kind in faults) >= 10 and done.report["stats"]["pswpin"] > 200
     ), f"hardly used: {said}, {done.report['stats']}"
     # What has ended holds nothing, wherever it was.
     held = {group["path"]: group["values"]["swap.current"] for group in done.report["groups"]}

@@ -72,5 +72,5 @@ int main(int count, char **words) {
     for (size_t page = 0; page < given.pages; page++)
         check_page(arena + page * PAGE, mix(page ^ given.seed), "page at the end");
     printf("%llu reads, longest turn %.0f ms\n", (unsigned long long)reads, longest * 1e3);
-    return ok("far", given.mode);
+    return ok("remote", given.mode);
 }

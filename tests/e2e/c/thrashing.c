@@ -78,6 +78,6 @@ int main(int count, char **words) {
     }
     for (size_t page = 0; page < given.pages; page++)
         check_page(stays + page * PAGE, key_of(given.seed, page, 1), "memory that stays");
-    printf("OK squeezed\n");
+    printf("OK thrashing\n");
     return 0;
 }
