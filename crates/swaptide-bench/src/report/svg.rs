@@ -200,6 +200,9 @@ fn curves(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
     Ok(())
 }
 
+/// One side of a row, if it has that.
+type SideOf<'a> = &'a dyn Fn(&ThreadsRow) -> Option<ThreadsSide>;
+
 /// A panel for each phase: throughput against the number of threads.
 fn by_threads(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
     let title = format!("{}, {} of data", caption(report), human(report.data));
@@ -227,8 +230,7 @@ fn by_threads(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
             .draw()?;
         let ours = |row: &ThreadsRow| Some(row.ours.clone());
         let theirs = |row: &ThreadsRow| row.theirs.clone();
-        let of_side: [(&dyn Fn(&ThreadsRow) -> Option<ThreadsSide>, RGBColor); 2] =
-            [(&ours, OURS), (&theirs, THEIRS[0])];
+        let of_side: [(SideOf<'_>, RGBColor); 2] = [(&ours, OURS), (&theirs, THEIRS[0])];
         for (side, colour) in of_side {
             let line: Vec<(f64, f64)> = rows()
                 .filter_map(|row| Some((f64::from(row.threads), side(row)?.stats.median)))

@@ -51,7 +51,7 @@ pub(super) fn may_write_files_of(bytes: u64) -> bool {
         return true;
     }
     // Only the attempt tells: a user namespace, or a filter, may take the privilege away.
-    let may_raise = setrlimit(Resource::Fsize, Rlimit { maximum: None, ..limit.clone() }).is_ok();
+    let may_raise = setrlimit(Resource::Fsize, Rlimit { maximum: None, ..limit }).is_ok();
     let is_as_before = !may_raise || setrlimit(Resource::Fsize, limit).is_ok();
     may_raise && is_as_before
 }
