@@ -169,7 +169,7 @@ def test_security_follow(case):
     argv += [case.binary("hostile"), "follow", program]
     for more in ({}, {"SWAPTIDE_TEST_FOLLOWED_FORKS": "1"}):
         done = case.run(argv, env=environment(**more))
-        expected = "refused\nborn: user 65534, effective 0\nOK follow\n"
+        expected = "refused\nbegun: user 65534, effective 0\nOK follow\n"
         assert done.text() == expected, f"{more}: {done.text()!r}"
 
 
@@ -182,7 +182,7 @@ def test_security_follow_executed(case):
     need_root()
     program = set_uid_program(case)
     done = case.run([case.binary("hostile"), "follow", program], env=environment())
-    expected = "followed\nborn: user 65534, effective 65534\nOK follow\n"
+    expected = "followed\nbegun: user 65534, effective 65534\nOK follow\n"
     assert done.text() == expected, f"{done.text()!r}"
 
 
