@@ -25,9 +25,9 @@ use crate::exit_watch;
 use crate::log;
 use crate::pages::{excluded, pinned, references};
 use crate::process::{
-    ENGINE, ENGINE_PID, FORK_LOCK, NO_SLOT, PLACE, SLOT_PENDING, STAYS_UNMANAGED, empty_table,
-    engine, exchange, hold_child, open_area, release_hold, request_hold, segment, set_own_mark,
-    spawn,
+    ENGINE, ENGINE_PID, EngineStart, FORK_LOCK, NO_SLOT, PLACE, SLOT_PENDING, STAYS_UNMANAGED,
+    empty_table, engine, exchange, hold_child, open_area, release_hold, request_hold, segment,
+    set_own_mark, spawn,
 };
 use crate::seccomp;
 use crate::threads::{spawn_reader, start_workers};
@@ -162,7 +162,10 @@ fn engage(segment: &'static Segment, index: SlotIndex) {
         slot.set_state(ProcState::Detached);
         return;
     }
-    let handler = match prepare_engine(segment, index) {
+    let start = EngineStart::begin();
+    let prepared = prepare_engine(segment, index);
+    drop(start);
+    let handler = match prepared {
         Ok(handler) => handler,
         Err(why) => {
             log::line(&why);

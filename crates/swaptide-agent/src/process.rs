@@ -19,7 +19,7 @@ use swaptide_sys::mem::{Advice, Mapping, SharedMap, advise};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::thread::{
-    getpid, now, sleep, spawn_engine_thread, unshare_files_and_close_all, unshare_fs,
+    getpid, gettid, now, sleep, spawn_engine_thread, unshare_files_and_close_all, unshare_fs,
 };
 use swaptide_sys::{AsFd, BorrowedFd, Errno, OwnedFd};
 
@@ -342,6 +342,43 @@ pub(crate) const SLOT_PENDING: u32 = u32::MAX;
 const MIN_BUDGET_BYTES: usize = 16 << 20;
 /// How long a mapping waits at most for management to begin.
 const ENGAGE_TIMEOUT: Duration = Duration::from_millis(50);
+
+/// The thread that starts an engine, while it does; 0: none.
+static STARTER: AtomicU32 = AtomicU32::new(0);
+
+/// While there is one, threads of the program wait before they make memory to write to
+/// ([`wait_for_start`]).
+pub(crate) struct EngineStart(());
+
+impl EngineStart {
+    /// This thread starts an engine.
+    pub(crate) fn begin() -> EngineStart {
+        // Relaxed: a thread that does not see it yet does not wait.
+        STARTER.store(gettid().0, Relaxed);
+        EngineStart(())
+    }
+}
+
+impl Drop for EngineStart {
+    fn drop(&mut self) {
+        // With the loads of `wait_for_start`: a thread that has waited sees the engine.
+        STARTER.store(0, Release);
+    }
+}
+
+/// Waits while the engine starts, but not for long: threads that fill memory at full speed would
+/// take the CPUs from the thread that is to bound them, and be far past the budget by then.
+pub(crate) fn wait_for_start() {
+    let starter = STARTER.load(Acquire);
+    // A child of vfork has its parent's word; what the starting thread maps is not waited for.
+    if starter == 0 || starter == gettid().0 || !is_own_process() {
+        return;
+    }
+    let began = now();
+    while STARTER.load(Acquire) != 0 && now().since(began) < ENGAGE_TIMEOUT {
+        sleep(Duration::from_micros(100));
+    }
+}
 
 /// A mapping of `len` bytes is about to be made, to be written. One that is as large as the whole
 /// budget is not made before the process is managed: filled at full speed, or by the kernel at

@@ -18,6 +18,7 @@ use std::sync::atomic::Ordering::{AcqRel, Relaxed};
 use std::time::Duration;
 
 use swaptide_ipc::SlotIndex;
+use swaptide_sys::process::StatmFd;
 use swaptide_sys::thread::{Nanos, gettid, now};
 
 use crate::EngineError;
@@ -80,9 +81,18 @@ impl Handler {
         }
     }
 
-    /// Looks for memory to adopt, before there are faults to answer.
+    /// Looks for memory to adopt, before there are faults to answer. A second time where much of
+    /// what is left is small mappings: the program fills more of them at full speed, and the first
+    /// worker would see it too late.
     pub fn adopt(&mut self) {
         self.pager.adopt();
+        let engine = self.engine;
+        if let Ok(statm) = StatmFd::open_self() {
+            engine.charge.measure(&statm);
+            if self.pager.adopter.small_mappings_matter(engine) {
+                self.pager.adopt();
+            }
+        }
     }
 
     /// Serves until the process ends. Returns when the program is to be let go and nothing of it is

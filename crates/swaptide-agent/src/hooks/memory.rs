@@ -96,8 +96,11 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
     }
     let plain = kept & (MAP_TYPE | MAP_ANONYMOUS | MAP_HUGETLB | MAP_GROWSDOWN)
         == MAP_PRIVATE | MAP_ANONYMOUS;
-    if plain && prot as u32 & PROT_WRITE != 0 && process::engine().is_none() {
-        process::begin_before(len, kept & MAP_NORESERVE != 0);
+    if plain && prot as u32 & PROT_WRITE != 0 {
+        process::wait_for_start();
+        if process::engine().is_none() {
+            process::begin_before(len, kept & MAP_NORESERVE != 0);
+        }
     }
     let engine = process::engine().filter(|engine| plain && engine.small.reports(len));
     let at = call(if engine.is_some() { kept & !MAP_POPULATE } else { kept });

@@ -140,17 +140,15 @@ impl Candidates {
         (self.bytes, self.are_more) = (0, false);
     }
 
-    /// Counts one, and keeps it if it is to be adopted.
-    pub fn add(&mut self, range: VirtRange, keep: bool) {
+    /// Counts one, and keeps it: whether they matter is known when all were counted.
+    pub fn add(&mut self, range: VirtRange) {
         self.bytes += range.len() as u64;
-        if keep {
-            let class = &mut self.classes
-                [((range.len() / PAGE_SIZE).max(1).ilog2() as usize).min(SIZE_CLASSES - 1)];
-            if class.len() < MAX_MAPPINGS_PER_LOOK {
-                class.push(range);
-            } else {
-                self.are_more = true;
-            }
+        let class = &mut self.classes
+            [((range.len() / PAGE_SIZE).max(1).ilog2() as usize).min(SIZE_CLASSES - 1)];
+        if class.len() < MAX_MAPPINGS_PER_LOOK {
+            class.push(range);
+        } else {
+            self.are_more = true;
         }
     }
 
@@ -222,16 +220,16 @@ mod tests {
     fn the_largest_come_first_and_the_rest_is_told_of() {
         let mut candidates = Candidates::default();
         for at in 0..2 * MAX_MAPPINGS_PER_LOOK {
-            candidates.add(mapping(at * 32, 1), true);
+            candidates.add(mapping(at * 32, 1));
         }
-        candidates.add(mapping(1 << 20, 15), true);
-        candidates.add(mapping(2 << 20, 5), false);
+        candidates.add(mapping(1 << 20, 15));
+        candidates.add(mapping(2 << 20, 5));
         assert_eq!(candidates.bytes(), (2 * MAX_MAPPINGS_PER_LOOK + 20) as u64 * PAGE_SIZE as u64);
         let mut taken = Vec::new();
         assert!(candidates.take(|range| taken.push(range)));
         assert_eq!((taken.len(), taken[0]), (MAX_MAPPINGS_PER_LOOK, mapping(1 << 20, 15)));
         candidates.clear();
-        candidates.add(mapping(7, 2), true);
+        candidates.add(mapping(7, 2));
         assert!(!candidates.take(|range| assert_eq!(range, mapping(7, 2))));
     }
 }

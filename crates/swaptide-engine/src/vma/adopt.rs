@@ -123,6 +123,12 @@ impl Adopter {
         self.take_zeros_out(path)
     }
 
+    /// Whether small mappings are to be managed, by what the last look has found of them.
+    pub(crate) fn small_mappings_matter(&self, engine: &Engine) -> bool {
+        engine.small.found(self.candidates.bytes(), &engine.charge);
+        engine.small.are_managed()
+    }
+
     /// Lists the parts of mappings that are to be managed.
     fn list(&mut self, path: &mut FaultPath, found: &mut Vec<VirtRange>) {
         found.clear();
@@ -130,7 +136,6 @@ impl Adopter {
         let engine = path.engine;
         let mut candidates = std::mem::take(&mut self.candidates);
         candidates.clear();
-        let small_too = engine.small.are_managed();
         let looks = self.unmovable.begin(engine.charge.headroom() < 0);
         let mut last_file_end = VirtAddr(0);
         let mut last_file_main = false;
@@ -179,7 +184,7 @@ impl Adopter {
                     .find(vma.range.start)
                     .is_some_and(|region| region.end >= vma.range.end);
                 if !managed {
-                    candidates.add(vma.range, small_too);
+                    candidates.add(vma.range);
                 }
             }
             true
@@ -195,9 +200,13 @@ impl Adopter {
             self.unmovable.end(engine);
         }
         engine.small.found(candidates.bytes(), &engine.charge);
-        engine
-            .small
-            .look_again(candidates.take(|range| program_parts(range, |part| found.push(part))));
+        if engine.small.are_managed() {
+            // From here on the makers of new ones wait for this thread, or a program that fills
+            // them at full speed would be far past its limit before the next look.
+            engine.small.follow(&engine.charge);
+            let are_more = candidates.take(|range| program_parts(range, |part| found.push(part)));
+            engine.small.look_again(are_more);
+        }
         self.candidates = candidates;
     }
 
@@ -292,8 +301,8 @@ impl Adopter {
         done
     }
 
-    /// Adopts what of some ranges is not managed yet, but for what is apart: all that is armed is
-    /// looked up together.
+    /// Adopts what of some ranges is not managed yet, but for what has advice of
+    /// [`crate::vma::fork_advice`]: all that is armed is looked up together.
     fn adopt_looked_up(
         &mut self,
         path: &mut FaultPath,
@@ -405,8 +414,8 @@ impl Adopter {
         read
     }
 
-    /// How an armed range stands, and if it is one mapping whether that is apart
-    /// ([`crate::vma::fork_advice`]): no change is unread from before it was looked at to after it.
+    /// How an armed range stands, and if it is one mapping whether that has advice of
+    /// [`crate::vma::fork_advice`]: no change is unread from before it was looked at to after it.
     fn coverage(&mut self, path: &FaultPath, range: VirtRange, is_new: bool) -> (Coverage, bool) {
         let (engine, uffd) = (path.engine, path.reader.uffd);
         let before = uffd.coverage(range);
@@ -418,7 +427,7 @@ impl Adopter {
         (uffd.coverage(range), has_fork_advice)
     }
 
-    /// Whether an armed address was found to be apart a moment ago.
+    /// Whether an armed address was found to have such advice a moment ago.
     pub(crate) fn has_fork_advice(&self, engine: &Engine, addr: VirtAddr) -> bool {
         self.fork_advice.is_known(engine, VirtRange::from_len(addr.page_down(), PAGE_SIZE))
     }
