@@ -134,6 +134,18 @@ fn memory_of(point: &Point) -> f64 {
     point.side.allowed() as f64 / f64::from(1 << 20)
 }
 
+/// Names the lines of a panel.
+fn legend<'a, X: CoordTranslate>(chart: &mut ChartContext<'a, SVGBackend<'a>, X>) -> Drawn {
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::LowerRight)
+        .label_font(("sans-serif", 14, &INK))
+        .border_style(INK.mix(0.3))
+        .background_style(WHITE)
+        .draw()
+        .map_err(Into::into)
+}
+
 /// A panel for each kind of data, all on the same axes.
 fn curves(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
     let size = human(report.data);
@@ -189,13 +201,7 @@ fn curves(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
                 Circle::new(median(p), 4, style)
             }))?;
         }
-        chart
-            .configure_series_labels()
-            .position(SeriesLabelPosition::LowerRight)
-            .label_font(("sans-serif", 14, &INK))
-            .border_style(INK.mix(0.3))
-            .background_style(WHITE)
-            .draw()?;
+        legend(&mut chart)?;
     }
     Ok(())
 }
@@ -246,13 +252,7 @@ fn by_threads(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
                 });
             chart.draw_series(line.into_iter().map(|at| Circle::new(at, 4, colour.filled())))?;
         }
-        chart
-            .configure_series_labels()
-            .position(SeriesLabelPosition::LowerRight)
-            .label_font(("sans-serif", 14, &INK))
-            .border_style(INK.mix(0.3))
-            .background_style(WHITE)
-            .draw()?;
+        legend(&mut chart)?;
     }
     Ok(())
 }

@@ -323,7 +323,7 @@ pub struct AreaTier {
     pub slots: SwapDevice,
     /// Where on the areas each slot's page lies.
     pub device: FileDevice,
-    areas: SegmentExtents,
+    extents: SegmentExtents,
     roomy: AtomicBool,
     /// There are areas that are remote.
     has_remote: AtomicBool,
@@ -334,19 +334,19 @@ pub struct AreaTier {
 impl AreaTier {
     /// Has what is held of the areas charged to the group that the process belongs to now.
     pub(crate) fn follow_group(&self) {
-        let _change = self.areas.change.lock();
-        self.areas.follow_group();
+        let _change = self.extents.change.lock();
+        self.extents.follow_group();
     }
 
     /// Opens the areas that are files: a program may make itself unable to ask for them.
     fn open_files(&self) {
         let files =
-            self.areas.segment.areas().filter(|(_, area)| area.transport() == Transport::File);
+            self.extents.segment.areas().filter(|(_, area)| area.transport() == Transport::File);
         let opened = files.filter_map(|(id, area)| {
             Some(HandedOver {
                 area: id.0,
                 generation: area.generation(),
-                opened: AreaDirectory::open(&self.areas, id.0).ok()?,
+                opened: AreaDirectory::open(&self.extents, id.0).ok()?,
             })
         });
         self.device.abandon(opened.collect());
@@ -360,7 +360,7 @@ impl AreaTier {
     pub unsafe fn force_unlock(&self) {
         // SAFETY: the caller's promise; `change` guards no data of this process.
         unsafe {
-            self.areas.change.force_unlock();
+            self.extents.change.force_unlock();
             self.device.force_unlock();
         }
     }
@@ -373,7 +373,7 @@ impl AreaTier {
 
     fn look_for_remote(&self) {
         let is_remote =
-            self.areas.segment.areas().any(|(_, area)| area.transport() == Transport::Nbd);
+            self.extents.segment.areas().any(|(_, area)| area.transport() == Transport::Nbd);
         self.has_remote.store(is_remote, Relaxed);
     }
 
@@ -391,9 +391,9 @@ impl AreaTier {
     pub(crate) fn look_at_areas(&self) {
         self.look_for_remote();
         let closed = |extent: Extent| {
-            let place = self.areas.segment.place_of(ExtentId(extent.0));
+            let place = self.extents.segment.place_of(ExtentId(extent.0));
             place.is_some_and(|place| {
-                self.areas.segment.area(place.area).state() == AreaState::Closed
+                self.extents.segment.area(place.area).state() == AreaState::Closed
             })
         };
         self.leaving.store(self.device.set_leaving(closed) > 0, Relaxed);
@@ -416,7 +416,7 @@ impl AreaTier {
 impl Devices {
     /// What a test wants to fail.
     pub(crate) fn injection(&self) -> Injection {
-        self.areas.areas.injection
+        self.areas.extents.injection
     }
 
     /// What compressed memory holds for an entry of it will be loaded soon: has it brought near
@@ -453,7 +453,7 @@ impl Devices {
         let slots =
             segment.extents().saturating_mul(SLOTS_PER_EXTENT).clamp(MIN_AREA_SLOTS, 1 << 27);
         let slots = slot_device(AREA, slots)?;
-        let areas = SegmentExtents {
+        let extents = SegmentExtents {
             segment,
             index,
             open,
@@ -463,11 +463,12 @@ impl Devices {
             transfers: Arc::default(),
             injection,
         };
-        let device = FileDevice::over(Box::new(areas.clone()), key, salt, Box::new(areas.clone()));
+        let device =
+            FileDevice::over(Box::new(extents.clone()), key, salt, Box::new(extents.clone()));
         let tier = AreaTier {
             slots,
             device,
-            areas,
+            extents,
             roomy: true.into(),
             has_remote: false.into(),
             leaving: false.into(),

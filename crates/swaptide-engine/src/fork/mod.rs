@@ -18,8 +18,7 @@
 //! handler copies every swapped page to it, and it continues without an engine.
 //!
 //! No process waits for another one without a bound: a child that says nothing for a while gets its
-//! pages in the same way ([`handoff`]), and where neither can be had the
-//! child is ended.
+//! pages in the same way ([`handoff`]), and where neither can be had the child is ended.
 //!
 //! Where the kernel does not report forks (that takes `CAP_SYS_PTRACE`), the supervisor follows the
 //! forking thread instead (ptrace), and the child's first steps are the engine's: it makes its own

@@ -2,10 +2,9 @@
 //! down.
 //!
 //! The supervisor says in the process's slot what [`THROTTLE_PAGES`] fresh pages cost in waiting
-//! time; the
-//! pages are there at once, and the thread that asked for them is woken when the time is over. So
-//! only what grows waits, no thread waits longer than [`MAX_DELAY`] for a fault, and nothing is
-//! ended.
+//! time; the pages are there at once, and the thread that asked for them is woken when the time is
+//! over. So only what grows waits, no thread waits longer than [`MAX_DELAY`] for a fault, and
+//! nothing is ended.
 //!
 //! Invariants
 //! 1. A thread that is held is woken when its time is over, at the latest before the handler waits

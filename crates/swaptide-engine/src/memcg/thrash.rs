@@ -24,8 +24,7 @@ pub struct ThrashDetector {
 
 impl ThrashDetector {
     /// A page came back after `distance` others went out; `None` if it was still on its way. True
-    /// when
-    /// a step is due.
+    /// when a step is due.
     pub(crate) fn came_back(&mut self, distance: Option<u64>) -> bool {
         let now = if distance.is_none_or(|distance| distance < MAX_REFAULT_DISTANCE_PAGES) {
             1024

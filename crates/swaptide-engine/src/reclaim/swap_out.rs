@@ -404,39 +404,33 @@ impl Batch {
                     }
                 }
                 let packed = compressor.compress(page);
-                match packed {
+                let slot = Slot(entry.offset().0);
+                let goes_to_area = match packed {
+                    Packed::Raw(_) if engine.devices.is_backed() => {
+                        poor += 1;
+                        true
+                    }
+                    Packed::Bytes(_) if refuses => {
+                        refused += 1;
+                        true
+                    }
+                    _ if engine.devices.pool.insert(slot, &packed).is_err() => {
+                        refused += 1;
+                        true
+                    }
                     Packed::Zero => {
                         zero += 1;
                         self.zeros.add(place);
+                        false
                     }
-                    Packed::Raw(_) if engine.devices.is_backed() => {
-                        self.to_area.push(BackingPage::new(
-                            frame,
-                            entry,
-                            &packed,
-                            &mut self.packed,
-                        ));
-                        self.goes_to_area.add(place);
-                        poor += 1;
-                        continue;
+                    _ => {
+                        stored += 1;
+                        false
                     }
-                    Packed::Bytes(_) if refuses => {
-                        self.to_area.push(BackingPage::new(
-                            frame,
-                            entry,
-                            &packed,
-                            &mut self.packed,
-                        ));
-                        self.goes_to_area.add(place);
-                        refused += 1;
-                        continue;
-                    }
-                    _ => stored += 1,
-                }
-                if engine.devices.pool.insert(Slot(entry.offset().0), &packed).is_err() {
+                };
+                if goes_to_area {
                     self.to_area.push(BackingPage::new(frame, entry, &packed, &mut self.packed));
                     self.goes_to_area.add(place);
-                    (stored, refused) = (stored - 1, refused + 1);
                 }
             }
             let n = 1 << leaving.order;

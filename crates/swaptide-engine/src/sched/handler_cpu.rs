@@ -137,10 +137,10 @@ pub struct WorkerAffinity {
 }
 
 /// Yields of a worker while one thread faults for single pages. That thread may be drawn to the
-/// worker's CPU; and where it has had a little more of it than the
-/// worker, it waits until the worker sleeps or a tick comes, though the worker could wait better:
-/// some hundred faults' time. So the worker yields every few pages. (Half as
-/// often this costs as much as it saves; twice as often the worker gets nowhere.)
+/// worker's CPU; and where it has had a little more of it than the worker, it waits until the
+/// worker sleeps or a tick comes, though the worker could wait better: some hundred faults' time.
+/// So the worker yields every few pages. (Half as often this costs as much as it saves; twice as
+/// often the worker gets nowhere.)
 #[derive(Default)]
 pub struct YieldEvery(u32);
 

@@ -11,7 +11,7 @@
 //! Invariants
 //! 1. While advice was given ([`ForkAdvice::matters`]), nothing is adopted but what was found to be
 //!    without it after it was armed, and new mappings whose makers wait for that.
-//! 2. What is armed and found to be apart after that stays armed and is not listed: another thread
+//! 2. What is armed and found to have it after that stays armed and is not listed: another thread
 //!    may move managed memory there at any moment, and that must not be disarmed. Its faults are
 //!    answered with zeros, as the kernel would, while all changes that were read are applied and
 //!    none of them has put managed memory there.
@@ -29,7 +29,7 @@ use swaptide_sys::thread::{Nanos, now};
 use crate::engine::Engine;
 use crate::mm::vma_set::VmaSet;
 
-/// How long what was found apart counts as such: the kernel walks all page tables for a look.
+/// How long advice that was found counts as given: the kernel walks all page tables for a look.
 const AGE: Duration = Duration::from_secs(1);
 /// Of how much time these looks may take one part: what is new waits.
 const PART_OF_TIME: u32 = 8;
@@ -70,7 +70,7 @@ impl ForkAdvice {
         engine.known.fork_advice.is_found.load(Relaxed) || (engine.start.gives_fork_advice)()
     }
 
-    /// Whether something of a range is apart, or is to be taken for it now, before it is armed.
+    /// Whether something of a range has such advice, or is taken to have it, before it is armed.
     /// What was found a moment ago counts.
     pub(crate) fn holds(
         &mut self,
@@ -92,7 +92,7 @@ impl ForkAdvice {
         self.known.overlaps(range)
     }
 
-    /// Whether something of an armed range is apart.
+    /// Whether something of an armed range has such advice.
     pub(crate) fn has(
         &mut self,
         engine: &Engine,
@@ -127,8 +127,8 @@ impl ForkAdvice {
         self.is_fresh = true;
     }
 
-    /// Looks at all mappings that begin below `end`. Where that cannot be done all of them are
-    /// apart.
+    /// Looks at all mappings that begin below `end`. Where that cannot be done all of
+    /// them count as having the advice.
     fn look(&mut self, engine: &Engine, buf: &mut [u8], end: VirtAddr) {
         let began = now();
         let below = VirtRange { start: VirtAddr(0), end };

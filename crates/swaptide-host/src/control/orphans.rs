@@ -477,7 +477,7 @@ mod tests {
             unsafe { libc::kill(child, libc::SIGKILL) };
         }
         let mut messages = Message::buffer::<1>();
-        assert_eq!(next.read_nowait(&mut messages), Ok(1), "nobody answers that thread");
+        assert_eq!(next.read_nowait(&mut messages), Ok(1), "no reader has the fault");
         let Event::Fault { addr, .. } = messages[0].decode() else { panic!("no fault") };
         next.poison(page_of(addr)).complete().expect("poison");
         assert_sigbus(child);

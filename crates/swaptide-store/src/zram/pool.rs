@@ -267,8 +267,8 @@ impl ObjectPool {
 
     /// Room for what replaces a larger object. At the limit it may go a little beyond: were the new
     /// one put into a place of the old one's size, which is all there is there, nothing would be
-    /// gained.
-    /// Where address space is scarce it begins no block: what comes from the program needs those.
+    /// gained. Where address space is scarce it begins no block: what comes from the program needs
+    /// those.
     pub(super) fn alloc_for_less(&mut self, head: ObjectHead) -> Result<ObjectId, PoolFull> {
         if self.room_pages() < self.scarce_below() {
             let block = self.block_with_room(class_of(head.len.into()), 0).ok_or(PoolFull)?;
