@@ -444,8 +444,8 @@ class Case:
             program.process.poll()
 
 
-# A program at a fixed address has nearly all others above it.
-FLAGS = {"filtered": ["-no-pie"]}
+# Of `filtered`: a program at a fixed address has nearly all others above it.
+FLAGS = {"filtered": ["-no-pie"], "openmp": ["-fopenmp"]}
 
 
 def compiled(name, directory):

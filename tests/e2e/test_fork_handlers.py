@@ -25,15 +25,46 @@ ALLOCATORS = {
 }
 
 
+def missing(what):
+    """Skips the case, but fails it where everything is to be installed."""
+    why = f"{what} is not installed (./check --full installs it)"
+    if os.environ.get("SWAPTIDE_TEST_ALL") == "1":
+        raise Failure(why)
+    pytest.skip(why)
+
+
 def library(name):
     """The path of an allocator's library as Debian packages it."""
     found = list(Path("/usr/lib").glob(f"*/{ALLOCATORS[name]}"))
     if not found:
-        why = f"{ALLOCATORS[name]} is not installed (./check --full installs it)"
-        if os.environ.get("SWAPTIDE_TEST_ALL") == "1":
-            raise Failure(why)
-        pytest.skip(why)
+        missing(ALLOCATORS[name])
     return found[0]
+
+
+# The objects of musl's allocator in its archive, some of them twice under one name.
+MUSL_OBJECTS = [
+    *("malloc", "free", "realloc", "calloc", "memalign", "posix_memalign", "aligned_alloc"),
+    *("lite_malloc", "malloc_usable_size", "replaced", "__lock"),
+]
+
+
+def musl_allocator(case):
+    """musl's allocator as a library for programs of glibc, linked from musl's own archive."""
+    archive = next(iter(Path("/usr/lib").glob("*-linux-musl/libc.a")), None)
+    if archive is None:
+        missing("musl's libc.a")
+    directory = case.directory / "musl"
+    for number in ("1", "2"):
+        place = directory / number
+        place.mkdir(parents=True)
+        # It names those that are not there twice, and ends well.
+        words = ["ar", "xN", number, archive, *(f"{name}.lo" for name in MUSL_OBJECTS)]
+        subprocess.run(words, cwd=place, check=True, capture_output=True)
+    built = directory / "libmusl_allocator.so"
+    source = HERE / "c" / "musl_allocator.c"
+    words = ["cc", "-O2", "-fPIC", "-shared", "-o", built, source, *directory.glob("*/*.lo")]
+    subprocess.run(words, check=True)
+    return built
 
 
 def agent_log(case):
@@ -394,22 +425,24 @@ def test_fork_socket(case):
     assert not unmanaged, f"children were not managed: {unmanaged[:3]}"
 
 
-def run_allocator(case, name, seconds):
+def run_allocator(case, allocator, seconds):
     """Four threads allocate, one forks: every block and every page has what was written to it."""
     words = [case.binary("forklock"), 64, seconds, case.seed, "allocators"]
-    case.compare(["env", f"LD_PRELOAD={library(name)}", *words])
+    case.compare(["env", f"LD_PRELOAD={allocator}", *words])
 
 
 @pytest.mark.swaptide(budget=24, allowance=200, forks=True)
 def test_fork_jemalloc(case):
-    run_allocator(case, "jemalloc", 3)
+    run_allocator(case, library("jemalloc"), 3)
 
 
 @pytest.mark.full
 @pytest.mark.swaptide(budget=24, limit=600, allowance=200, forks=True)
 def test_full_fork_allocators(case):
+    """As Debian packages them; of musl, the allocator alone."""
     for name in ALLOCATORS:
-        run_allocator(case, name, case.stretched(6))
+        run_allocator(case, library(name), case.stretched(6))
+    run_allocator(case, musl_allocator(case), case.stretched(6))
 
 
 PERL = r"""

@@ -61,6 +61,18 @@ def test_threads(case, mode):
     case.run_c("threads", mode)
 
 
+@pytest.mark.swaptide(budget=32, allowance=4)
+@pytest.mark.parametrize("mode", ["one", "moved"])
+def test_contexts(case, mode):
+    """Threads of user space: stacks that are out are switched to."""
+    case.run_c("contexts", mode)
+
+
+@pytest.mark.swaptide(budget=32, allowance=4)
+def test_openmp(case):
+    case.run_c("openmp")
+
+
 @pytest.mark.full
 @pytest.mark.swaptide(budget=32, allowance=2)
 @pytest.mark.parametrize("mode", ["reserve", "plain", "populate", "advise"])
