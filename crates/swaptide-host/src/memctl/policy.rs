@@ -226,7 +226,8 @@ fn is_urgent(budget: u64, total: u64, p: &Process) -> bool {
 }
 
 /// Of the processes `within` a group that may have `budget` and uses `total`: those that grow too
-/// fast to wait; and the biggest, until those that are engaged cover four fifths of the use.
+/// fast to wait; those bigger than the engaged ones are on average, for these would pay for them;
+/// and the biggest, until those that are engaged cover four fifths of the use.
 fn choose(budget: u64, total: u64, processes: &[Process], within: &[usize]) -> Vec<usize> {
     let worth = if total > budget { MIN_MANAGED_BYTES_OVER_BUDGET } else { MIN_MANAGED_BYTES };
     let used = |standing: Standing| {
@@ -234,6 +235,7 @@ fn choose(budget: u64, total: u64, processes: &[Process], within: &[usize]) -> V
         those.map(|at| (*at, processes[*at].used))
     };
     let mut covered: u64 = used(Standing::Engaged).map(|(_, used)| used).sum();
+    let average = covered.checked_div(used(Standing::Engaged).count() as u64).unwrap_or(u64::MAX);
     let mut candidates: Vec<usize> =
         used(Standing::Watching).filter(|(_, used)| *used >= worth).map(|(at, _)| at).collect();
     candidates.sort_by_key(|at| std::cmp::Reverse(processes[*at].used));
@@ -243,7 +245,7 @@ fn choose(budget: u64, total: u64, processes: &[Process], within: &[usize]) -> V
     covered += engage.iter().map(|at| processes[*at].used).sum::<u64>();
     candidates.retain(|at| !engage.contains(at));
     engage.extend(candidates.into_iter().take_while(|at| {
-        let wanted = covered < enough;
+        let wanted = covered < enough || processes[*at].used > average;
         covered += processes[*at].used;
         wanted
     }));

@@ -57,6 +57,15 @@ fn as_many_are_engaged_as_cover_four_fifths() {
 }
 
 #[test]
+fn a_process_bigger_than_engaged_ones_does_not_stay_unmanaged() {
+    let mut tree = vec![process(Standing::Engaged, 6, 50, 0); 60];
+    tree.push(process(Standing::Watching, 5, 0, 0));
+    assert!(decide(&whole(384 * MIB), &tree, TICK).engage.is_empty(), "it has no more than they");
+    tree[60].used = 12 * MIB;
+    assert_eq!(decide(&whole(384 * MIB), &tree, TICK).engage, [60]);
+}
+
+#[test]
 fn a_small_process_is_engaged_before_it_outgrows_the_budget() {
     let mut tree = [process(Standing::Engaged, 100, 0, 120), process(Standing::Watching, 2, 0, 0)];
     assert!(decide(&whole(128 * MIB), &tree, TICK).engage.is_empty(), "it does not grow");
