@@ -81,6 +81,14 @@ def test_begins(case, mode):
     case.run_c("begins", mode, megabytes=200)
 
 
+@pytest.mark.full
+@pytest.mark.swaptide(budget=32, allowance=128, forks=True)
+def test_begins_forks(case):
+    """Forks past libc at the moment in which management begins, several times."""
+    for _ in range(10):
+        case.run_c("begins", "forks", megabytes=96)
+
+
 @pytest.mark.swaptide(budget=32)
 @pytest.mark.parametrize("mode", [param("single", allowance=2), param("threads", allowance=4)])
 def test_ops(case, mode):

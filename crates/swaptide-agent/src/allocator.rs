@@ -108,8 +108,24 @@ pub(crate) fn ready() -> bool {
     ARENA.0.lock().oom_handler.reserve()
 }
 
+/// In a child that libc has forked, whose only thread this is. Where its parent is a child past
+/// libc, the lock may be a copy of one that a thread of another process held: what that was about
+/// to change is left alone, and there is a new arena. Nothing of the old one is in use then, for
+/// there is no engine.
+pub(crate) fn forked() {
+    if ARENA.0.is_locked() {
+        // SAFETY: no other thread exists here.
+        unsafe { ARENA.0.force_unlock() };
+        *ARENA.0.lock() = empty_arena();
+    }
+}
+
+const fn empty_arena() -> Talc<Grow> {
+    Talc::new(Grow { base: 0, reserved: 0, claimed: 0 })
+}
+
 #[cfg_attr(not(test), global_allocator)]
-static ARENA: Arena = Arena(Lock::new(Talc::new(Grow { base: 0, reserved: 0, claimed: 0 })));
+static ARENA: Arena = Arena(Lock::new(empty_arena()));
 
 #[cfg(test)]
 mod tests {

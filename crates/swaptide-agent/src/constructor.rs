@@ -11,7 +11,7 @@ use crate::fork::atfork::{child, parent, prepare};
 use crate::lifecycle::start_sleeper;
 use crate::own_pid::OWN_PID;
 use crate::pages::kernel_words;
-use crate::process::{HELPER, set_socket};
+use crate::process::{HELPER, mark_memory, set_socket};
 use crate::{environment, libc_names, log, real, seccomp};
 
 #[cfg(not(test))]
@@ -46,6 +46,7 @@ extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *cons
         environment::remember(path, socket, variable(envp, ENV_AGENT_LOG));
     }
     let _ = now();
+    mark_memory();
     // SAFETY: the handlers are functions of this library, which is never unloaded.
     unsafe { pthread_atfork(prepare, parent, child) };
     start_sleeper();

@@ -30,6 +30,7 @@
 
 mod allocator;
 mod constructor;
+mod engage_gate;
 mod environment;
 mod exit_watch;
 mod fork;

@@ -21,13 +21,14 @@ use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::thread::{abort_with, getpid, now, set_name, sleep};
 
 use crate::allocator;
+use crate::engage_gate::EngineStart;
 use crate::exit_watch;
 use crate::log;
 use crate::pages::{excluded, pinned, references};
 use crate::process::{
-    ENGINE, ENGINE_PID, EngineStart, FORK_LOCK, NO_SLOT, PLACE, SLOT_PENDING, STAYS_UNMANAGED,
-    empty_table, engine, exchange, hold_child, open_area, release_hold, request_hold, segment,
-    set_own_mark, spawn,
+    ENGINE, ENGINE_PID, FORK_LOCK, NO_SLOT, PLACE, SLOT_PENDING, STAYS_UNMANAGED, empty_table,
+    engine, exchange, hold_child, open_area, release_hold, request_hold, segment, set_own_mark,
+    spawn,
 };
 use crate::seccomp;
 use crate::threads::{spawn_reader, start_workers};
@@ -162,10 +163,7 @@ fn engage(segment: &'static Segment, index: SlotIndex) {
         slot.set_state(ProcState::Detached);
         return;
     }
-    let start = EngineStart::begin();
-    let prepared = prepare_engine(segment, index);
-    drop(start);
-    let handler = match prepared {
+    let handler = match prepare_engine(segment, index) {
         Ok(handler) => handler,
         Err(why) => {
             log::line(&why);
@@ -206,6 +204,8 @@ fn prepare_engine(
     let began = now();
     report_panics();
     seccomp::look();
+    // Threads under a filter are known from here on.
+    let _start = EngineStart::begin();
     let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     if files.is_some_and(|files| files < MIN_OPEN_FILES) {
         return Err(format!(
@@ -277,6 +277,13 @@ fn prepare_engine(
     engine.count(Counter::Engaged, 1);
     engine.slot().set_state(ProcState::Engaged);
     Ok(handler)
+}
+
+/// In a child that libc has forked, whose parent may be one past libc: that has copies of the locks
+/// of its own parent, as they were.
+pub(crate) fn forked() {
+    // SAFETY: no other thread exists here; a path that is torn is written again before it is used.
+    unsafe { MAIN_OBJECT.force_unlock() };
 }
 
 /// Closes the userfaultfd of an engine that did not start: a fork would wait for ever for its event

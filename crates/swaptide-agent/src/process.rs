@@ -19,10 +19,11 @@ use swaptide_sys::mem::{Advice, Mapping, SharedMap, advise};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::thread::{
-    getpid, gettid, now, sleep, spawn_engine_thread, unshare_files_and_close_all, unshare_fs,
+    getpid, now, sleep, spawn_engine_thread, unshare_files_and_close_all, unshare_fs,
 };
 use swaptide_sys::{AsFd, BorrowedFd, Errno, OwnedFd};
 
+use crate::engage_gate::ENGAGE_TIMEOUT;
 use crate::environment::Variable;
 use crate::forking::{ForkWait, Turn};
 use crate::log;
@@ -72,12 +73,18 @@ struct Marks {
     own: AtomicU32,
 }
 
-/// Null until there is an engine or a fork, and where there was no memory for it.
+/// Null where there was no memory for it.
 static MARKS: AtomicPtr<Marks> = AtomicPtr::new(std::ptr::null_mut());
 
 fn marks() -> Option<&'static Marks> {
     // SAFETY: null, or a page of this library's own that stays mapped.
     unsafe { MARKS.load(Acquire).as_ref() }
+}
+
+/// Marks this memory as its process's own. Called by the constructor, before any lock is taken: a
+/// child past libc, made at whatever moment, is to know its copies of locks.
+pub(crate) fn mark_memory() {
+    let _ = make_marks();
 }
 
 /// The marks, made if there are none.
@@ -119,13 +126,19 @@ pub(crate) fn is_copied_memory() -> bool {
 /// From now on [`FORK_LOCK`] is held by threads that run on this memory. False if until now it may
 /// have been a copy of one that another process's thread held.
 pub(crate) fn own_memory() -> bool {
-    make_marks().is_none_or(|marks| marks.own.swap(1, AcqRel) != 0)
+    // Not made here: in a child past libc the lock of mappings may be a copy, too.
+    marks().is_none_or(|marks| marks.own.swap(1, AcqRel) != 0)
 }
 
 /// In a process under a filter: if it is a child past libc, it has no engine, and no thread of
 /// it holds the lock that it has a copy of. The first call clears both.
 pub(crate) fn disown_copy() {
-    if !bears_mark() && !ENGINE.swap(std::ptr::null_mut(), AcqRel).is_null() {
+    // Before the mark is looked at: this process's own engine has it before it is here.
+    let engine = ENGINE.load(Acquire);
+    if !engine.is_null()
+        && !bears_mark()
+        && ENGINE.compare_exchange(engine, std::ptr::null_mut(), AcqRel, Relaxed).is_ok()
+    {
         // SAFETY: the holder, if there was one, is a thread of the parent.
         unsafe { FORK_LOCK.force_unlock() };
     }
@@ -340,46 +353,6 @@ pub(crate) const NO_SLOT: u32 = 0;
 pub(crate) const SLOT_PENDING: u32 = u32::MAX;
 /// No budget is smaller.
 const MIN_BUDGET_BYTES: usize = 16 << 20;
-/// How long a mapping waits at most for management to begin.
-const ENGAGE_TIMEOUT: Duration = Duration::from_millis(50);
-
-/// The thread that starts an engine, while it does; 0: none.
-static STARTER: AtomicU32 = AtomicU32::new(0);
-
-/// While there is one, threads of the program wait before they make memory to write to
-/// ([`wait_for_start`]).
-pub(crate) struct EngineStart(());
-
-impl EngineStart {
-    /// This thread starts an engine.
-    pub(crate) fn begin() -> EngineStart {
-        // Relaxed: a thread that does not see it yet does not wait.
-        STARTER.store(gettid().0, Relaxed);
-        EngineStart(())
-    }
-}
-
-impl Drop for EngineStart {
-    fn drop(&mut self) {
-        // With the loads of `wait_for_start`: a thread that has waited sees the engine.
-        STARTER.store(0, Release);
-    }
-}
-
-/// Waits while the engine starts, but not for long: threads that fill memory at full speed would
-/// take the CPUs from the thread that is to bound them, and be far past the budget by then.
-pub(crate) fn wait_for_start() {
-    let starter = STARTER.load(Acquire);
-    // A child of vfork has its parent's word; what the starting thread maps is not waited for.
-    if starter == 0 || starter == gettid().0 || !is_own_process() {
-        return;
-    }
-    let began = now();
-    while STARTER.load(Acquire) != 0 && now().since(began) < ENGAGE_TIMEOUT {
-        sleep(Duration::from_micros(100));
-    }
-}
-
 /// A mapping of `len` bytes is about to be made, to be written. One that is as large as the whole
 /// budget is not made before the process is managed: filled at full speed, or by the kernel at
 /// once, it would be past the budget before the supervisor looked. What is `reserved` beyond all

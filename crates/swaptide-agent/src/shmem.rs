@@ -87,7 +87,7 @@ fn note(range: VirtRange) {
         return;
     }
     let at = COUNT.fetch_add(1, Relaxed);
-    // One too many stands with the last one: more is asked about than need be.
+    // When the table is full, the last range grows: more is asked about than need be.
     let known = &KNOWN_RANGES[at.min(MAX_KNOWN_RANGES - 1)];
     if at < MAX_KNOWN_RANGES {
         known.end.store(range.end.0, Relaxed);
@@ -374,9 +374,8 @@ extern "C" fn guard(_: usize) {
     }
     if guard.has_lost(segment) {
         abort_with(&[
-            b"swaptide: the supervisor was killed, and shared memory of this process that was \
-            swapped with it; the process is stopped rather \
-              than given wrong data",
+            b"swaptide: the supervisor was killed; shared memory that it had swapped out is lost; \
+            the process is stopped rather than given wrong data",
         ]);
     }
     // Nothing was out: the memory is the kernel's again, and no request concerns it any more.

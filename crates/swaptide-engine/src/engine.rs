@@ -436,7 +436,7 @@ impl Engine {
             .segment
             .claimed()
             .filter(|(index, _)| *index != own)
-            .map(|(_, slot)| slot.usage.pool_bytes.load(Relaxed))
+            .map(|(_, slot)| ProcSlot::bytes(&slot.usage.pool_bytes))
             .sum()
     }
 

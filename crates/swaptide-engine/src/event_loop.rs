@@ -83,15 +83,17 @@ impl Handler {
 
     /// Looks for memory to adopt, before there are faults to answer. A second time where much of
     /// what is left is small mappings: the program fills more of them at full speed, and the first
-    /// worker would see it too late.
+    /// worker would see it too late. Not after a look that a fork interrupted: that is left to
+    /// [`Handler::run`], which attends to the fork first.
     pub fn adopt(&mut self) {
-        self.pager.adopt();
+        let is_whole = self.pager.adopt();
         let engine = self.engine;
-        if let Ok(statm) = StatmFd::open_self() {
+        let Ok(statm) = StatmFd::open_self() else { return };
+        engine.charge.measure(&statm);
+        if is_whole && self.pager.adopter.small_mappings_matter(engine) {
+            self.pager.adopt();
+            // What was adopted counts by its pages from here on.
             engine.charge.measure(&statm);
-            if self.pager.adopter.small_mappings_matter(engine) {
-                self.pager.adopt();
-            }
         }
     }
 
@@ -156,7 +158,9 @@ impl Handler {
         while let Some(request) = self.pager.path.reader.next_request() {
             self.forks.serve_untracked(&mut self.pager);
             match request {
-                HandlerRequest::Adopt => self.pager.adopt(),
+                HandlerRequest::Adopt => {
+                    self.pager.adopt();
+                }
                 HandlerRequest::Hint => self.serve_hint(),
                 HandlerRequest::Fence => self.pager.answer_fences(),
                 HandlerRequest::Preload => self.preload.begin(),

@@ -119,11 +119,14 @@ impl Pager {
         }
     }
 
-    /// Looks for memory to adopt; what an interruption leaves undone is due again.
-    pub(crate) fn adopt(&mut self) {
-        if let Err(Interrupted) = self.adopter.adopt(&mut self.path) {
+    /// Looks for memory to adopt. False when an interruption left some undone, which is due again
+    /// then.
+    pub(crate) fn adopt(&mut self) -> bool {
+        let adopted = self.adopter.adopt(&mut self.path);
+        if let Err(Interrupted) = adopted {
             self.path.reader.note_request(HandlerRequest::Adopt);
         }
+        adopted.is_ok()
     }
 
     /// Lets the threads continue that wait at a fence; what an interruption leaves undone is due

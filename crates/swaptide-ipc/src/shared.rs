@@ -16,7 +16,6 @@
 //! Locks: none. Nothing is allocated.
 
 use core::ffi::CStr;
-use core::sync::atomic::Ordering::Relaxed;
 
 use swaptide_sys::maps::for_each_vma;
 use swaptide_sys::mem::Landmark;
@@ -25,7 +24,7 @@ use swaptide_sys::uffd::{Features, OpenError, Uffd};
 use swaptide_sys::{AsFd, OwnedFd};
 
 use crate::ids::SlotIndex;
-use crate::layout::Segment;
+use crate::layout::{ProcSlot, Segment};
 use crate::wire::AgentRequest;
 
 /// The name of a region's memory file.
@@ -173,8 +172,8 @@ impl PagerGuard {
     /// something is out.
     pub fn has_lost(&self, segment: &Segment) -> bool {
         let slot = segment.slot(self.slot);
-        let out = slot.usage.swapped_pool_bytes.load(Relaxed)
-            + slot.usage.swapped_file_bytes.load(Relaxed);
+        let out = ProcSlot::bytes(&slot.usage.swapped_pool_bytes)
+            + ProcSlot::bytes(&slot.usage.swapped_file_bytes);
         let mut mapped = false;
         let mut buffer = [0u8; 4096];
         let looked = for_each_vma(&mut buffer, |vma| {

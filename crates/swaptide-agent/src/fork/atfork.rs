@@ -26,11 +26,13 @@ use swaptide_sys::lock::futex;
 use swaptide_sys::mem::after_fork_in_child;
 use swaptide_sys::thread::{block_all_signals, getpid, gettid, restore_signals, sleep, tell};
 
+use crate::allocator;
+use crate::engage_gate;
 use crate::exit_watch;
 use crate::fork::child::{TAKEN_OVER, child_handler_main, stop};
 use crate::fork::trampoline;
 use crate::forking::{self, FORKING};
-use crate::lifecycle::{PARENT, start_sleeper};
+use crate::lifecycle::{self, PARENT, start_sleeper};
 use crate::log;
 use crate::own_pid::{OWN_PID, is_own_process};
 use crate::pages::kernel_words;
@@ -267,6 +269,7 @@ pub(crate) extern "C" fn child() {
     FORKING_BLOCK.store(0, Relaxed);
     high_fds::forked();
     starting::forked();
+    engage_gate::forked();
     let is_inner = DEPTH.load(Relaxed) > 1;
     if FORKS_CONFINED.swap(false, Relaxed) {
         // SAFETY: no other thread exists here. This process is not managed.
@@ -275,6 +278,8 @@ pub(crate) extern "C" fn child() {
         return;
     }
     after_fork_in_child();
+    allocator::forked();
+    lifecycle::forked();
     forking::is_back();
     FORKING.store(0, Relaxed);
     OWN_PID.store(getpid().0, Relaxed);

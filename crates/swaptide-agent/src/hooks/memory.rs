@@ -7,11 +7,13 @@ use linux_raw_sys::general::{
     MADV_SEQUENTIAL, MADV_WILLNEED, MAP_ANONYMOUS, MAP_GROWSDOWN, MAP_HUGETLB, MAP_NORESERVE,
     MAP_POPULATE, MAP_PRIVATE, MAP_TYPE, PROT_WRITE,
 };
+use swaptide_engine::Engine;
 use swaptide_engine::requests::Hint;
 use swaptide_sys::Errno;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 
+use crate::engage_gate;
 use crate::hooks::{mappings, mremap};
 use crate::process;
 use crate::real;
@@ -97,12 +99,19 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
     let plain = kept & (MAP_TYPE | MAP_ANONYMOUS | MAP_HUGETLB | MAP_GROWSDOWN)
         == MAP_PRIVATE | MAP_ANONYMOUS;
     if plain && prot as u32 & PROT_WRITE != 0 {
-        process::wait_for_start();
-        if process::engine().is_none() {
+        let has_waited = engage_gate::wait_for_start();
+        if seccomp::is() {
+            return call(kept);
+        }
+        if !has_waited && process::engine().is_none() {
             process::begin_before(len, kept & MAP_NORESERVE != 0);
         }
     }
-    let engine = process::engine().filter(|engine| plain && engine.small.reports(len));
+    // A small one is not worth waiting until the handler serves requests: the next look finds it.
+    let is_reported = |engine: &&Engine| {
+        engine.small.reports(len) && !(engine.small.is_small(len) && engage_gate::is_starting())
+    };
+    let engine = process::engine().filter(|_| plain).filter(is_reported);
     let at = call(if engine.is_some() { kept & !MAP_POPULATE } else { kept });
     if let Some(engine) = engine
         && !(-4095..0).contains(&at)

@@ -4,8 +4,9 @@
 //! unmapping thread waits for: about as much as filling some ten pages. So mappings below
 //! [`MIN_BYTES`] stay unmanaged while all of them together are a small part of what a process may
 //! have. Where they are more, they are managed like large ones, for the rest of the process's life:
-//! those that exist at the next looks, the largest first and at most [`MAX_MAPPINGS_PER_LOOK`] at a
-//! time, and new ones when they are made, while little room is left ([`Small::reports`]).
+//! those that exist at this look and the next ones, the largest first and at most
+//! [`MAX_MAPPINGS_PER_LOOK`] at a time, and new ones when they are made, while little room is left
+//! ([`Small::reports`]).
 //!
 //! Owns: that decision, the candidates of one look ([`Candidates`]), and how often is looked.
 //!

@@ -201,8 +201,9 @@ impl Adopter {
         }
         engine.small.found(candidates.bytes(), &engine.charge);
         if engine.small.are_managed() {
-            // From here on the makers of new ones wait for this thread, or a program that fills
-            // them at full speed would be far past its limit before the next look.
+            // Where room is short the makers of new ones wait for this thread from here on, or a
+            // program that fills them at full speed would be far past its limit before the next
+            // look.
             engine.small.follow(&engine.charge);
             let are_more = candidates.take(|range| program_parts(range, |part| found.push(part)));
             engine.small.look_again(are_more);

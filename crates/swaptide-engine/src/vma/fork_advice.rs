@@ -127,8 +127,8 @@ impl ForkAdvice {
         self.is_fresh = true;
     }
 
-    /// Looks at all mappings that begin below `end`. Where that cannot be done all of
-    /// them count as having the advice.
+    /// Looks at all mappings that begin below `end`. Where that cannot be done all of them count as
+    /// having the advice.
     fn look(&mut self, engine: &Engine, buf: &mut [u8], end: VirtAddr) {
         let began = now();
         let below = VirtRange { start: VirtAddr(0), end };
