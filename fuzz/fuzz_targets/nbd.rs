@@ -207,7 +207,7 @@ fuzz_target!(|data: &[u8]| {
     let longest = [4096, 65536, 32 << 20, 1][usize::from(kind >> 1 & 3)];
     let export = Export {
         size: SIZE,
-        flags: Flags(all),
+        flags: Flags::from_bits_retain(all),
         structured: server.structured,
         longest,
         connections: 1 + u32::from(kind >> 3 & 1),

@@ -209,7 +209,7 @@ impl Connector {
     pub(crate) fn connect_again(&self, before: &Export) -> Result<OwnedFd, NbdError> {
         let (fd, export) = self.connect()?;
         let same = export.size >= before.size
-            && export.flags.has(before.flags)
+            && export.flags.contains(before.flags)
             && export.structured == before.structured
             && export.longest >= before.longest;
         if same { Ok(fd) } else { Err(NbdError::Changed(self.url.to_string())) }
@@ -266,11 +266,11 @@ impl Connector {
         const PAGE: u64 = swaptide_store::PAGE_SIZE as u64;
         const MAX_REQUEST_BYTES: u32 = 32 << 20;
         let url = || self.url.to_string();
-        let flags = Flags(agreed.flags);
-        if !flags.has(Flags::HAS_FLAGS) {
+        let flags = Flags::from_bits_retain(agreed.flags);
+        if !flags.contains(Flags::HAS_FLAGS) {
             return Err(NbdError::Protocol(url(), "an export without flags"));
         }
-        if flags.has(Flags::READ_ONLY) {
+        if flags.contains(Flags::READ_ONLY) {
             return Err(NbdError::ReadOnly(url()));
         }
         let (least, most) = agreed.transfers.unwrap_or((1, MAX_REQUEST_BYTES));
@@ -283,7 +283,7 @@ impl Connector {
         if agreed.size < PAGE {
             return Err(NbdError::Empty(url()));
         }
-        let connections = if flags.has(Flags::CAN_MULTI_CONN) {
+        let connections = if flags.contains(Flags::CAN_MULTI_CONN) {
             self.url.connections.unwrap_or(DEFAULT_CONNECTIONS)
         } else {
             1

@@ -65,31 +65,24 @@ const CHUNK: u32 = 128 << 10;
 /// After a write could not reach the server, writes fail at once for so long.
 const WRITE_BACKOFF: Duration = Duration::from_secs(1);
 
-/// What an export can do: the transmission flags of the protocol.
-#[derive(Copy, Clone, PartialEq, Eq, Debug, Default)]
-#[repr(transparent)]
-pub struct Flags(pub u16);
-
-impl Flags {
-    /// Set in all flags that a server sends.
-    pub const HAS_FLAGS: Flags = Flags(1 << 0);
-    /// Nothing can be written.
-    pub const READ_ONLY: Flags = Flags(1 << 1);
-    /// Knows `FLUSH`.
-    pub const SEND_FLUSH: Flags = Flags(1 << 2);
-    /// Knows the flag "to the disk before the reply".
-    pub const SEND_FUA: Flags = Flags(1 << 3);
-    /// Knows `TRIM`.
-    pub const SEND_TRIM: Flags = Flags(1 << 5);
-    /// What one connection has written all others read, and a flush on one is a flush of all.
-    /// Without it, two processes that share extents (after a fork) may see different things there:
-    /// the page's tag tells, but the page is lost.
-    pub const CAN_MULTI_CONN: Flags = Flags(1 << 8);
-
-    /// Whether all of `flags` are set.
-    #[must_use]
-    pub const fn has(self, flags: Flags) -> bool {
-        self.0 & flags.0 == flags.0
+bitflags::bitflags! {
+    /// What an export can do: the transmission flags of the protocol.
+    #[derive(Copy, Clone, PartialEq, Eq, Debug, Default)]
+    pub struct Flags: u16 {
+        /// Set in all flags that a server sends.
+        const HAS_FLAGS = 1 << 0;
+        /// Nothing can be written.
+        const READ_ONLY = 1 << 1;
+        /// Knows `FLUSH`.
+        const SEND_FLUSH = 1 << 2;
+        /// Knows the flag "to the disk before the reply".
+        const SEND_FUA = 1 << 3;
+        /// Knows `TRIM`.
+        const SEND_TRIM = 1 << 5;
+        /// What one connection has written all others read, and a flush on one is a flush of all.
+        /// Without it, two processes that share extents (after a fork) may see different things
+        /// there: the page's tag tells, but the page is lost.
+        const CAN_MULTI_CONN = 1 << 8;
     }
 }
 
@@ -225,8 +218,11 @@ impl Nbd {
         dialer: Box<dyn Dialer>,
         connected: Vec<OwnedFd>,
     ) -> Nbd {
-        let pool =
-            Pool::new(if export.flags.has(Flags::CAN_MULTI_CONN) { export.connections } else { 1 });
+        let pool = Pool::new(if export.flags.contains(Flags::CAN_MULTI_CONN) {
+            export.connections
+        } else {
+            1
+        });
         for fd in connected {
             if let Some(seat) = pool.seat() {
                 seat.fill(fd);
@@ -364,7 +360,7 @@ impl Nbd {
 
     /// The same; also tells whether some of it may still be carried out later.
     pub fn trim_surely(&self, offset: u64, len: u64) -> (Result<(), Errno>, Certainty) {
-        if !self.export.flags.has(Flags::SEND_TRIM) {
+        if !self.export.flags.contains(Flags::SEND_TRIM) {
             return (Err(Errno::OPNOTSUPP), Certainty::Answered);
         }
         let mut left = len.min(self.export.size.saturating_sub(offset));
@@ -383,7 +379,7 @@ impl Nbd {
     /// Waits until everything written so far is on the server's disk. At once where the export does
     /// not know that.
     pub fn flush(&self) -> Result<(), Errno> {
-        if !self.export.flags.has(Flags::SEND_FLUSH) {
+        if !self.export.flags.contains(Flags::SEND_FLUSH) {
             return Ok(());
         }
         self.change(&mut [NbdRequest::new(0, Job::Flush)]).map(drop)

@@ -219,8 +219,13 @@ impl AreaDirectory for SegmentExtents {
             Transport::File => Opened::File(open(id)?),
             Transport::Nbd => {
                 let ExportFacts { bytes, flags, structured, longest, connections } = area.export();
-                let export =
-                    Export { size: bytes, flags: Flags(flags), structured, longest, connections };
+                let export = Export {
+                    size: bytes,
+                    flags: Flags::from_bits_retain(flags),
+                    structured,
+                    longest,
+                    connections,
+                };
                 Opened::Nbd {
                     connection: open(id).ok(),
                     export,

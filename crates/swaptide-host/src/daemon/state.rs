@@ -349,7 +349,13 @@ impl SavedArea {
         };
         let ExportFacts { bytes, flags, structured, longest, connections } =
             segment.area(AreaId(self.id)).export();
-        let export = Export { size: bytes, flags: Flags(flags), structured, longest, connections };
+        let export = Export {
+            size: bytes,
+            flags: Flags::from_bits_retain(flags),
+            structured,
+            longest,
+            connections,
+        };
         let connector = Arc::new(Connector::new(url).ok()?);
         Some(self.over(BackingKind::Nbd, Medium::Nbd(connector, export)))
     }

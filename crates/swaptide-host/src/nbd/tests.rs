@@ -142,7 +142,7 @@ fn what_is_agreed_on_comes_through() {
         export,
         Export {
             size: 10 << 20,
-            flags: Flags(0x12d),
+            flags: Flags::from_bits_retain(0x12d),
             structured: true,
             longest: 1 << 20,
             connections: 4
@@ -175,7 +175,7 @@ fn old_servers_are_asked_by_name() {
             export,
             Export {
                 size: 1 << 20,
-                flags: Flags(1),
+                flags: Flags::from_bits_retain(1),
                 structured: false,
                 longest: 32 << 20,
                 connections: 1
@@ -367,7 +367,7 @@ fn an_export_that_has_shrunk_is_not_taken_again() {
         });
         let before = Export {
             size: 2 << 20,
-            flags: Flags(0x2d),
+            flags: Flags::from_bits_retain(0x2d),
             structured: true,
             longest: 32 << 20,
             connections: 1,

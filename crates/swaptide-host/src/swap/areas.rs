@@ -217,7 +217,7 @@ impl Areas {
                 let Export { size: bytes, flags, structured, longest, connections } = *export;
                 (
                     Transport::Nbd,
-                    ExportFacts { bytes, flags: flags.0, structured, longest, connections },
+                    ExportFacts { bytes, flags: flags.bits(), structured, longest, connections },
                 )
             }
         };

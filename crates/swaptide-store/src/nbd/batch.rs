@@ -71,11 +71,12 @@ impl RequestBatch<'_, '_> {
                 self.widen();
             }
             self.assign();
-            let flags = if self.nbd.options.durable && self.nbd.export.flags.has(Flags::SEND_FUA) {
-                wire::FLAG_FUA
-            } else {
-                0
-            };
+            let flags =
+                if self.nbd.options.durable && self.nbd.export.flags.contains(Flags::SEND_FUA) {
+                    wire::FLAG_FUA
+                } else {
+                    0
+                };
             let requests = &mut *self.requests;
             let broken = self
                 .connections

@@ -12,13 +12,11 @@ mod lies;
 
 const SIZE: u64 = 1 << 20;
 const PAGE: u64 = PAGE_SIZE as u64;
-const ALL: Flags = Flags(
-    Flags::HAS_FLAGS.0
-        | Flags::SEND_FLUSH.0
-        | Flags::SEND_FUA.0
-        | Flags::SEND_TRIM.0
-        | Flags::CAN_MULTI_CONN.0,
-);
+const ALL: Flags = Flags::HAS_FLAGS
+    .union(Flags::SEND_FLUSH)
+    .union(Flags::SEND_FUA)
+    .union(Flags::SEND_TRIM)
+    .union(Flags::CAN_MULTI_CONN);
 
 fn export() -> Export {
     Export { size: SIZE, flags: ALL, structured: true, longest: 32 << 20, connections: 1 }
@@ -321,7 +319,7 @@ fn a_deep_queue_uses_as_many_connections_as_the_export_allows() {
 
     // Without the flag there is one, whatever else is said.
     let single = lab.client(
-        Export { connections: 4, flags: Flags(ALL.0 & !Flags::CAN_MULTI_CONN.0), ..export() },
+        Export { connections: 4, flags: ALL - Flags::CAN_MULTI_CONN, ..export() },
         options(),
     );
     assert_eq!(single.write_many(&places), Ok(()));
@@ -469,10 +467,8 @@ fn writes_can_be_asked_to_be_durable() {
     assert_eq!(flags.load(SeqCst), 1 << 16 | 1);
     nbd.read_at(0, &mut [1; 4096]).unwrap();
     assert_eq!(flags.load(SeqCst), 0);
-    let cannot = Export {
-        flags: Flags(ALL.0 & !Flags::SEND_FUA.0 & !Flags::SEND_TRIM.0 & !Flags::SEND_FLUSH.0),
-        ..export()
-    };
+    let cannot =
+        Export { flags: ALL - Flags::SEND_FUA - Flags::SEND_TRIM - Flags::SEND_FLUSH, ..export() };
     let nbd = lab.client(cannot, durable);
     nbd.write_at(0, &[1; 4096]).unwrap();
     assert_eq!(flags.load(SeqCst), 1);

@@ -40,9 +40,8 @@ const WARM_BLOCKS: usize = 16;
 /// How far the pool may go past its limit while objects are replaced by smaller ones: a new block
 /// for each class among them.
 const REPLACE_SLACK_BYTES: usize = 16 * BLOCK_BYTES;
-/// The address space is scarce when it has room for fewer pages than this, beyond one part in so
-/// many of its blocks: more than all that can be on their way out of a program at a time. Of a
-/// small one, half.
+/// The address space is scarce when it has room for fewer pages than these and a sixteenth of its
+/// blocks: more than all that can be on their way out of a program at a time. Of a small one, half.
 const SCARCE_PAGES: usize = 32 << 10;
 const SCARCE_DIVISOR: usize = 16;
 /// What is brought near of an object that will be read: the processor finds the rest by itself.

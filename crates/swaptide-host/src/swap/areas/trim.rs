@@ -78,7 +78,7 @@ impl Areas {
     /// A client for an area whose server knows how to trim.
     fn client(&self, id: AreaId) -> Option<Nbd> {
         let (url, export) = match &self.held().get(&id)?.backing.medium {
-            Medium::Nbd(connector, export) if export.flags.has(Flags::SEND_TRIM) => {
+            Medium::Nbd(connector, export) if export.flags.contains(Flags::SEND_TRIM) => {
                 (connector.url().clone(), *export)
             }
             _ => return None,

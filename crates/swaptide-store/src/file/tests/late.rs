@@ -23,7 +23,7 @@ impl AreaDirectory for OneServer {
     fn open(&self, _area: u8) -> Result<Opened, Errno> {
         let export = Export {
             size: EXTENTS * EXTENT_BYTES,
-            flags: Flags(Flags::HAS_FLAGS.0 | Flags::SEND_TRIM.0 | Flags::CAN_MULTI_CONN.0),
+            flags: Flags::HAS_FLAGS | Flags::SEND_TRIM | Flags::CAN_MULTI_CONN,
             structured: true,
             longest: 32 << 20,
             connections: 4,
