@@ -52,11 +52,11 @@ CITED = re.compile(rf"\b({NUMBER}) ?({UNIT})?\b[a-zA-Z \n-]{{0,40}}\(`([A-Z][A-Z
 PHRASES = [
     ("README.md", r"(\d+) processes, \d+ GiB of swap areas", "MAX_PROCS"),
     ("README.md", r"processes, (\d+ GiB) of swap areas", "MAX_EXTENTS * EXTENT_BYTES"),
-    ("README.md", r"least budget is (\d+M)", "MIN_BUDGET_BYTES"),
+    ("README.md", r"smallest budget is (\d+M)", "MIN_BUDGET_BYTES"),
     ("docs/semantics.md", r"\| (\d+) processes at a time", "MAX_PROCS"),
     ("docs/semantics.md", r"\| (\d+ GiB) of swap areas;", "MAX_EXTENTS * EXTENT_BYTES"),
     ("docs/semantics.md", r"compressed memory a process; (\d+) areas", "MAX_AREAS"),
-    ("docs/semantics.md", r"least budget is (\d+M)", "MIN_BUDGET_BYTES"),
+    ("docs/semantics.md", r"smallest budget is (\d+M)", "MIN_BUDGET_BYTES"),
     ("docs/semantics.md", r"pushed below (\d+) to \d+ MiB", "CROWDED_FLOOR_BYTES // 2**20"),
     ("docs/semantics.md", r"pushed below \d+ to (\d+) MiB", "FLOOR_BYTES // 2**20"),
     ("docs/semantics.md", r"fewer than (\d+) open files", "MIN_OPEN_FILES"),

@@ -97,9 +97,13 @@ NAMES = re.compile(r"`[^`\n]*`|\{[a-z_]+[^}\n]*\}")
 
 
 def rust_or_c(text):
-    """Comments and strings of Rust or C, each with the offset at which it begins."""
+    """Comments and strings of Rust or C, each with the offset at which it begins. Lines of one
+    comment are one part: a phrase may go over their end.
+    """
     token = re.compile(
-        r"//[^\n]*|/\*.*?\*/|'(?:\\.|[^\\'\n])'|r(#+)\".*?\"\1|\"(?:\\.|[^\"\\])*\"", re.S
+        r"//[^\n]*(?:\n[ \t]*//[^\n]*)*|"
+        r"/\*.*?\*/|'(?:\\.|[^\\'\n])'|r(#+)\".*?\"\1|\"(?:\\.|[^\"\\])*\"",
+        re.S,
     )
     for match in token.finditer(text):
         if not match[0].startswith("'"):

@@ -13,8 +13,8 @@ pub struct BenchArgs {
     /// What to measure
     #[arg(value_enum)]
     pub name: Benchmark,
-    /// Kernel swap to compare with; may be repeated [default: kernel-zram for root in fill, seq and
-    /// random, else none]
+    /// Kernel swap to compare with; may be repeated [default, for root: kernel-zram; kernel-zswap
+    /// in pressure and pool; none in sweep]
     #[arg(long, value_enum, value_delimiter = ',')]
     pub peer: Vec<PeerArg>,
     /// Runs of each side [default: 3; 1 for sweep]

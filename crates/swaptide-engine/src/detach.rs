@@ -31,7 +31,7 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 use crate::engine::Engine;
 use crate::fault::path::FaultPath;
 use crate::fault::swap_in::COPY_GROUP_PAGES;
-use crate::fork::{ForkServer, unpark_workers};
+use crate::fork::{ForkServer, resume_workers};
 use crate::mm::dontfork;
 use crate::mm::page_table::{PageState, PageTable};
 use crate::mm::types::{ChunkNo, LAST_PAGE, PageNo, range_of};
@@ -105,7 +105,7 @@ impl Detach {
         if is_possible(&pager.path) {
             return true;
         }
-        unpark_workers(engine);
+        resume_workers(engine);
         false
     }
 }
@@ -141,7 +141,7 @@ pub(crate) fn detach(path: &mut FaultPath) -> bool {
         || engine.slot().control.detach.load(Relaxed) == 0
         || !(engine.start.release_hold)()
     {
-        unpark_workers(engine);
+        resume_workers(engine);
         return false;
     }
     {

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use rustix::event::epoll;
-use swaptide_engine::mm::types::PageNo;
+use swaptide_engine::mm::types::{PAGES_PER_CHUNK, PageNo};
 use swaptide_engine::readahead::locality::SwapIn;
 use swaptide_ipc::{Counter, LAST_ORDER, OfOrder};
 use swaptide_sys::Errno;
@@ -285,7 +285,7 @@ impl FaultThread {
             RegionPage::Leaving if wp => {
                 // It is written to: it stays, and so does what is around it, for a while.
                 region.set(page, RegionPage::Present);
-                region.chunk(page / 16).hot = true;
+                region.chunk(page / PAGES_PER_CHUNK).hot = true;
                 self.inner.count(Counter::SwapCacheHit, 1);
             }
             // A program gave it up by itself.
@@ -392,7 +392,7 @@ impl FaultThread {
         }
         region.locality.grew(PageNo(page), run.len());
         self.inner.count(Counter::Pgminfault, 1);
-        for chunk in run.start / 16..run.end.div_ceil(16) {
+        for chunk in run.start / PAGES_PER_CHUNK..run.end.div_ceil(PAGES_PER_CHUNK) {
             state.enqueue(site.piece.region, chunk);
         }
     }
@@ -407,7 +407,7 @@ impl FaultThread {
         let foretold = region.locality.swap_in(PageNo(0), PageNo(page), reading, bound);
         let wanted = match foretold {
             SwapIn::Page => page..page + 1,
-            SwapIn::Chunk => region.chunk_pages(page / 16),
+            SwapIn::Chunk => region.chunk_pages(page / PAGES_PER_CHUNK),
             SwapIn::Onward(n) => page..page + n,
         };
         let wanted = wanted.start..wanted.end.min(region.pages());

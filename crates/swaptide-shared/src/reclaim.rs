@@ -40,7 +40,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use swaptide_engine::mm::types::PAGES_PER_CHUNK;
+use swaptide_engine::mm::types::{CHUNK_ORDER, PAGES_PER_CHUNK};
 use swaptide_ipc::{Counter, OfOrder};
 use swaptide_store::codec::{Compressor, Unpacker};
 use swaptide_store::{Page, Slot};
@@ -159,7 +159,7 @@ impl ReclaimThread {
             self.inner.store.tidy();
             return Duration::from_millis(5);
         }
-        let least = if over == 0 { 0 } else { 16 };
+        let least = if over == 0 { 0 } else { PAGES_PER_CHUNK as u64 };
         let mut outcome =
             self.batch((over / PAGE_SIZE as u64).clamp(least, MAX_BATCH_PAGES as u64) as usize);
         if outcome == Outcome::Nothing && self.inner.lock().is_passing() {
@@ -298,7 +298,7 @@ impl ReclaimThread {
         for ((id, page, slot, epoch), copied) in chosen.into_iter().zip(copied) {
             let stands = state.regions.get_mut(&id).is_some_and(|region| {
                 region.slot(page) == slot
-                    && region.chunk(page / 16).epoch == epoch
+                    && region.chunk(page / PAGES_PER_CHUNK).epoch == epoch
                     && region.state(page) == RegionPage::Pool
             });
             match (copied, stands) {
@@ -311,7 +311,7 @@ impl ReclaimThread {
                     self.inner.count(Counter::Pswpout, 1);
                 }
                 (true, false) => self.inner.store.free(slot, RegionPage::Area),
-                (false, true) => again.push((id, page / 16)),
+                (false, true) => again.push((id, page / PAGES_PER_CHUNK)),
                 (false, false) => {}
             }
         }
@@ -478,7 +478,7 @@ impl ReclaimThread {
                 }
             }
             self.lift(state, *id, run);
-            for chunk in run.start / 16..run.end.div_ceil(16) {
+            for chunk in run.start / PAGES_PER_CHUNK..run.end.div_ceil(PAGES_PER_CHUNK) {
                 let some = |region: &crate::region::Region| {
                     region.chunk_pages(chunk).any(|page| region.state(page).is_in())
                 };
@@ -604,12 +604,12 @@ impl ReclaimThread {
         let mut logged = Vec::new();
         for (_, page, place) in run {
             region.set(*page, *place);
-            region.chunk(page / 16).gone = clock;
+            region.chunk(page / PAGES_PER_CHUNK).gone = clock;
             match place {
                 RegionPage::Zero => self.inner.count(Counter::SwpoutZero, 1),
                 RegionPage::Pool => {
                     self.inner.count(Counter::Zswpout, 1);
-                    logged.push(page / 16);
+                    logged.push(page / PAGES_PER_CHUNK);
                 }
                 _ => self.inner.count(Counter::Pswpout, 1),
             }
@@ -618,12 +618,17 @@ impl ReclaimThread {
         for chunk in logged {
             self.log_chunk(state, id, chunk);
         }
-        for aligned in pages.start.next_multiple_of(16)..pages.end {
-            if aligned.is_multiple_of(16) && aligned + 16 <= pages.end {
-                OfOrder::Zswpout
-                    .counter(4)
-                    .into_iter()
-                    .for_each(|counter| self.inner.count(counter, 1));
+        let chunk_of = |page: usize| page / PAGES_PER_CHUNK;
+        for chunk in run.chunk_by(|(_, a, _), (_, b, _)| chunk_of(*a) == chunk_of(*b)) {
+            let on_area = chunk.iter().filter(|(_, _, place)| *place == RegionPage::Area).count();
+            let of_order = match on_area {
+                _ if chunk.len() < PAGES_PER_CHUNK => continue,
+                0 => OfOrder::Zswpout,
+                PAGES_PER_CHUNK => OfOrder::Swpout,
+                _ => continue,
+            };
+            if let Some(counter) = of_order.counter(CHUNK_ORDER) {
+                self.inner.count(counter, 1);
             }
         }
         run.len()

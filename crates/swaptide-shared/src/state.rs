@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 use rustix::fs::FallocateFlags;
+use swaptide_engine::mm::types::PAGES_PER_CHUNK;
 use swaptide_engine::readahead::locality::Reading;
 use swaptide_ipc::shared::{
     ADVICE_HOLD, ADVICE_RELEASE, ADVICE_REMOVE, AdviceOutcome, Attached, REGION_NAME,
@@ -478,7 +479,9 @@ impl Inner {
         const WILLNEED: i32 = 3;
         const COLD: i32 = 20;
         const PAGEOUT: i32 = 21;
-        let chunks = |pages: &Range<usize>| pages.start / 16..pages.end.div_ceil(16);
+        let chunks = |pages: &Range<usize>| {
+            pages.start / PAGES_PER_CHUNK..pages.end.div_ceil(PAGES_PER_CHUNK)
+        };
         let Some(region) = state.regions.get_mut(&id) else { return };
         // A mapping may be longer than what it maps.
         let pages = pages.start.min(region.pages())..pages.end.min(region.pages());
@@ -728,7 +731,7 @@ impl Inner {
                     ..(hole as usize).div_ceil(PAGE_SIZE).min(region.pages())
                 {
                     region.set(page, RegionPage::Present);
-                    present.push((region.id, page / 16));
+                    present.push((region.id, page / PAGES_PER_CHUNK));
                 }
                 at = hole;
             }

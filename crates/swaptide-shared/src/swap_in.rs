@@ -10,6 +10,7 @@
 
 use std::ops::Range;
 
+use swaptide_engine::mm::types::PAGES_PER_CHUNK;
 use swaptide_ipc::Counter;
 use swaptide_store::codec::Unpacker;
 use swaptide_store::{Page, Slot};
@@ -178,7 +179,10 @@ impl Inner {
         }
         let has_written = brought.iter().any(|run| !run.is_empty());
         self.follow_unwritten(&mut state.shortages.writes, has_written, unwritten.as_ref());
-        for chunk in brought.iter().flat_map(|run| run.start / 16..run.end.div_ceil(16)) {
+        for chunk in brought
+            .iter()
+            .flat_map(|run| run.start / PAGES_PER_CHUNK..run.end.div_ceil(PAGES_PER_CHUNK))
+        {
             self.activate(state, id, chunk);
         }
         self.publish(&state.counts());

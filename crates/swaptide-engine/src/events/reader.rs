@@ -122,7 +122,7 @@ impl UffdReader {
         }
         let mut messages = Message::buffer::<MESSAGES_PER_READ>();
         let engine = self.engine;
-        // It comes to its turn, though it did not wait.
+        // This counts as a turn although it did not poll.
         engine.handler.turns.fetch_add(2, Relaxed);
         let mut mm = engine.mm.lock();
         match self.uffd.read(&mut messages) {

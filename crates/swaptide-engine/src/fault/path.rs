@@ -10,7 +10,8 @@
 //!    itself, and the waiting thread pays ([`crate::fault::direct_reclaim`]).
 //! 2. Growth copies the page asked for alone, or moves four and more: two or three are not worth a
 //!    move.
-//! 3. Fills never wake; the answer to the fault wakes last.
+//! 3. Fills never wake. The answer to the fault wakes last; of a window its thread is woken as soon
+//!    as the first chunk is in ([`crate::fault::swap_in`]).
 //! 4. When a fork through no hook is read meanwhile, the fault ends with [`Served::Again`]: nothing
 //!    was put in place, or all that belongs together.
 //!

@@ -73,5 +73,5 @@ mod protocol;
 
 pub use child::ForkHandoff;
 pub(crate) use child::inherited;
-pub(crate) use prepare::{ForkServer, unpark_workers};
+pub(crate) use prepare::{ForkServer, resume_workers};
 pub use protocol::Decline;

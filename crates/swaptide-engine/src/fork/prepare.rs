@@ -240,7 +240,7 @@ impl ForkServer {
         if engine.fork.followed {
             deny_fork(engine);
         }
-        unpark_workers(engine);
+        resume_workers(engine);
         engine.fork.set(NO_FORK);
     }
 }
@@ -261,7 +261,7 @@ fn has_free_descriptor(engine: &Engine) -> bool {
 }
 
 /// Lets the workers continue.
-pub(crate) fn unpark_workers(engine: &Engine) {
+pub(crate) fn resume_workers(engine: &Engine) {
     engine.workers.quiesce.store(0, Release);
     futex::wake(&engine.workers.quiesce, u32::MAX >> 1, futex::Scope::Private);
     // The next time they are quiesced, those that are quiesced are counted: none may be on its way

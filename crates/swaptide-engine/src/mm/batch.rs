@@ -20,7 +20,7 @@ pub(crate) const MAX_MOVES_PER_BATCH: usize = 128;
 
 /// A chunk of the batch: its pages lie one after the other from `place` on.
 #[derive(Clone, Copy)]
-pub(crate) struct TakenPage {
+pub(crate) struct TakenChunk {
     pub(crate) chunk: ChunkNo,
     /// How many pages are to be moved.
     pub(crate) planned: u16,
@@ -32,7 +32,7 @@ pub(crate) struct TakenPage {
 
 /// A folio on its way out.
 #[derive(Clone, Copy)]
-pub(crate) struct OutgoingPage {
+pub(crate) struct OutgoingFolio {
     pub(crate) place: usize,
     pub(crate) order: u8,
     pub(crate) entry: SwapEntry,
@@ -47,7 +47,7 @@ pub(crate) struct BackingPage {
     /// Where its bytes are in `Batch::packed`; `None`: it goes as it lies in its frame.
     pub(crate) packed: Option<Range<usize>>,
     /// Its entry on a swap area, which has taken it.
-    pub(crate) place: Option<SwapEntry>,
+    pub(crate) area_entry: Option<SwapEntry>,
 }
 
 /// One run of pages to move: program page, place in the slab, length, and which chunk of the batch
@@ -84,9 +84,9 @@ impl Places {
 /// Chunks on their way from the program to the devices.
 pub struct Batch {
     pub(crate) slab: Option<SlabNo>,
-    pub(crate) chunks: Vec<TakenPage>,
+    pub(crate) chunks: Vec<TakenChunk>,
     pub(crate) runs: Vec<MoveRun>,
-    pub(crate) leaving: Vec<OutgoingPage>,
+    pub(crate) leaving: Vec<OutgoingFolio>,
     /// How many pages were moved to frames.
     pub(crate) pages: usize,
     /// Pages that do not compress, or that compressed memory refuses: they go to a swap area.

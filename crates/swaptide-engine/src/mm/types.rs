@@ -5,7 +5,7 @@ use swaptide_sys::page::{PAGE_SHIFT, PAGE_SIZE, VirtAddr, VirtRange};
 /// Pages of one chunk: 64 KiB, the folio that swap-out and swap-in work with.
 pub const PAGES_PER_CHUNK: usize = 16;
 /// log2 of [`PAGES_PER_CHUNK`].
-pub(crate) const CHUNK_ORDER: u8 = 4;
+pub const CHUNK_ORDER: u8 = 4;
 /// Bytes of a chunk.
 pub(crate) const CHUNK_BYTES: usize = PAGES_PER_CHUNK * PAGE_SIZE;
 /// Pages of one leaf of the page table and of one slab of staging frames: 2 MiB, a cluster's worth.

@@ -101,8 +101,8 @@ impl Streams {
         Streams { streams: [Stream::NONE; STREAMS], current: 0, clock: 0, started: 0 }
     }
 
-    /// The stream that expects `at`, or, with `slack`, something before it by no more than its own
-    /// window.
+    /// The stream that expects `at`, or, with `slack`, something before it by no more than half its
+    /// own window.
     fn find(&mut self, at: usize, slack: bool) -> Option<&mut Stream> {
         self.clock = self.clock.wrapping_add(1);
         let clock = self.clock;

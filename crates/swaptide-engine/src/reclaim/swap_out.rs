@@ -30,7 +30,7 @@ use swaptide_sys::uffd::MoveFlags;
 use crate::backing::devices::{AREA, POOL, entry_plus};
 use crate::engine::{Engine, Mm};
 use crate::mm::batch::{
-    BackingPage, Batch, MAX_MOVES_PER_BATCH, MoveRun, OutgoingPage, Places, TakenPage,
+    BackingPage, Batch, MAX_MOVES_PER_BATCH, MoveRun, OutgoingFolio, Places, TakenChunk,
 };
 use crate::mm::page_table::{PageState, UNMOVABLE};
 use crate::mm::staging::{FrameNo, SlabNo};
@@ -58,7 +58,7 @@ impl BackingPage {
             }
             _ => None,
         };
-        BackingPage { frame, entry, packed, place: None }
+        BackingPage { frame, entry, packed, area_entry: None }
     }
 
     /// The page as it is stored.
@@ -198,7 +198,7 @@ impl Batch {
                 continue;
             }
             let index = self.chunks.len();
-            self.chunks.push(TakenPage { chunk, planned: movable, moved: 0, place });
+            self.chunks.push(TakenChunk { chunk, planned: movable, moved: 0, place });
             for (first, len) in crate::mm::types::runs(movable) {
                 let run = MoveRun { page: chunk.first().plus(first), place, len, index };
                 place += len;
@@ -302,7 +302,7 @@ impl Batch {
                 engine,
                 mm,
                 slab,
-                OutgoingPage {
+                OutgoingFolio {
                     place,
                     order,
                     entry: crate::backing::devices::NO_ENTRY,
@@ -323,10 +323,10 @@ impl Batch {
         engine: &Engine,
         mm: &mut Mm,
         slab: SlabNo,
-        mut leaving: OutgoingPage,
+        mut leaving: OutgoingFolio,
         first: usize,
     ) {
-        let OutgoingPage { place, order, chunk, .. } = leaving;
+        let OutgoingFolio { place, order, chunk, .. } = leaving;
         let frame = slab.frame(place);
         let Some(entry) = engine.devices.alloc_pool(order, FolioId(frame.0)) else {
             if order == 0 {
@@ -337,12 +337,12 @@ impl Batch {
             engine.count(Counter::SwpoutFallback, 1);
             engine.count_order(OfOrder::SwpoutFallback, order, 1);
             let half = 1 << (order - 1);
-            self.give_folio(engine, mm, slab, OutgoingPage { order: order - 1, ..leaving }, first);
+            self.give_folio(engine, mm, slab, OutgoingFolio { order: order - 1, ..leaving }, first);
             self.give_folio(
                 engine,
                 mm,
                 slab,
-                OutgoingPage { order: order - 1, place: place + half, ..leaving },
+                OutgoingFolio { order: order - 1, place: place + half, ..leaving },
                 first + half,
             );
             return;
@@ -461,14 +461,14 @@ impl Batch {
         }
         if !engine.file_rests() {
             for page in &mut self.to_area {
-                page.place = copies::alloc_slot(engine, FolioId(page.frame.0));
+                page.area_entry = copies::alloc_slot(engine, FolioId(page.frame.0));
             }
         }
         let pages: Vec<(Slot, Packed<'_>)> = self
             .to_area
             .iter()
             .filter_map(|page| {
-                let slot = Slot(page.place?.offset().0);
+                let slot = Slot(page.area_entry?.offset().0);
                 // SAFETY: as in `store`: the frames are this batch's until `finish`.
                 Some((slot, unsafe { page.packed(engine, &self.packed) }))
             })
@@ -479,13 +479,13 @@ impl Batch {
         if let Err(error) = result {
             engine.write_failed(&error);
             for page in &mut self.to_area {
-                if let Some(place) = page.place.take() {
+                if let Some(place) = page.area_entry.take() {
                     engine.devices.free_slot(place, Expect::Folio(FolioId(page.frame.0)));
                 }
             }
             written = 0;
         }
-        for page in self.to_area.iter().filter(|page| page.place.is_none()) {
+        for page in self.to_area.iter().filter(|page| page.area_entry.is_none()) {
             engine.report_swap_full("the swap areas are full: exceeding the budget");
             // SAFETY: as above.
             let packed = unsafe { page.packed(engine, &self.packed) };
@@ -593,7 +593,7 @@ impl Batch {
     fn finish_on_areas(&mut self, engine: &Engine, mm: &mut Mm) {
         let devices = &engine.devices;
         let shadow = mm.shadow();
-        for &BackingPage { frame, entry, place, .. } in &self.to_area {
+        for &BackingPage { frame, entry, area_entry: place, .. } in &self.to_area {
             let Some(place) = place else { continue };
             let folio = FolioId(frame.0);
             devices.to_shadow(place, 1, folio, shadow);

@@ -42,7 +42,7 @@ use crate::reclaim::writeback::Writeback;
 use crate::requests::HandlerRequest;
 use crate::sched::handler_cpu::{self, NO_CPU, WorkerAffinity};
 
-/// Of how much time looks for memory to adopt may take one part; the same while there is some.
+/// Looks for memory to adopt may take a sixteenth of the time, a third while they find some.
 const PART_OF_TIME: u64 = 16;
 const PART_OF_TIME_GROWN: u64 = 3;
 /// How often an idle worker looks at the accounts.
@@ -59,10 +59,11 @@ const GROWTH_BYTES_PER_US: u64 = 6_000;
 const STARVED_HANDLER_TIME: Duration = Duration::from_millis(3);
 /// How often the division between resident and compressed memory may change.
 const DIVISION_INTERVAL: Duration = Duration::from_millis(10);
-/// Compressed memory is made compact when it holds this much more than a quarter for nothing; so
-/// many bytes are moved at a time.
-const COMPACT_STEP_BYTES: usize = 1 << 20;
-const COMPACT_BYTES: usize = 512 << 10;
+/// Bytes that compressed memory may waste, beyond a part of what it stores (a quarter; while no
+/// thread wants anything, a thirty-second), before it is made compact.
+const COMPACT_SLACK_BYTES: usize = 1 << 20;
+/// Bytes that are moved at a time then.
+const COMPACT_STEP_BYTES: usize = 512 << 10;
 /// Compressed memory smaller than this part of the limit is not made smaller for its own sake.
 const MIN_POOL_DIVISOR: u64 = 16;
 /// Batches that may wait for a worker.
@@ -101,13 +102,13 @@ pub struct Worker {
     unpacker: Unpacker,
     recompress: Recompress,
     writeback: Writeback,
-    /// How often in a row that was done and nothing could be taken.
-    vain: u32,
-    /// When it was done the last time.
+    /// How often in a row sharing was broken and nothing could be taken.
+    failed_unshares: u32,
+    /// When sharing was broken last.
     unshared_at: Nanos,
     /// When pages were looked at again last, for want of others.
     looked_at: Nanos,
-    /// The last batch that was to be taken was looked for.
+    /// Whether the last call of `take` looked for chunks.
     tried: bool,
     /// Which mappings are armed.
     seen: Seen,
@@ -121,7 +122,7 @@ impl Worker {
             unpacker: Unpacker::new(),
             recompress: Recompress::new(),
             writeback: Writeback::new(),
-            vain: 0,
+            failed_unshares: 0,
             unshared_at: Nanos(0),
             looked_at: Nanos(0),
             tried: false,
@@ -255,8 +256,8 @@ impl Worker {
             return true;
         }
         // What it freed lies in holes.
-        pool.pool_bytes() > pool.stored_bytes() / 32 * 33 + COMPACT_STEP_BYTES
-            && pool.compact(COMPACT_BYTES) > 0
+        pool.pool_bytes() > pool.stored_bytes() / 32 * 33 + COMPACT_SLACK_BYTES
+            && pool.compact(COMPACT_STEP_BYTES) > 0
     }
 
     /// Breaks the sharing of pages that a fork left shared, so that the next batch can take them.
@@ -265,7 +266,9 @@ impl Worker {
     /// Each costs a page until it is out, so they are the next to go: were they to wait for their
     /// turn, all that is shared would be there twice before any of it had left.
     fn unshare(&mut self, engine: &Engine, needs: bool) -> bool {
-        if self.vain >= MAX_FAILED_UNSHARES && now().since(self.unshared_at) < UNSHARE_BACKOFF {
+        if self.failed_unshares >= MAX_FAILED_UNSHARES
+            && now().since(self.unshared_at) < UNSHARE_BACKOFF
+        {
             return false;
         }
         self.unshared_at = now();
@@ -321,7 +324,7 @@ impl Worker {
                 if Worker::is_short_of_own(engine) {
                     self.unshare(engine, false);
                 }
-                self.vain = 0;
+                self.failed_unshares = 0;
             }
             // Where nothing can be stored, or an event is to be read first, it is not for what is
             // shared that nothing was taken.
@@ -333,8 +336,8 @@ impl Worker {
                     }
                 }
                 if self.unshare(engine, engine.charge.headroom() < 0) {
-                    self.vain += 1;
-                    if self.vain < MAX_FAILED_UNSHARES {
+                    self.failed_unshares += 1;
+                    if self.failed_unshares < MAX_FAILED_UNSHARES {
                         return Step::Again;
                     }
                 }
@@ -622,8 +625,8 @@ impl Housekeeping {
             engine.charge.decay_grace();
             // Pages that left it leave holes; a quarter of it for nothing is too much.
             let pool = &engine.devices.pool;
-            if pool.pool_bytes() > pool.stored_bytes() / 4 * 5 + COMPACT_STEP_BYTES {
-                pool.compact(COMPACT_BYTES);
+            if pool.pool_bytes() > pool.stored_bytes() / 4 * 5 + COMPACT_SLACK_BYTES {
+                pool.compact(COMPACT_STEP_BYTES);
             }
         }
         let rest = engine.charge.rest();

@@ -214,8 +214,8 @@ impl ForkControl {
         }
     }
 
-    /// In the forking thread, before its fork, after it has rung: returns when the handler stands
-    /// still for it. False if the handler cannot: then there must be no engine at the fork.
+    /// Called by the forking thread after it has requested the fork: returns when the handler is
+    /// prepared for it. False if the handler cannot be: then there must be no engine at the fork.
     /// `mask`: as for [`ForkControl::wait`].
     pub fn wait_until_prepared(&self, mask: u64) -> bool {
         let mut waited = Waited::default();

@@ -3,9 +3,10 @@
 //!
 //! The kernel moves pages only between mappings that are both writable and permit the same. So what
 //! is read-only or executable stays, whatever made it so and when. Locked memory stays because
-//! the program asked for that. What is written to of a file that is mapped privately stays because
-//! the kernel registers only memory without a file. It is measured while mappings are listed
-//! (`adopt`), where the process is past its limit, and not more often than [`AGE`]. What is locked
+//! the program asked for that. Modified pages of private file mappings stay because the kernel
+//! registers only memory without a file. It is measured while mappings are listed
+//! (`adopt`), where the process is past its limit, and not more often than
+//! [`SCAN_INTERVAL`]. What is locked
 //! and read-only counts for both.
 //!
 //! Owns: the most that was found of each kind, and when it was looked for last.
@@ -24,8 +25,8 @@ use swaptide_sys::thread::{Nanos, now};
 
 use crate::engine::Engine;
 
-/// How old a look may become while the process is past its limit.
-const AGE: Duration = Duration::from_millis(250);
+/// How old a scan may become while the process is past its limit.
+const SCAN_INTERVAL: Duration = Duration::from_millis(250);
 /// The kinds of memory that cannot go out, each with its counter.
 const KINDS: [Counter; 4] = [
     Counter::UnmovableReadOnly,
@@ -38,11 +39,11 @@ const EXECUTABLE: usize = 1;
 const LOCKED: usize = 2;
 const FILE: usize = 3;
 
-/// Bytes that cannot go out, by kind, at the last look.
+/// Memory that cannot go out, by kind, at the last scan.
 #[derive(Default)]
 pub struct Unmovable {
     looked_at: Option<Nanos>,
-    /// Pages of the look under way, and the most of a look so far.
+    /// Pages of the scan under way, and the most of one scan so far.
     pages: [usize; KINDS.len()],
     most: [usize; KINDS.len()],
 }
@@ -50,7 +51,7 @@ pub struct Unmovable {
 impl Unmovable {
     /// Begins a look. False where none is due.
     pub fn begin(&mut self, is_past_limit: bool) -> bool {
-        if !is_past_limit || self.looked_at.is_some_and(|then| now().since(then) < AGE) {
+        if !is_past_limit || self.looked_at.is_some_and(|then| now().since(then) < SCAN_INTERVAL) {
             return false;
         }
         self.looked_at = Some(now());

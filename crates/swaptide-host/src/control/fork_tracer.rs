@@ -244,7 +244,7 @@ impl TracedForks {
     }
 
     /// Whether a thread is followed.
-    pub fn has(&self, tid: u32) -> bool {
+    pub(crate) fn has(&self, tid: u32) -> bool {
         let is_its_child =
             |fork: &Fork| matches!(fork.stage, Stage::ChildStopped(child) if child.tid() == tid);
         self.forks.iter().any(|fork| fork.parent.tid() == tid || is_its_child(fork))

@@ -1,15 +1,15 @@
 //! The peer at the run's socket, as the kernel reports it.
 //!
-//! Owns the identity of one client: its number, its user, and a descriptor or a start time that
-//! tells whether the number still means the process that connected. All services of the socket that
+//! Owns the identity of one client: its pid, its user, and a descriptor or a start time that tells
+//! whether the pid still means the process that connected. All services of the socket that
 //! concern one process (its files, its forks) go through here.
 //!
-//! A number alone is not enough: a process can connect, give the connection to a child and execute
-//! a set-uid program, and then its number means that program. So:
+//! A pid alone is not enough: a process can connect, give the connection to a child and execute a
+//! set-uid program, and then its pid means that program. So:
 //!
 //! Invariants
 //! 1. A peer descends from the supervisor. One in a pid namespace that is not below the
-//!    supervisor's has number 0, and is refused; so is one that merely has the same user.
+//!    supervisor's has pid 0, and is refused; so is one that merely has the same user.
 //! 2. A request comes from the process that connected, by the credentials of its packet.
 //! 3. What is done for a process is done for the one that asked (`Peer::is_unchanged`): it is the
 //!    one that connected, all of its user ids are ids that the sender had (or sender and supervisor
@@ -45,11 +45,11 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// The peer, if it is `supervisor` itself or descends from it. It may have ended, as long as
-    /// its parent has not taken notice.
+    /// The peer, if it is `supervisor` itself or descends from it. It may have ended, until it is
+    /// reaped.
     pub fn of(conn: &Conn, supervisor: u32) -> Option<Peer> {
         let cred = conn.peer().ok()?;
-        // Before Linux 6.5 the number may have passed to another process since it connected; the
+        // Before Linux 6.5 the pid may have passed to another process since it connected; the
         // packet's sender is compared.
         let pidfd = conn.peer_pidfd().or_else(|_| pidfd_open(cred.pid)).ok()?;
         if cred.pid == 0 || (cred.pid != supervisor && !descends(cred.pid, supervisor)) {
@@ -80,7 +80,7 @@ impl Peer {
         // are not for all users.
         let open = || File::open(format!("/proc/{pid}/{name}")).ok();
         let file = without(CapabilitySet::SYS_ADMIN, open)??;
-        // What all may read is told of all.
+        // Anyone may read statm, so AT_SECURE does not matter.
         let ordinary = name == "statm" || self.is_ordinary(pid);
         (ordinary && self.is_same(pid, sender)).then(|| file.into())
     }
@@ -169,7 +169,7 @@ mod tests {
     fn another_users_process_and_another_start_are_refused() {
         let (mut peer, me, _client) = peer();
         peer.start += 1;
-        assert!(peer.open("statm", me).is_none(), "the number has passed to another process");
+        assert!(peer.open("statm", me).is_none(), "the pid has passed to another process");
         peer.start -= 1;
         peer.uid = 12345;
         let other = Sender { uid: 12345, ..me };
@@ -206,7 +206,7 @@ mod tests {
         assert!(peer.is_unchanged(tid, me) && peer.is_unchanged(me.pid, me));
         assert!(!peer.is_unchanged(1, me), "a thread of another process");
         peer.start += 1;
-        assert!(!peer.is_unchanged(tid, me), "the number has passed to another process");
+        assert!(!peer.is_unchanged(tid, me), "the pid has passed to another process");
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! Where a network area keeps a second copy of what it has.
 //!
 //! `,mirror=PATH[:SIZE]` names a directory or a file that is made, as `file:` does; `,mirror=TIER`
-//! is short for the directory of the first swap file in that tier. The mirror is a file of its own,
+//! is short for the directory of the swap file of the highest priority in that tier, the first of
+//! equal ones. The mirror is a file of its own,
 //! without a name and sparse: what the network area holds takes as much room there again. Its size
 //! bounds the area, so that there is always room for both copies, or for none.
 //!
@@ -14,7 +15,7 @@ use swaptide_core::{Priority, Tiers};
 pub use crate::swap::mirror_option::Mirror;
 use crate::swap::spec::{DEFAULT_PRIORITY, Device, DeviceError, DeviceKind};
 
-/// The directory of a swap file that is, or shall be, at a path.
+/// The directory of a swap file at a path, whether it exists or not.
 fn directory(path: &Path) -> PathBuf {
     if path.is_dir() {
         path.to_owned()
@@ -23,8 +24,8 @@ fn directory(path: &Path) -> PathBuf {
     }
 }
 
-/// Puts the place into a device whose mirror is to be in a tier; `files` are the swap files there
-/// are, with their priorities.
+/// Replaces a mirror that is given as a tier by a directory of that tier; `files` are the swap
+/// files, with their priorities.
 ///
 /// # Errors
 /// [`DeviceError::Mirror`].
@@ -41,7 +42,8 @@ pub(crate) fn resolve(
     let inside = files.iter().filter(|(number, _)| {
         Priority::new(*number).and_then(|own| tiers.tier_of(own)) == Some(tier)
     });
-    let (_, path) = inside.max_by_key(|(number, _)| *number).ok_or_else(|| {
+    // The first of equal ones: `max_by_key` gives the last.
+    let (_, path) = inside.rev().max_by_key(|(number, _)| *number).ok_or_else(|| {
         fail(format!("tier {name:?} has no swap file, so no directory for a mirror; name one"))
     })?;
     device.mirror = Some(Mirror::Place { path: directory(path), bytes: None });
@@ -107,13 +109,14 @@ mod tests {
     }
 
     #[test]
-    fn a_tier_means_the_directory_of_its_first_file() {
+    fn a_tier_means_the_directory_of_its_highest_priority_and_of_equal_ones_the_first() {
         let scratch = Scratch::new("mirror-tier");
         let there = scratch.root().display().to_string();
         let mut tiers = Tiers::new();
         tiers.apply("+SSD:100 +HDD:10 +NET:-1", &[]).expect("tiers");
         let (low, high) = (format!("file:{there}/a,prio=110"), format!("file:{there},prio=120"));
-        let mut all = devices(&[&low, &high, "file:/tmp,prio=20", "nbd://h/x,mirror=SSD,prio=5"]);
+        let equal = "file:/tmp,prio=120";
+        let mut all = devices(&[&low, &high, equal, "nbd://h/x,mirror=SSD,prio=5"]);
         resolve_all(&mut all, &tiers).expect("settled");
         assert_eq!(
             all[3].mirror,

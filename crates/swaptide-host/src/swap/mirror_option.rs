@@ -15,7 +15,7 @@ pub enum Mirror {
         /// The most it may take.
         bytes: Option<u64>,
     },
-    /// In the directory of the first swap file of a tier.
+    /// In the directory of the swap file of the highest priority in a tier.
     Tier(String),
 }
 

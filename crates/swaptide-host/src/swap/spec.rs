@@ -112,8 +112,8 @@ pub struct PoolAcceptance {
     /// `max_pool_percent`: it takes at most this percentage of the budget.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_pool_percent: Option<u32>,
-    /// `accept_threshold_percent`: once at its bound, it takes pages again when it has fallen to so
-    /// many percent of it. Where only the other one is given 90; where none is, it always takes
+    /// `accept_threshold_percent`: once at its bound, it takes pages again when it has fallen to
+    /// this percentage of it. Where only the other one is given 90; where none is, it always takes
     /// pages and writes old ones back for them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accept_threshold_percent: Option<u32>,
