@@ -81,6 +81,11 @@ def param(*values, id=None, marks=(), **options):
     return pytest.param(*values, id=id, marks=marks)
 
 
+def full(*values, **options):
+    """The same, for values that run with --full only, or when the case is asked for by its name."""
+    return param(*values, marks=[pytest.mark.full], **options)
+
+
 @dataclass
 class Suite:
     """What all cases of a session have in common."""

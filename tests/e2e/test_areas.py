@@ -61,6 +61,7 @@ def test_areas(case):
         )
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, needs=("losetup", "mkswap"), allowance=64)
 def test_block_device(case):
     """A block device is swap space when it is formatted as such, whole and not in use; it keeps

@@ -16,7 +16,7 @@ import time
 import pytest
 
 from ctl import PRESSURE, wait_for_line
-from harness import Failure, digest, param, status_of_signal
+from harness import Failure, digest, full, param, status_of_signal
 from processes import is_zombie
 
 
@@ -176,6 +176,7 @@ def test_chain_pressure(case):
     assert done.text() == "OK closefds\nOK closefds\n", f"it printed {done.text()!r}"
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, allowance=4)
 def test_cleared_environment(case):
     """The budget holds also for a program that is started with an empty environment."""
@@ -305,7 +306,7 @@ def test_terminal(case):
     ("name", "mode"),
     [
         param("self", "closefds", id="self", allowance=4),
-        param("spawn", "spawn", id="spawn", allowance=16, forks=True),
+        full("spawn", "spawn", id="spawn", allowance=16, forks=True),
     ],
 )
 def test_closefds(case, name, mode):

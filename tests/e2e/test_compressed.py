@@ -12,6 +12,7 @@ from ctl import Ctl, process_of, until, wait_for_line
 from harness import MIB
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=48, swaps=False, native=False)
 def test_zswap_limit(case):
     """Compressed memory with a bound and an acceptance threshold: at the bound it refuses pages,
@@ -205,6 +206,7 @@ CODECS = """if True:
 
 
 # It fills its memory in a few hundredths of a second.
+@pytest.mark.full
 @pytest.mark.swaptide(budget=28, allowance=16, native=False)
 def test_codecs(case):
     """The codec and its level are chosen: every page comes back, and the stronger one takes less

@@ -265,6 +265,7 @@ def test_daemon_killed(case):
     daemon.stop()
 
 
+@pytest.mark.full
 @pytest.mark.network
 @pytest.mark.swaptide(budget=64, needs=("nbdkit",), allowance=8, swaps=False, native=False)
 def test_daemon_network(case):

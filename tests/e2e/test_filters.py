@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import filtercode
-from harness import param
+from harness import full, param
 from unprivileged import NOBODY
 
 HOWS = ("own", "all", "fork", "exec", "denied")
@@ -22,10 +22,10 @@ HOWS = ("own", "all", "fork", "exec", "denied")
 @pytest.mark.parametrize(
     ("name", "hows", "otherwise"),
     [
-        param("openssh", ("own", "all", "child"), None, id="openssh", allowance=64),
+        full("openssh", ("own", "all", "child"), None, id="openssh", allowance=64),
         # The filter ends the thread, which is the only one: the process has to end by SIGSYS.
         param("openssh", ("denied",), None, id="openssh-denied", allowance=16),
-        param("chromium", ("own", "all", "fork", "denied"), None, id="chromium", allowance=64),
+        full("chromium", ("own", "all", "fork", "denied"), None, id="chromium", allowance=64),
         param(
             "systemd", HOWS, None, id="systemd", allowance=128, forks=True, marks=[pytest.mark.full]
         ),

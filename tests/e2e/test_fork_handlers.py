@@ -13,7 +13,7 @@ import pytest
 
 from confine import PROFILE, run_confined
 from ctl import wait_for_line
-from harness import HERE, Failure, param
+from harness import HERE, Failure, full, param
 from processes import descendants
 from redis_client import Redis
 from workloads import redis_value
@@ -95,9 +95,9 @@ def run_forklock(case, mode, seconds=3, managed=True):
     [
         "maps",
         "moves",
-        param("excludes", marks=[pytest.mark.full]),
+        full("excludes"),
         param("spins", allowance=160),
-        param("naps", allowance=160, marks=[pytest.mark.full]),
+        full("naps", allowance=160),
     ],
 )
 def test_fork_locks(case, mode):
@@ -118,7 +118,9 @@ def test_fork_changes(case):
 
 @pytest.mark.unprivileged
 @pytest.mark.swaptide(budget=24, allowance=200, forks=True)
-@pytest.mark.parametrize("mode", ["spins", "long", "advises", "lets", "lets-bare"])
+@pytest.mark.parametrize(
+    "mode", ["spins", "long", full("advises"), full("lets"), full("lets-bare")]
+)
 def test_fork_followed(case, mode):
     """Followed forks, with threads that fault on what is out while the copy is made, or give advice
     for it and move it, or let children have it.
@@ -126,6 +128,7 @@ def test_fork_followed(case, mode):
     run_forklock(case, mode, managed=False)
 
 
+@pytest.mark.full
 @pytest.mark.unprivileged
 @pytest.mark.swaptide(budget=24, allowance=200, forks=True)
 def test_fork_followed_wipes(case):
@@ -134,7 +137,7 @@ def test_fork_followed_wipes(case):
 
 
 @pytest.mark.parametrize("mode", ["forks-locked", "filters-locked"])
-@pytest.mark.parametrize("follows", [param(False, id="told"), param(True, id="followed")])
+@pytest.mark.parametrize("follows", [full(False, id="told"), param(True, id="followed")])
 @pytest.mark.swaptide(budget=24, allowance=200, forks=True)
 def test_fork_refuses(case, mode, follows):
     """A fork handler waits for a lock whose holder forks past libc, or sets a filter for all
@@ -187,13 +190,14 @@ def test_fork_followed_stuck(case):
 
 
 @pytest.mark.swaptide(budget=32, allowance=64, forks=True)
-@pytest.mark.parametrize("mode", ["closed", "fixed"])
+@pytest.mark.parametrize("mode", ["closed", full("fixed")])
 def test_fork_ends(case, mode):
     """What a fork has open in the program's table is where no other thread writes to closed
     streams, or puts something of its own."""
     case.run_c("forkends", mode, megabytes=64)
 
 
+@pytest.mark.full
 @pytest.mark.unprivileged
 @pytest.mark.swaptide(budget=32, allowance=200, forks=True)
 @pytest.mark.parametrize("mode", ["closed", "fixed"])
@@ -201,6 +205,7 @@ def test_fork_ends_followed(case, mode):
     case.run_c("forkends", mode, megabytes=64)
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=16, allowance=160, forks=True)
 def test_fork_within(case):
     """A handler of a library forks: before the fork, after it, and in the child."""
@@ -400,6 +405,7 @@ print("tried", tried)
 """
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)
 def test_fork_socket(case):
     """Where pidfd_getfd is not permitted, as in containers, forks work and their children are

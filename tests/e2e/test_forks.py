@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from harness import Failure, param
+from harness import Failure, full, param
 
 FORK_MODES = (
     "tree",
@@ -28,9 +28,10 @@ FORK_MODES = (
 @pytest.mark.parametrize(
     "mode",
     [
-        *[mode for mode in FORK_MODES if mode != "many"],
+        *("tree", "nested", "threaded", "killed", "vfork", "left"),
+        *[full(mode) for mode in ("orphan", "exec", "spawn", "closefds", "grown", "guarded")],
         # Four children at a time are pushed to their floors of 8 MiB only after they have begun.
-        param("many", allowance=24, marks=[pytest.mark.full]),
+        full("many", allowance=24),
     ],
 )
 def test_forks(case, mode):
@@ -56,13 +57,13 @@ def test_forks_daemon(case):
     ("words", "megabytes"),
     [
         param(("forks", "tree"), 48, allowance=8),
-        param(("forks", "threaded"), 96, allowance=8),
-        param(("forks", "many"), 96, allowance=24),
-        param(("forks", "closefds"), 96, allowance=8),
-        param(("forks", "grown"), 96, allowance=8),
-        param(("forks", "left"), 96, allowance=8),
-        param(("forks", "parted"), 40, allowance=96),
-        param(("forks", "guarded"), 96, allowance=8),
+        full(("forks", "threaded"), 96, allowance=8),
+        full(("forks", "many"), 96, allowance=24),
+        full(("forks", "closefds"), 96, allowance=8),
+        full(("forks", "grown"), 96, allowance=8),
+        full(("forks", "left"), 96, allowance=8),
+        full(("forks", "parted"), 40, allowance=96),
+        full(("forks", "guarded"), 96, allowance=8),
         param(("forkmove", "libc"), 96, allowance=64),
         param(("torture", "threads"), 96, allowance=128),
         param(("processes", "clones"), 40, allowance=96),

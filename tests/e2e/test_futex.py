@@ -86,6 +86,7 @@ def test_ends_full_pipe(case):
     os.close(writes)
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)
 def test_ends_inode_lock(case):
     """Standard error is a file whose inode lock is held by a thread that waits for a page."""

@@ -186,6 +186,7 @@ def test_tiers(case):
     ended(case, program)
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=48, allowance=8, native=False)
 def test_swap_high(case):
     """Past `swap.high` a group's growth is slowed down, and only its growth; nothing is ended, and

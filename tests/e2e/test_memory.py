@@ -2,11 +2,11 @@
 
 import pytest
 
-from harness import param
+from harness import full, param
 
 
 @pytest.mark.swaptide(budget=32)
-@pytest.mark.parametrize("mode", [param("single", allowance=8), param("threads", allowance=4)])
+@pytest.mark.parametrize("mode", [full("single", allowance=8), param("threads", allowance=4)])
 def test_heap(case, mode):
     case.run_c("heap", mode)
 

@@ -146,6 +146,7 @@ def test_full_network_mirror(case):
     lose_mirrored_server(case, ["threads", "single", "forks"])
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=16, limit=120, needs=("nbdkit",), allowance=128, native=False)
 def test_network_delay(case):
     """A server that takes 20 ms to answer: threads wait for it at the same time, and a thread
@@ -249,6 +250,7 @@ print("OK")
 """
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, limit=120, allowance=128, native=False)
 def test_network_late_silent(case):
     """As above; the server does not hang up, but answers a write or a trim never."""
@@ -308,6 +310,7 @@ print("OK", killed)
 '''
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, limit=150, allowance=128, native=False)
 def test_network_late_killed(case):
     """As above; the server is slow, and processes are killed while they write."""
@@ -457,6 +460,7 @@ def outage(case, mode, megabytes, seconds, options, servers):
     return int(done.text().split("longest turn ")[1].split()[0]), done.report
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, limit=120, needs=("nbdkit",), native=False)
 def test_network_away_two(case):
     """Two servers stop at once, and more threads read of them than there are readers: a thread that
@@ -493,6 +497,7 @@ def test_network_away_mirrored(case):
     assert report["devices"][1]["peak_used_bytes"] > 16 * MIB, f"{report['devices']}"
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, limit=150, needs=("nbdkit",), native=False)
 def test_network_away_swapoff(case):
     """A server stops and is taken from the areas, and the program grows: what is written goes to
@@ -524,6 +529,7 @@ def test_network_away_swapoff(case):
     assert file["peak_used_bytes"] > 40 * MIB, f"the file is hardly used: {done.report['devices']}"
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, limit=120, needs=("nbdkit",), native=False)
 def test_network_away_grows(case):
     """A server stops while the program grows and another area has room: the budget holds, and no

@@ -4,21 +4,21 @@ import os
 
 import pytest
 
-from harness import param
+from harness import full, param
 
 
 @pytest.mark.swaptide(budget=32, forks=True)
 @pytest.mark.parametrize(
     ("mode", "megabytes"),
     [
-        param("dropped", 48, allowance=8),
+        full("dropped", 48, allowance=8),
         param("interrupted", 96, allowance=8),
         # Children that cannot be managed take what they have out of the others' budget.
-        param("namespaces", 24, budget=24, allowance=96, marks=[pytest.mark.full]),
-        param("plain", 96, allowance=24, marks=[pytest.mark.full]),
-        param("clones", 64, budget=48, allowance=128),
+        full("namespaces", 24, budget=24, allowance=96),
+        full("plain", 96, allowance=24),
+        full("clones", 64, budget=48, allowance=128),
         # Nothing of what two processes share is swapped while one of them may outlive the other.
-        param("shared", 96, allowance=256),
+        full("shared", 96, allowance=256),
     ],
 )
 def test_processes(case, mode, megabytes):

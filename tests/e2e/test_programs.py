@@ -24,11 +24,13 @@ def test_python_walk(case):
     python(case, "walk.py", 256)
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=96, limit=180, allowance=32, forks=True)
 def test_python_shared(case):
     python(case, "shared.py", 192, options=["--shared"])
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=44, limit=60, allowance=40, forks=True)
 def test_python_shared_tight(case):
     """Five interpreters that share most of what they have since a fork: a process that counted all
