@@ -108,16 +108,12 @@ pub(crate) fn ready() -> bool {
     ARENA.0.lock().oom_handler.reserve()
 }
 
-/// In a child that libc has forked, whose only thread this is. Where its parent is a child past
-/// libc, the lock may be a copy of one that a thread of another process held: what that was about
-/// to change is left alone, and there is a new arena. Nothing of the old one is in use then, for
-/// there is no engine.
-pub(crate) fn forked() {
-    if ARENA.0.is_locked() {
-        // SAFETY: no other thread exists here.
-        unsafe { ARENA.0.force_unlock() };
-        *ARENA.0.lock() = empty_arena();
-    }
+/// A new arena, in a child that libc has forked and that has no engine to take over: nothing of the
+/// old one is in use there, and it may be torn, its lock held by a thread of another process.
+pub(crate) fn renew() {
+    // SAFETY: no other thread exists in this process.
+    unsafe { ARENA.0.force_unlock() };
+    *ARENA.0.lock() = empty_arena();
 }
 
 const fn empty_arena() -> Talc<Grow> {

@@ -8,10 +8,11 @@ use swaptide_sys::helper;
 use swaptide_sys::thread::{getpid, now};
 
 use crate::fork::atfork::{child, parent, prepare};
-use crate::lifecycle::start_sleeper;
+use crate::lifecycle::{report_panics, start_sleeper};
+use crate::marks::mark_memory;
 use crate::own_pid::OWN_PID;
 use crate::pages::kernel_words;
-use crate::process::{HELPER, mark_memory, set_socket};
+use crate::process::{HELPER, set_socket};
 use crate::{environment, libc_names, log, real, seccomp};
 
 #[cfg(not(test))]
@@ -47,6 +48,7 @@ extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *cons
     }
     let _ = now();
     mark_memory();
+    report_panics();
     // SAFETY: the handlers are functions of this library, which is never unloaded.
     unsafe { pthread_atfork(prepare, parent, child) };
     start_sleeper();

@@ -89,9 +89,11 @@ impl Drop for EngineStart {
 
 /// Holds the calling thread while an engine starts. True if it has waited; then a filter may have
 /// been set meanwhile.
+#[must_use]
 pub(crate) fn wait_for_start() -> bool {
-    // A child of vfork has its parent's word.
-    is_starting() && is_own_process() && GATE.hold(gettid().0, seccomp::is)
+    // A child of vfork has its parent's word. A filter that was looked for before the gate was
+    // closed is seen once it is seen closed.
+    is_starting() && !seccomp::is() && is_own_process() && GATE.hold(gettid().0, seccomp::is)
 }
 
 /// True while an engine starts: its handler serves no request yet.

@@ -39,6 +39,7 @@ mod hooks;
 mod libc_names;
 mod lifecycle;
 mod log;
+mod marks;
 mod own_pid;
 mod pages;
 mod probe;

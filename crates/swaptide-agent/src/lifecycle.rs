@@ -24,11 +24,11 @@ use crate::allocator;
 use crate::engage_gate::EngineStart;
 use crate::exit_watch;
 use crate::log;
+use crate::marks::set_own_mark;
 use crate::pages::{excluded, pinned, references};
 use crate::process::{
     ENGINE, ENGINE_PID, FORK_LOCK, NO_SLOT, PLACE, SLOT_PENDING, STAYS_UNMANAGED, empty_table,
-    engine, exchange, hold_child, open_area, release_hold, request_hold, segment, set_own_mark,
-    spawn,
+    engine, exchange, hold_child, open_area, release_hold, request_hold, segment, spawn,
 };
 use crate::seccomp;
 use crate::threads::{spawn_reader, start_workers};
@@ -178,7 +178,8 @@ fn engage(segment: &'static Segment, index: SlotIndex) {
 
 /// A failed check in the engine ends the process with a message on the program's standard error:
 /// the engine's own leads nowhere.
-fn report_panics() {
+/// Called by the constructor: a child past libc could have a copy of the lock that this takes.
+pub(crate) fn report_panics() {
     std::panic::set_hook(Box::new(|info| {
         let payload = info.payload();
         let what = payload
@@ -202,7 +203,6 @@ fn prepare_engine(
     index: SlotIndex,
 ) -> Result<&'static mut Handler, String> {
     let began = now();
-    report_panics();
     seccomp::look();
     // Threads under a filter are known from here on.
     let _start = EngineStart::begin();

@@ -1,5 +1,7 @@
 //! One line to the log file of a bug report, if the user asked for one with `SWAPTIDE_AGENT_LOG`.
 
+use std::io::{IoSlice, Write};
+
 use rustix::fs::{Mode, OFlags};
 use swaptide_ipc::ENV_AGENT_LOG;
 use swaptide_sys::raw::syscall6;
@@ -33,11 +35,20 @@ pub(crate) fn set_path(path: &[u8]) {
     }
 }
 
-/// Appends a line. For the engine's threads.
+/// Appends a line. Allocates nothing: threads of the program write here, too, and while one had the
+/// arena another could fork.
 pub(crate) fn line(text: &str) {
     let Some(path) = PATH.c_value(ENV_AGENT_LOG).filter(|path| !path.is_empty()) else { return };
     let flags = OFlags::WRONLY | OFlags::APPEND | OFlags::CREATE | OFlags::CLOEXEC;
     if let Ok(file) = rustix::fs::open(path, flags, Mode::from_raw_mode(0o600)) {
-        let _ = rustix::io::write(&file, format!("swaptide[{}]: {text}\n", getpid().0).as_bytes());
+        let mut head = [0u8; 32];
+        let mut rest = &mut head[..];
+        let _ = write!(rest, "swaptide[{}]: ", getpid().0);
+        let left = rest.len();
+        let head = &head[..head.len() - left];
+        let _ = rustix::io::writev(
+            &file,
+            &[IoSlice::new(head), IoSlice::new(text.as_bytes()), IoSlice::new(b"\n")],
+        );
     }
 }

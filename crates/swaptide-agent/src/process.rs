@@ -15,8 +15,8 @@ use swaptide_engine::requests::{FaultRequest, HandlerRequest};
 use swaptide_ipc::{AgentRequest, AreaId, ENV_SOCKET, NO_LIMIT, ProcState, Segment, SlotIndex};
 use swaptide_sys::helper::PrivilegedHelper;
 use swaptide_sys::lock::Lock;
-use swaptide_sys::mem::{Advice, Mapping, SharedMap, advise};
-use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::mem::SharedMap;
+use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::thread::{
     getpid, now, sleep, spawn_engine_thread, unshare_files_and_close_all, unshare_fs,
@@ -27,6 +27,7 @@ use crate::engage_gate::ENGAGE_TIMEOUT;
 use crate::environment::Variable;
 use crate::forking::{ForkWait, Turn};
 use crate::log;
+use crate::marks::{self, bears_mark};
 use crate::own_pid::is_own_process;
 use crate::seccomp;
 
@@ -55,7 +56,8 @@ pub(crate) const THREAD_STACK_BYTES: usize = 512 << 10;
 pub(crate) fn engine() -> Option<&'static Engine> {
     // SAFETY: the pointer is null or that of an engine that is never freed.
     let engine = unsafe { ENGINE.load(Acquire).as_ref() }?;
-    (ENGINE_PID.load(Acquire) == getpid().0).then_some(engine)
+    // A process id may come again.
+    (bears_mark() && ENGINE_PID.load(Acquire) == getpid().0).then_some(engine)
 }
 
 /// As [`engine`], without a system call: where none may be made ([`seccomp`]).
@@ -64,84 +66,20 @@ pub(crate) fn engine_without_calls() -> Option<&'static Engine> {
     unsafe { ENGINE.load(Acquire).as_ref() }.filter(|_| bears_mark())
 }
 
-/// What this memory is to its process. Children have zeros in it (`MADV_WIPEONFORK`), whatever
-/// makes them.
-struct Marks {
-    /// Tells whether [`ENGINE`] manages this memory.
-    managed: AtomicU32,
-    /// The holder of [`FORK_LOCK`] is a thread of another process that runs on this memory.
-    own: AtomicU32,
-}
-
-/// Null where there was no memory for it.
-static MARKS: AtomicPtr<Marks> = AtomicPtr::new(std::ptr::null_mut());
-
-fn marks() -> Option<&'static Marks> {
-    // SAFETY: null, or a page of this library's own that stays mapped.
-    unsafe { MARKS.load(Acquire).as_ref() }
-}
-
-/// Marks this memory as its process's own. Called by the constructor, before any lock is taken: a
-/// child past libc, made at whatever moment, is to know its copies of locks.
-pub(crate) fn mark_memory() {
-    let _ = make_marks();
-}
-
-/// The marks, made if there are none.
-fn make_marks() -> Option<&'static Marks> {
-    if marks().is_none()
-        && let Ok(page) = Mapping::reserve(PAGE_SIZE)
-        // SAFETY: nothing is there yet.
-        && unsafe { advise(page.range(), Advice::WipeOnFork) }.is_ok()
-    {
-        let made = page.as_ptr().cast::<Marks>();
-        // SAFETY: a page of zeros, which are marks; no other thread has its address yet.
-        unsafe { &*made }.own.store(1, Relaxed);
-        if MARKS.compare_exchange(std::ptr::null_mut(), made, AcqRel, Acquire).is_ok() {
-            // Never unmapped.
-            std::mem::forget(page);
+/// From now on locks are held by threads that run on this memory: before one takes [`FORK_LOCK`].
+/// Where the memory is a copy, the lock is freed, whichever thread of another process had it, and
+/// there is no engine, unless this is libc's child (`is_libcs`), which has one to take over. Makes
+/// no system call.
+pub(crate) fn own_memory(is_libcs: bool) {
+    marks::claim(is_libcs, || {
+        if FORK_LOCK.is_locked() {
+            // SAFETY: until now no thread of this process takes it, so its holder is another's.
+            unsafe { FORK_LOCK.force_unlock() };
         }
-    }
-    marks()
-}
-
-/// The engine is this process's own from now on: before [`ENGINE`] is set, or in libc's child.
-pub(crate) fn set_own_mark() {
-    if let Some(marks) = make_marks() {
-        marks.managed.store(1, Release);
-    }
-}
-
-/// False in a child past libc: it has the pointer and not the engine.
-fn bears_mark() -> bool {
-    marks().is_none_or(|marks| marks.managed.load(Acquire) != 0)
-}
-
-/// True in a child in which [`own_memory`] was not called. A process id does not tell: one made
-/// with `CLONE_VM` has another and the same memory.
-pub(crate) fn is_copied_memory() -> bool {
-    marks().is_some_and(|marks| marks.own.load(Acquire) == 0)
-}
-
-/// From now on [`FORK_LOCK`] is held by threads that run on this memory. False if until now it may
-/// have been a copy of one that another process's thread held.
-pub(crate) fn own_memory() -> bool {
-    // Not made here: in a child past libc the lock of mappings may be a copy, too.
-    marks().is_none_or(|marks| marks.own.swap(1, AcqRel) != 0)
-}
-
-/// In a process under a filter: if it is a child past libc, it has no engine, and no thread of
-/// it holds the lock that it has a copy of. The first call clears both.
-pub(crate) fn disown_copy() {
-    // Before the mark is looked at: this process's own engine has it before it is here.
-    let engine = ENGINE.load(Acquire);
-    if !engine.is_null()
-        && !bears_mark()
-        && ENGINE.compare_exchange(engine, std::ptr::null_mut(), AcqRel, Relaxed).is_ok()
-    {
-        // SAFETY: the holder, if there was one, is a thread of the parent.
-        unsafe { FORK_LOCK.force_unlock() };
-    }
+        if !is_libcs {
+            ENGINE.store(std::ptr::null_mut(), Release);
+        }
+    });
 }
 
 /// Numbers 0 to 2 are taken by nothing: what writes to standard error by mistake must not write to
@@ -437,7 +375,7 @@ pub(crate) fn detach() -> bool {
 /// The same without a system call of the program's thread: see [`seccomp`].
 pub(crate) fn detach_without_calls() {
     STAYS_UNMANAGED.store(true, Release);
-    disown_copy();
+    own_memory(false);
     loop {
         if let Some(engine) = engine_without_calls() {
             let slot = engine.slot();

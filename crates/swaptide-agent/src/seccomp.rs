@@ -25,7 +25,7 @@ use rustix::fs::{Mode, OFlags, RawDir};
 use swaptide_sys::procfs::{ProcPath, parse_u64, read_file};
 use swaptide_sys::thread::{Tid, gettid};
 
-use crate::own_pid;
+use crate::marks::is_guest;
 use crate::real;
 
 /// How many threads are about to set a filter, and [`CONFINED`]. While one of them tries, another
@@ -48,7 +48,7 @@ pub(crate) fn is() -> bool {
 pub(crate) fn set(call: impl FnOnce() -> isize) -> isize {
     // The child of a vfork has its parent's memory: what it does to itself does not concern the
     // parent.
-    if FILTERS.load(Relaxed) & CONFINED != 0 || !own_pid::is_own_process() {
+    if FILTERS.load(Relaxed) & CONFINED != 0 || is_guest() {
         return call();
     }
     FILTERS.fetch_add(1, Relaxed);

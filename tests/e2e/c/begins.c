@@ -26,7 +26,17 @@ static pid_t fork_past_libc(void) {
     return (pid_t)pid;
 }
 
-/* In the child of a child: mappings of memory to write to, as fast as ever. */
+/* In the child of a child: more memory than the budget, which is managed there. */
+static void grow(void) {
+    size_t pages = 48 << 8;
+    unsigned char *at = map(pages * PAGE);
+    for (size_t page = 0; page < pages; page++) fill_page(at + page * PAGE, key_of(7, page, 1));
+    for (size_t page = 0; page < pages; page++)
+        check_page(at + page * PAGE, key_of(7, page, 1), "page of a child's child");
+    _exit(0);
+}
+
+/* The same: mappings of memory to write to, as fast as ever. */
 static void map_some(void) {
     double began = now();
     for (int i = 0; i < 60; i++) {
@@ -40,23 +50,26 @@ static void map_some(void) {
 static atomic_int over;
 static size_t forks;
 
-static void *forking(void *argument) {
-    while (!atomic_load(&over)) {
-        pid_t pid = fork_past_libc();
-        MUST(pid >= 0);
-        if (pid == 0) {
-            alarm(20);
-            pid_t child = fork();
-            if (child == 0) map_some();
-            int status = 5 << 8;
-            if (child > 0) waitpid(child, &status, 0);
-            _exit(WIFEXITED(status) ? WEXITSTATUS(status) : 6);
-        }
-        int status;
-        MUST(waitpid(pid, &status, 0) == pid);
-        if (status != 0) die("a child of fork %zu past libc ended with %#x", forks, status);
-        forks++;
+static void fork_twice(void (*work)(void)) {
+    pid_t pid = fork_past_libc();
+    MUST(pid >= 0);
+    if (pid == 0) {
+        alarm(60);
+        pid_t child = fork();
+        if (child == 0) work();
+        int status = 5 << 8;
+        if (child > 0) waitpid(child, &status, 0);
+        _exit(WIFEXITED(status) ? WEXITSTATUS(status) : 6);
     }
+    int status;
+    MUST(waitpid(pid, &status, 0) == pid);
+    if (status != 0) die("a child of fork %zu past libc ended with %#x", forks, status);
+    forks++;
+}
+
+static void *forking(void *argument) {
+    while (!atomic_load(&over)) fork_twice(map_some);
+    fork_twice(grow);
     return argument;
 }
 

@@ -34,12 +34,12 @@ use crate::fork::trampoline;
 use crate::forking::{self, FORKING};
 use crate::lifecycle::{self, PARENT, start_sleeper};
 use crate::log;
+use crate::marks::{is_copied_memory, set_own_mark};
 use crate::own_pid::{OWN_PID, is_own_process};
 use crate::pages::kernel_words;
 use crate::process::{
-    ENGINE, ENGINE_PID, FORK_LOCK, NO_SLOT, PLACE, detach, detach_without_calls, disown_copy,
-    engine, engine_without_calls, inherited_engine, is_copied_memory, may_follow_forks, own_memory,
-    set_own_mark, spawn,
+    ENGINE, ENGINE_PID, FORK_LOCK, NO_SLOT, PLACE, detach, detach_without_calls, engine,
+    engine_without_calls, inherited_engine, may_follow_forks, own_memory, spawn,
 };
 use crate::seccomp;
 use crate::shmem;
@@ -117,7 +117,7 @@ pub(crate) extern "C" fn prepare() {
                 None => std::hint::spin_loop(),
             }
         };
-        disown_copy();
+        own_memory(false);
         take();
         while engine_without_calls().is_some() {
             // SAFETY: this thread took the lock and forgot its guard; a waiter looks again
@@ -137,10 +137,7 @@ pub(crate) extern "C" fn prepare() {
         child();
     }
     let mask = block_all_signals().unwrap_or(0);
-    if !own_memory() && FORK_LOCK.is_locked() {
-        // SAFETY: this is the child of a raw clone, and the holder a thread of its parent.
-        unsafe { FORK_LOCK.force_unlock() };
-    }
+    own_memory(false);
     take_lock(mask, 1);
     PARENT.store(getpid().0, Relaxed);
     begin(mask);
@@ -150,6 +147,8 @@ pub(crate) extern "C" fn prepare() {
 fn take_lock(mask: u64, depth: u32) {
     std::mem::forget(FORK_LOCK.lock());
     FORK_MASK.store(mask, Relaxed);
+    // That may be a copy as well, of a moment in which the parent took itself to be under a filter.
+    FORKS_CONFINED.store(false, Relaxed);
     DEPTH.store(depth, Relaxed);
     FORKING.store(gettid().0, Relaxed);
     FORKING_BLOCK.store(control_block(), Relaxed);
@@ -274,11 +273,11 @@ pub(crate) extern "C" fn child() {
     if FORKS_CONFINED.swap(false, Relaxed) {
         // SAFETY: no other thread exists here. This process is not managed.
         unsafe { FORK_LOCK.force_unlock() };
+        own_memory(true);
         PLACE.store(NO_SLOT, Release);
         return;
     }
     after_fork_in_child();
-    allocator::forked();
     lifecycle::forked();
     forking::is_back();
     FORKING.store(0, Relaxed);
@@ -292,8 +291,15 @@ pub(crate) extern "C" fn child() {
     unsafe { FORK_LOCK.force_unlock() };
     // Its holder is from now on a thread of this process: the one that begins management,
     // say. The next fork must wait for it.
-    own_memory();
-    match inherited_engine().filter(|_| ENGINE_PID.load(Acquire) == PARENT.load(Relaxed)) {
+    own_memory(true);
+    let inherited = inherited_engine().filter(|_| ENGINE_PID.load(Acquire) == PARENT.load(Relaxed));
+    if inherited.is_none() {
+        // The parent may be a child past libc, which has copies of its own parent's: a dead engine,
+        // and an arena as it was in the midst of a change.
+        ENGINE.store(std::ptr::null_mut(), Release);
+        allocator::renew();
+    }
+    match inherited {
         // It may continue with the outer fork without `prepare`: nothing may be missing then.
         None if is_inner && may_follow_forks() => PLACE.store(NO_SLOT, Release),
         None => start_sleeper(),

@@ -103,7 +103,7 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
         if seccomp::is() {
             return call(kept);
         }
-        if !has_waited && process::engine().is_none() {
+        if !has_waited && !engage_gate::is_starting() && process::engine().is_none() {
             process::begin_before(len, kept & MAP_NORESERVE != 0);
         }
     }

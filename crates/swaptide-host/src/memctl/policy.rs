@@ -226,7 +226,8 @@ fn is_urgent(budget: u64, total: u64, p: &Process) -> bool {
 }
 
 /// Of the processes `within` a group that may have `budget` and uses `total`: those that grow too
-/// fast to wait; those bigger than the engaged ones are on average, for these would pay for them;
+/// fast to wait; those bigger by a quarter than the engaged ones are on average, for these would
+/// pay for them;
 /// and the biggest, until those that are engaged cover four fifths of the use.
 fn choose(budget: u64, total: u64, processes: &[Process], within: &[usize]) -> Vec<usize> {
     let worth = if total > budget { MIN_MANAGED_BYTES_OVER_BUDGET } else { MIN_MANAGED_BYTES };
@@ -245,7 +246,7 @@ fn choose(budget: u64, total: u64, processes: &[Process], within: &[usize]) -> V
     covered += engage.iter().map(|at| processes[*at].used).sum::<u64>();
     candidates.retain(|at| !engage.contains(at));
     engage.extend(candidates.into_iter().take_while(|at| {
-        let wanted = covered < enough || processes[*at].used > average;
+        let wanted = covered < enough || processes[*at].used > average.saturating_add(average / 4);
         covered += processes[*at].used;
         wanted
     }));
