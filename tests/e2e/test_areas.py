@@ -111,6 +111,7 @@ def test_block_device(case):
         subprocess.run(["losetup", "-d", device], check=True)
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)
 def test_swap_full(case):
     """Swap space that is too small: the program keeps its memory and goes past the budget, and with

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import HERE
+from harness import HERE, full
 
 PROGRAMS = ("calls_files", "calls_ipc", "calls_process")
 
@@ -50,7 +50,9 @@ MADE_BY = {
 
 
 @pytest.mark.swaptide(budget=32, allowance=64, forks=True)
-@pytest.mark.parametrize("name", [name.removeprefix("calls_") for name in PROGRAMS])
+@pytest.mark.parametrize(
+    "name", [full("files") if name == "calls_files" else name[6:] for name in PROGRAMS]
+)
 def test_calls(case, name):
     """All calls of a program answer as without swaptide, with their memory out and with memory
     that moves during the call."""

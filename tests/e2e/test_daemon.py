@@ -183,6 +183,7 @@ def test_daemon_full_table(case):
     daemon.stop()
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=112, allowance=32, swaps=False, forks=True, native=False)
 def test_daemon_shared(case):
     """Shared memory of runs that a daemon keeps: each run's pager is held to its group's bound, and

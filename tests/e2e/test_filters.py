@@ -39,7 +39,7 @@ HOWS = ("own", "all", "fork", "exec", "denied")
             marks=[pytest.mark.full],
         ),
         # What is executed under it is not managed: unshare(CLONE_FS) is not on the list.
-        param("docker", HOWS, None, id="docker", allowance=128, forks=True),
+        full("docker", HOWS, None, id="docker", allowance=128, forks=True),
     ],
 )
 def test_filter(case, name, hows, otherwise):

@@ -472,6 +472,7 @@ def run_perl(case, times):
         case.compare(["env", f"LD_PRELOAD={library('jemalloc')}", "perl", "-e", PERL])
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=40, needs=("perl",), allowance=60, forks=True)
 def test_fork_perl(case):
     run_perl(case, 1)

@@ -20,6 +20,7 @@ from servers import Misbehaving, Server, forward
 pytestmark = [pytest.mark.network]
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, limit=120, needs=("nbdkit",), allowance=128, native=False)
 def test_network(case):
     """A network export as swap space: its server is killed and comes back in the middle; for good,
@@ -213,6 +214,7 @@ def in_doubt(done, counts):
     return export["in_doubt_bytes"]
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, limit=120, allowance=128, native=False)
 def test_network_late_cut(case):
     """The server hangs up, and carries out the write or trim that was under way when something else
@@ -374,6 +376,7 @@ def test_network_twice(case):
         server.kill()
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, limit=150, needs=("nbdkit",), allowance=128, native=False)
 def test_network_twice_unseen(case):
     """What two runs do to each other that share an export by two ways, which is not seen: their

@@ -25,6 +25,7 @@ def test_processes(case, mode, megabytes):
     case.run_c("processes", mode, megabytes=megabytes)
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, allowance=8, forks=True)
 def test_processes_leader(case):
     """The first thread ends and the process does not; then the last one ends, and so must the

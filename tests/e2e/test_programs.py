@@ -61,6 +61,7 @@ def test_redis(case):
     redis(case, 60000)
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=64, limit=180, needs=("gcc",), allowance=8, forks=True)
 def test_gcc(case):
     gcc(case, 2, 50)

@@ -223,6 +223,7 @@ def swap_in_kept_in_part(case):
             running.kill()
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=24, swaps=False, native=False)
 def test_cluster_readahead(case):
     """A swap file on a rotational disk: with a page comes what was written next to it, as long as

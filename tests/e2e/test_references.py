@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from harness import param
+from harness import full, param
 
 
 @pytest.mark.swaptide(budget=16, allowance=12)
@@ -57,7 +57,7 @@ def test_fuse(case):
 
 
 @pytest.mark.swaptide(budget=24, allowance=48)
-@pytest.mark.parametrize("mode", ["shared", "ring"])
+@pytest.mark.parametrize("mode", ["shared", full("ring")])
 def test_fuse_into(case, mode):
     """What the kernel holds while a server takes its time is of a shared mapping: it stays in."""
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
@@ -71,7 +71,7 @@ def test_endings(case):
 
 
 @pytest.mark.swaptide(budget=16, allowance=24, forks=True, complaint="what was swapped out is lost")
-@pytest.mark.parametrize("mode", ["vfork", "clone"])
+@pytest.mark.parametrize("mode", ["vfork", full("clone")])
 def test_endings_of_parents(case, mode):
     """A process is killed while its child runs on its memory, or has not got its own yet: what the
     child lacks is SIGBUS and EFAULT, no zeros.

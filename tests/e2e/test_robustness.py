@@ -15,7 +15,7 @@ import pytest
 
 from confine import PROFILE, run_confined
 from ctl import Ctl, until, wait_for_line
-from harness import HERE, MIB, param
+from harness import HERE, MIB, full, param
 from processes import descendants, open_files
 from unprivileged import copy_of
 
@@ -25,11 +25,11 @@ from unprivileged import copy_of
     "mode",
     [
         param("vmas", allowance=16),
-        param("threads", allowance=24),
+        full("threads", allowance=24),
         "uring",
-        "limits",
-        "limited",
-        "nothp",
+        full("limits"),
+        full("limited"),
+        full("nothp"),
     ],
 )
 def test_strain(case, mode):
@@ -114,6 +114,7 @@ def comm(pid):
         return None
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, needs=("gdb",), allowance=8)
 def test_debugger(case):
     """gdb stops and leaves a program again and again while its memory goes and comes: it ends with
@@ -150,6 +151,7 @@ def test_debugger(case):
     assert "OK heap threads" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, swaps=False, forks=True, native=False)
 def test_profile(case):
     """Under the container engines' profile in packaging/, and nothing else allowed, programs swap,

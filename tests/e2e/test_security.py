@@ -352,6 +352,7 @@ def test_security_holders(case):
     case.run_c("holders", "crowd", megabytes=64, options=devices, preexec=few_files)
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, allowance=16, forks=True, native=False)
 def test_security_holders_number(case):
     """A child of a fork that has the number of one which has just ended, before the supervisor has
@@ -733,6 +734,7 @@ def test_security_fsize(case):
     assert area["peak_used_bytes"] > 16 * MIB, f"others do not use it: {area}"
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=24, swaps=False, native=False)
 def test_security_strict(case):
     """--strict ends a run whose memory stays above its budget for 5 s, whatever it is, and none

@@ -4,7 +4,7 @@ over memory, lazy freeing, locks, memory that children find empty, a program's o
 
 import pytest
 
-from harness import param
+from harness import full, param
 
 
 @pytest.mark.swaptide(budget=16, allowance=6)
@@ -30,19 +30,19 @@ from harness import param
         "own-pager",
         param("others", allowance=8),
         # What happens past libc, where nothing tells of a call.
-        param("free-bare", allowance=16, marks=[pytest.mark.full]),
+        full("free-bare", allowance=16),
         "lockall-bare",
         param("wipe-bare", forks=True),
         "own-pager-bare",
         # The same calls by another way into the kernel.
-        param("guard-zero-bare", marks=[pytest.mark.full]),
-        param("guard-zero-syscall", marks=[pytest.mark.full]),
-        param("guard-zero-process", marks=[pytest.mark.full]),
-        param("shmat-syscall", marks=[pytest.mark.full]),
-        param("free-syscall", marks=[pytest.mark.full]),
-        param("free-process", marks=[pytest.mark.full]),
-        param("lockall-syscall", allowance=24, marks=[pytest.mark.full]),
-        param("own-pager-syscall", marks=[pytest.mark.full]),
+        full("guard-zero-bare"),
+        full("guard-zero-syscall"),
+        full("guard-zero-process"),
+        full("shmat-syscall"),
+        full("free-syscall"),
+        full("free-process"),
+        full("lockall-syscall", allowance=24),
+        full("own-pager-syscall"),
     ],
 )
 def test_shapes(case, mode):
@@ -51,7 +51,9 @@ def test_shapes(case, mode):
 
 @pytest.mark.unprivileged
 @pytest.mark.swaptide(budget=16, allowance=16, forks=True)
-@pytest.mark.parametrize("mode", ["wipe-moved", "wipe-moved-bare", "dont-moved", "dont-moved-bare"])
+@pytest.mark.parametrize(
+    "mode", ["wipe-moved", full("wipe-moved-bare"), "dont-moved", full("dont-moved-bare")]
+)
 def test_followed_shapes(case, mode):
     """As a user without the capability: forks are followed."""
     case.run_c("shapes", mode, megabytes=32, seconds=1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cgroups import memory_cgroup
-from harness import HERE, MIB, param
+from harness import HERE, MIB, full, param
 from processes import descendants, is_zombie
 
 
@@ -21,7 +21,7 @@ from processes import descendants, is_zombie
         # What is read and written by several at once does not go out while a forked child is on its
         # way.
         param("hammer", allowance=4),
-        param("chains", allowance=16),
+        full("chains", allowance=16),
         param("killed", allowance=24),
         param("changes", allowance=16),
         param("meetings", allowance=8),

@@ -44,10 +44,10 @@ def long(*values, **options):
 @pytest.mark.parametrize(
     ("tenths", "workload", "arguments"),
     [
-        param(11, python, ("walk.py", 1024), id="walk", budget=256, allowance=4),
+        long(python, ("walk.py", 1024), id="walk", budget=256, allowance=4),
         # A budget of all that the cgroup has: what the kernel and others need of it goes off.
         param(10, python, ("walk.py", 512), id="whole", budget=128, allowance=4),
-        param(11, sort, (192, 192), id="sort", budget=128, needs=("sort",), allowance=4),
+        long(sort, (192, 192), id="sort", budget=128, needs=("sort",), allowance=4),
         # A dict that grows doubles in a mapping of 20 MiB that is not managed yet: with other
         # programs on all CPUs its first pages may come before it is managed.
         long(python, ("structures.py", 80), id="python", budget=256, allowance=4),

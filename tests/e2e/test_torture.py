@@ -5,13 +5,13 @@ import os
 
 import pytest
 
-from harness import param
+from harness import full, param
 from server_faults import PLANS, run_with_faults
 
 
 @pytest.mark.swaptide(budget=32, allowance=128, forks=True)
 @pytest.mark.parametrize(
-    ("mode", "seconds"), [param("threads", 6), param("single", 4), param("sends", 6)]
+    ("mode", "seconds"), [param("threads", 6), full("single", 4), param("sends", 6)]
 )
 def test_torture(case, mode, seconds):
     case.run_c("torture", mode, megabytes=96, seconds=seconds)

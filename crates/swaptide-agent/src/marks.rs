@@ -1,5 +1,5 @@
-//! What this memory is to the process that runs on it: its own, another's (the child of a vfork), or
-//! a copy that a fork past libc has made, of which no handler was told.
+//! What this memory is to the process that runs on it: its own, another's (the child of a vfork),
+//! or a copy that a fork past libc has made, of which no handler was told.
 //!
 //! Owns: a page that every child finds empty (`MADV_WIPEONFORK`), made by the constructor.
 //!
@@ -70,7 +70,8 @@ fn make_marks() -> Option<&'static Marks> {
     marks()
 }
 
-/// The engine is this process's own from now on: before the pointer to it is set, or in libc's child.
+/// The engine is this process's own from now on: before the pointer to it is set, or in libc's
+/// child.
 pub(crate) fn set_own_mark() {
     if let Some(marks) = make_marks() {
         marks.managed.store(1, Release);
