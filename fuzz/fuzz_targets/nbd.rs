@@ -202,12 +202,11 @@ fuzz_target!(|data: &[u8]| {
         lied: Arc::clone(&lied),
         structured: kind & 1 == 1,
     };
-    let all =
-        Flags::HAS_FLAGS.0 | Flags::SEND_FLUSH.0 | Flags::SEND_TRIM.0 | Flags::CAN_MULTI_CONN.0;
+    let all = Flags::HAS_FLAGS | Flags::SEND_FLUSH | Flags::SEND_TRIM | Flags::CAN_MULTI_CONN;
     let longest = [4096, 65536, 32 << 20, 1][usize::from(kind >> 1 & 3)];
     let export = Export {
         size: SIZE,
-        flags: Flags::from_bits_retain(all),
+        flags: all,
         structured: server.structured,
         longest,
         connections: 1 + u32::from(kind >> 3 & 1),

@@ -20,12 +20,13 @@ def ask(case, *words, env=None):
 
 
 def wait_for_line(case, program, start):
-    """Waits until the program's output has a line that begins with `start`; the line."""
+    """Waits until the program's output has a whole line that begins with `start`; the line."""
     path = program.directory / "stdout"
     while case.hung is None:
-        for line in path.read_text().splitlines():
-            if line.startswith(start):
-                return line
+        # A program that does not buffer its output writes a line in parts.
+        for line in path.read_text().splitlines(keepends=True):
+            if line.startswith(start) and line.endswith("\n"):
+                return line.rstrip("\n")
         if program.process.poll() is not None:
             program.finish(status=None)
             raise Failure(
