@@ -8,7 +8,9 @@
 //!    lock was held in a copy is held by no thread of this process.
 //! 2. Nothing here makes a system call once the page is there.
 //!
-//! Locks: none; a thread that claims the memory holds up others that do.
+//! Locks: none; a thread that claims the memory holds up others that do. Signals are blocked then,
+//! but not under a filter: there a signal handler that forks within those few instructions, in the
+//! first fork of a child past libc, waits for its own thread.
 
 use std::sync::atomic::{
     AtomicPtr, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
@@ -28,14 +30,14 @@ struct Marks {
     owner: AtomicU32,
 }
 
-/// A child past libc's in which no thread has needed to know: what it has is a copy, and locks may
-/// be held by threads of its parent.
+/// A copy, in a child past libc or in libc's before [`claim`]: its locks may be held by threads of
+/// the parent.
 const COPIED: u32 = 0;
-/// The process's that the constructor or libc's fork made.
+/// That of a process that the constructor or libc's fork made.
 const OWNED: u32 = 1;
 /// A thread frees the copies of locks.
 const CLAIMED: u32 = 2;
-/// The same child's afterwards.
+/// That of a child past libc, after [`claim`].
 const OWNED_PAST_LIBC: u32 = 3;
 
 /// Null where there was no memory for it.
@@ -99,6 +101,7 @@ pub(crate) fn is_guest() -> bool {
 pub(crate) fn claim(is_libcs: bool, free: impl FnOnce()) {
     let Some(marks) = marks() else { return };
     loop {
+        // With the store below: a thread that finds it claimed finds the locks freed.
         match marks.owner.compare_exchange(COPIED, CLAIMED, AcqRel, Acquire) {
             Ok(_) => break,
             Err(CLAIMED) => std::hint::spin_loop(),

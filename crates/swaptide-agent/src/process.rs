@@ -291,6 +291,7 @@ pub(crate) const NO_SLOT: u32 = 0;
 pub(crate) const SLOT_PENDING: u32 = u32::MAX;
 /// No budget is smaller.
 const MIN_BUDGET_BYTES: usize = 16 << 20;
+
 /// A mapping of `len` bytes is about to be made, to be written. One that is as large as the whole
 /// budget is not made before the process is managed: filled at full speed, or by the kernel at
 /// once, it would be past the budget before the supervisor looked. What is `reserved` beyond all

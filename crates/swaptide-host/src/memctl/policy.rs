@@ -227,8 +227,7 @@ fn is_urgent(budget: u64, total: u64, p: &Process) -> bool {
 
 /// Of the processes `within` a group that may have `budget` and uses `total`: those that grow too
 /// fast to wait; those bigger by a quarter than the engaged ones are on average, for these would
-/// pay for them;
-/// and the biggest, until those that are engaged cover four fifths of the use.
+/// pay for them; and the biggest, until those that are engaged cover four fifths of the use.
 fn choose(budget: u64, total: u64, processes: &[Process], within: &[usize]) -> Vec<usize> {
     let worth = if total > budget { MIN_MANAGED_BYTES_OVER_BUDGET } else { MIN_MANAGED_BYTES };
     let used = |standing: Standing| {

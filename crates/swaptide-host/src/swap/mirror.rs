@@ -2,9 +2,9 @@
 //!
 //! `,mirror=PATH[:SIZE]` names a directory or a file that is made, as `file:` does; `,mirror=TIER`
 //! is short for the directory of the swap file of the highest priority in that tier, the first of
-//! equal ones. The mirror is a file of its own,
-//! without a name and sparse: what the network area holds takes as much room there again. Its size
-//! bounds the area, so that there is always room for both copies, or for none.
+//! equal ones. The mirror is a file of its own, without a name and sparse: what the network area
+//! holds takes as much room there again. Its size bounds the area, so that there is always room for
+//! both copies, or for none.
 //!
 //! Locks: none.
 
