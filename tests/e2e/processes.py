@@ -133,7 +133,9 @@ class Sampler:
 
     Anonymous memory is added up over the processes of the tree; of shared memory, which several
     processes may map, only the largest one counts. Pages that a parent and its child share after a
-    fork are counted twice: cases that fork say so and are judged by the report alone.
+    fork are counted twice: cases that fork say so and are judged by the report alone. So is a
+    process for a moment that gets another parent, or that has not executed its program yet. So
+    what two samples in a row have counts.
     """
 
     def __init__(self, pid, interval=0.025):
@@ -145,14 +147,17 @@ class Sampler:
         self._thread.start()
 
     def _loop(self):
+        before = 0
         while not self._done.wait(self._interval):
             private = 0
             shared = 0
-            for process in [self._pid] + descendants(self._pid):
+            for process in {self._pid, *descendants(self._pid)}:
                 fields = status_fields(process)
                 private += _kilobytes(fields.get("RssAnon"))
                 shared = max(shared, _kilobytes(fields.get("RssShmem")))
-            self.peak = max(self.peak, (private + shared) * 1024)
+            sampled = (private + shared) * 1024
+            self.peak = max(self.peak, min(before, sampled))
+            before = sampled
 
     def stop(self):
         self._done.set()

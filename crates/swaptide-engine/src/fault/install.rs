@@ -15,9 +15,12 @@
 //!
 //! Invariants
 //! 1. A fill never replaces a guard. `UFFDIO_MOVE` and `UFFDIO_POISON` answer `EEXIST` on one;
-//!    `UFFDIO_COPY` fills over it, so what it fills is looked at first. The page of a waiting
-//!    thread needs no look before the program's first guard: a touch of a guard is no userfaultfd
-//!    fault.
+//!    `UFFDIO_COPY` fills over it, so what it fills is looked at first. Before the program's first
+//!    guard is known two kinds of pages need no look of their own, for each costs a microsecond:
+//!    the page of a waiting thread, since a touch of a guard is no userfaultfd fault; and pages
+//!    that a repeated sequence foretells, of which the 2 MiB of one are looked at for all that come
+//!    for one fault. So of these one may fill over the first guard that comes past libc, where it
+//!    comes over memory that is out (docs/semantics.md).
 //! 2. A slot whose page is a guard is released, and its word becomes `Empty`: the guard discarded
 //!    the contents. Any other page that the program has where the word says swapped ends the
 //!    process.
@@ -81,6 +84,8 @@ pub(crate) struct Installer {
     uffd: &'static Uffd,
     /// The page whose thread waits for the answer under way.
     pub(crate) asked: Option<PageNo>,
+    /// Single pages that come meanwhile were looked at together (invariant 1).
+    looked_together: bool,
     /// Fresh pages for growth come from here when no staging frame is free.
     fresh_pages: Mapping,
     zeros: Mapping,
@@ -103,6 +108,7 @@ impl Installer {
             engine,
             uffd: engine.uffd(),
             asked: None,
+            looked_together: false,
             fresh_pages,
             zeros,
             pagemap: Pagemap::open_self().map_err(memory("/proc/self/pagemap"))?,
@@ -165,12 +171,10 @@ impl Installer {
     /// as far as no guard is in the way. [`Stop::Exists`] when the first page is a guard or is
     /// there.
     fn copy_in(&self, page: PageNo, from: VirtAddr, n: usize) -> Result<usize, Stop> {
-        let is_asked = n == 1 && self.asked == Some(page);
-        let n = if is_asked && !self.engine.known.guarded.load(Relaxed) {
-            n
-        } else {
-            self.before_guard(page, n)
-        };
+        let needs_no_look = n == 1
+            && (self.asked == Some(page) || self.looked_together)
+            && !self.engine.known.guarded.load(Relaxed);
+        let n = if needs_no_look { n } else { self.before_guard(page, n) };
         if n == 0 {
             return Err(Stop::Exists);
         }
@@ -245,6 +249,31 @@ impl Installer {
                 ((info.vma().range.end.0 - page.addr().0) / PAGE_SIZE).clamp(1, len - 1)
             }
             _ => 1,
+        }
+    }
+
+    /// Single pages come that a repeated sequence foretells, `page` first: looks for guards around
+    /// it, for all of them, until [`Installer::end_looking_together`].
+    pub(crate) fn look_together(&mut self, page: PageNo) {
+        let known = &self.engine.known.guarded;
+        let leaf = PageNo(page.0 / PAGES_PER_LEAF * PAGES_PER_LEAF);
+        if !known.load(Relaxed)
+            && self.pagemap.first_guard(range_of(leaf, PAGES_PER_LEAF)).is_some()
+        {
+            known.store(true, Relaxed);
+        }
+        self.looked_together = true;
+    }
+
+    /// Every page is looked at again.
+    pub(crate) fn end_looking_together(&mut self) {
+        self.looked_together = false;
+    }
+
+    /// Looks for guards in memory that begins to be managed.
+    pub(crate) fn look_at_adopted(&self, range: VirtRange) {
+        if self.pagemap.first_guard(range).is_some() {
+            self.engine.known.guarded.store(true, Relaxed);
         }
     }
 

@@ -530,10 +530,13 @@ impl FaultPath {
         self.prefetcher.learn(page, engine.charge.limit(), most, is_out);
         engine.count(Counter::SwapRaHit, self.prefetcher.take_replayed());
         self.loader.held_came = 0;
-        let mut swapped_in = 0;
+        let (mut swapped_in, mut is_first) = (0, true);
         while let Some(next) = self.prefetcher.ahead() {
             if !is_out(next) {
                 continue;
+            }
+            if std::mem::take(&mut is_first) {
+                self.installer.look_together(next);
             }
             // The page asked for is in: what cannot come now is no reason against it.
             if self.make_room(1).is_err() || !has_room(engine, 1) {
@@ -546,6 +549,7 @@ impl FaultPath {
             self.prefetcher.brought(self.loader.held_came == held);
             swapped_in += 1;
         }
+        self.installer.end_looking_together();
         self.count_ahead(swapped_in);
     }
 }

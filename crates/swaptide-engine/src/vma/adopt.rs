@@ -480,6 +480,7 @@ impl Adopter {
             // Pages whose presence is not known are simply never taken out.
             (engine.start.log)("cannot read the page map: pages of new mappings stay in memory");
         }
+        path.installer.look_at_adopted(range);
         engine.count(Counter::RegionsAdopted, 1);
     }
 
