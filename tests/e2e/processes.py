@@ -133,9 +133,9 @@ class Sampler:
 
     Anonymous memory is added up over the processes of the tree; of shared memory, which several
     processes may map, only the largest one counts. Pages that a parent and its child share after a
-    fork are counted twice: cases that fork say so and are judged by the report alone. So is a
-    process for a moment that gets another parent, or that has not executed its program yet. So
-    what two samples in a row have counts.
+    fork are counted twice: cases that fork say so and are judged by the report alone. A process
+    that has not executed its program yet shares all with its parent, for a moment: only what two
+    samples in a row have counts.
     """
 
     def __init__(self, pid, interval=0.025):

@@ -187,11 +187,11 @@ def test_circular_ends(case):
         time.sleep(5)
         began = time.monotonic()
         run.send_signal(signal.SIGTERM)
-        # A page of a server is waited for for 60 s, behind a connection that is made within 10.
+        # A read from a server is given up after 60 s, a connection to it after 10.
         _, said = run.communicate(timeout=120)
         took = time.monotonic() - began
-        # The server handles the signal (0) where it gets to it. Where another thread of it waits
-        # for a page meanwhile, it does so after that page was given up.
+        # The server handles the signal (0) where it gets to it. If a thread that waits for a page
+        # has the interpreter's lock, that is after the read was given up.
         assert took < 100 and run.returncode in (0, 135, 137, 143), (
             f"{took:.1f} s, status {run.returncode}, {said!r}"
         )

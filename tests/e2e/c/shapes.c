@@ -157,9 +157,10 @@ static int faults(volatile unsigned char *at, int number) {
     return faulted;
 }
 
+/* Asked past libc: from a guard through libc on, all guards are looked for. */
 static int has_guards(void) {
     unsigned char *at = map(PAGE);
-    int has = madvise(at, PAGE, GUARD_INSTALL) == 0;
+    int has = bare(SYS_madvise, (long)at, PAGE, GUARD_INSTALL, 0, 0) == 0;
     munmap(at, PAGE);
     return has;
 }
@@ -213,6 +214,55 @@ static void guard_walk(void) {
         check_zero(at, page, 1, "page that was a guard");
     }
 }
+
+/* Memory is read in the same order without locality again and again, with a guard over that page
+ * of each `apart` that is out and comes first in it: what the order foretells comes in where nobody
+ * waits for it.
+ * `may_go`: a guard may have been filled over, with what its page held and nothing else. */
+static void guard_foretold(size_t apart, int may_go) {
+    size_t pages = given.megabytes << 8, guards = 0, gone = 0;
+    size_t *order = malloc(pages * sizeof *order);
+    char *is_guard = calloc(pages, 1), *has_one = calloc(pages / apart + 1, 1);
+    uint64_t state = given.seed * 2 + 1;
+    for (size_t i = 0; i < pages; i++) order[i] = i;
+    for (size_t i = pages - 1; i > 0; i--) {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        size_t other = (size_t)(state >> 33) % (i + 1), page = order[i];
+        order[i] = order[other];
+        order[other] = page;
+    }
+    for (int round = 0; round < 3; round++)
+        for (size_t i = 0; i < pages; i++) check(ballast, order[i], 1, 7, "page of the order");
+    for (size_t i = 16; i < pages; i++) {
+        size_t page = order[i];
+        if (has_one[page / apart] || is_there(ballast + page * PAGE)) continue;
+        MUST(advise(ballast + page * PAGE, PAGE, GUARD_INSTALL) == 0);
+        has_one[page / apart] = is_guard[page] = 1;
+        guards++;
+    }
+    if (managed) MUST(guards > 0);
+    for (size_t i = 0; i < pages; i++)
+        if (!is_guard[order[i]]) check(ballast, order[i], 1, 7, "page of the order, with guards");
+    for (size_t page = 0; page < pages; page++) {
+        if (!is_guard[page] || faults(ballast + page * PAGE, SIGSEGV)) continue;
+        gone++;
+        ballast[page * PAGE] = (unsigned char)word_of(key_of(given.seed, page, 7), 0);
+        check(ballast, page, 1, 7, "page that came over a guard");
+    }
+    if (gone > 0 && !may_go) die("%zu of %zu guards are gone", gone, guards);
+    free(order);
+    free(is_guard);
+    free(has_one);
+}
+
+/* One in every 2 MiB: the first look meets one, and every page is looked at from then on. */
+static void guard_each(void) { guard_foretold(512, 0); }
+
+/* The first guard of the process, and its only one. */
+static void guard_one(void) { guard_foretold((size_t)given.megabytes << 8, 1); }
+
+/* The same behind one that was there before management began. */
+static void guard_early(void) { guard_foretold((size_t)given.megabytes << 8, 0); }
 
 /* Fresh memory that is written up to a guard, from each distance. */
 static void guard_grow(void) {
@@ -744,6 +794,9 @@ int main(int count, char **words) {
         {"guard-zero", guard_zero},
         {"guard-walk", guard_walk},
         {"guard-grow", guard_grow},
+        {"guard-each", guard_each},
+        {"guard-one", guard_one},
+        {"guard-early", guard_early},
         {"shmat", shm},
         {"free", lazy},
         {"lockall", lockall},
@@ -771,6 +824,11 @@ int main(int count, char **words) {
     if (strcmp(name, "lockall-first") == 0) {
         lockall_first();
         return ok("shapes", given.mode);
+    }
+    if (strcmp(name, "guard-early") == 0 && has_guards()) {
+        unsigned char *early = map(LEN);
+        MUST(advise(early + LEN / 2, PAGE, GUARD_INSTALL) == 0);
+        fill(early, PAGES / 4, 2);
     }
     engage();
     if (strncmp(name, "guard", 5) == 0 && !has_guards()) return ok("shapes", given.mode);

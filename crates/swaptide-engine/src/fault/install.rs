@@ -14,13 +14,14 @@
 //! [`crate::engine::KnownMemory::guarded`] says that the program has had a guard.
 //!
 //! Invariants
-//! 1. A fill never replaces a guard. `UFFDIO_MOVE` and `UFFDIO_POISON` answer `EEXIST` on one;
-//!    `UFFDIO_COPY` fills over it, so what it fills is looked at first. Before the program's first
-//!    guard is known two kinds of pages need no look of their own, for each costs a microsecond:
-//!    the page of a waiting thread, since a touch of a guard is no userfaultfd fault; and pages
-//!    that a repeated sequence foretells, of which the 2 MiB of one are looked at for all that come
-//!    for one fault. So of these one may fill over the first guard that comes past libc, where it
-//!    comes over memory that is out (docs/semantics.md).
+//! 1. A fill replaces no guard, but for what follows. `UFFDIO_MOVE` and `UFFDIO_POISON` answer
+//!    `EEXIST` on one; `UFFDIO_COPY` fills over it, so what it fills is looked at first. Until the
+//!    process has a guard that is known, two kinds of pages are not, since a look takes a
+//!    microsecond of the nine that a page from compressed memory takes:
+//!    - the page of a waiting thread: a touch of a guard is no userfaultfd fault;
+//!    - pages that a repeated sequence foretells. One look, at the 2 MiB around the first of them,
+//!      serves all that come for one fault. So they may replace the first guard that is installed
+//!      past libc over memory that is out (docs/semantics.md).
 //! 2. A slot whose page is a guard is released, and its word becomes `Empty`: the guard discarded
 //!    the contents. Any other page that the program has where the word says swapped ends the
 //!    process.
@@ -84,7 +85,7 @@ pub(crate) struct Installer {
     uffd: &'static Uffd,
     /// The page whose thread waits for the answer under way.
     pub(crate) asked: Option<PageNo>,
-    /// Single pages that come meanwhile were looked at together (invariant 1).
+    /// Single pages need no look of their own ([`Installer::look_together`]).
     looked_together: bool,
     /// Fresh pages for growth come from here when no staging frame is free.
     fresh_pages: Mapping,
@@ -252,8 +253,8 @@ impl Installer {
         }
     }
 
-    /// Single pages come that a repeated sequence foretells, `page` first: looks for guards around
-    /// it, for all of them, until [`Installer::end_looking_together`].
+    /// From here to [`Installer::end_looking_together`] single pages come that a repeated sequence
+    /// foretells, `page` first: looks for guards around that one, for all of them (invariant 1).
     pub(crate) fn look_together(&mut self, page: PageNo) {
         let known = &self.engine.known.guarded;
         let leaf = PageNo(page.0 / PAGES_PER_LEAF * PAGES_PER_LEAF);
@@ -265,7 +266,7 @@ impl Installer {
         self.looked_together = true;
     }
 
-    /// Every page is looked at again.
+    /// From here on each page is looked at by itself again.
     pub(crate) fn end_looking_together(&mut self) {
         self.looked_together = false;
     }
