@@ -90,9 +90,9 @@ def test_stress_ng(case):
 
 
 @pytest.mark.full
-@pytest.mark.swaptide(budget=256, limit=900, allowance=4)
+@pytest.mark.swaptide(budget=104, limit=900, allowance=4)
 def test_full_python(case):
-    python(case, "structures.py", 300)
+    python(case, "structures.py", 120)
 
 
 @pytest.mark.full
@@ -102,9 +102,9 @@ def test_full_walk(case):
 
 
 @pytest.mark.full
-@pytest.mark.swaptide(budget=24, limit=1200, needs=("sort",), allowance=4)
+@pytest.mark.swaptide(budget=16, limit=1200, needs=("sort",), allowance=4)
 def test_full_sort(case):
-    sort(case, 144, 96)
+    sort(case, 96, 64)
 
 
 @pytest.mark.full
@@ -122,19 +122,19 @@ def test_full_redis(case):
 @pytest.mark.full
 @pytest.mark.swaptide(budget=128, limit=900, needs=("gcc",), allowance=8, forks=True)
 def test_full_gcc(case):
-    gcc(case, 4, 300)
+    gcc(case, 2, 300)
 
 
 @pytest.mark.full
-@pytest.mark.swaptide(budget=128, limit=900, needs=("java",), allowance=64)
+@pytest.mark.swaptide(budget=80, limit=900, needs=("java",), allowance=64)
 def test_full_java(case):
-    java(case, "G1", 900000)
+    java(case, "G1", 450000)
 
 
 @pytest.mark.full
-@pytest.mark.swaptide(budget=128, limit=1200, needs=("node",), allowance=16)
+@pytest.mark.swaptide(budget=80, limit=1200, needs=("node",), allowance=16)
 def test_full_node(case):
-    node(case, 500000)
+    node(case, 300000)
 
 
 @pytest.mark.full
