@@ -39,7 +39,7 @@ def test_python_shared_tight(case):
 
 
 @pytest.mark.full
-@pytest.mark.swaptide(budget=32, limit=180, needs=("sort",), allowance=4)
+@pytest.mark.swaptide(budget=32, limit=300, needs=("sort",), allowance=4)
 def test_sort(case):
     sort(case, 64, 96)
 
@@ -75,7 +75,7 @@ def test_java(case, collector):
 
 
 @pytest.mark.full
-@pytest.mark.swaptide(budget=96, limit=180, needs=("node",), allowance=48)
+@pytest.mark.swaptide(budget=96, limit=400, needs=("node",), allowance=48)
 def test_node(case):
     node(case, 250000)
 
