@@ -86,7 +86,8 @@ def test_stress_ng(case):
     stress(case, 10, 128)
 
 
-# The sizes of the promise: each at a quarter of its memory or less.
+# With about a quarter of their memory or less (java and python a fifth); node with 40 % of it: with
+# 28 % it did not end in 20 minutes once, and took 17 at other times.
 
 
 @pytest.mark.full
@@ -132,9 +133,9 @@ def test_full_java(case):
 
 
 @pytest.mark.full
-@pytest.mark.swaptide(budget=80, limit=1200, needs=("node",), allowance=16)
+@pytest.mark.swaptide(budget=176, limit=1200, needs=("node",), allowance=16)
 def test_full_node(case):
-    node(case, 300000)
+    node(case, 500000)
 
 
 @pytest.mark.full

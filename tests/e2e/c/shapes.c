@@ -216,8 +216,8 @@ static void guard_walk(void) {
 }
 
 /* Memory is read in the same order without locality again and again, with a guard over that page
- * of each `apart` that is out and comes first in it: what the order foretells comes in where nobody
- * waits for it.
+ * of each `apart` that is out and comes first in it: what the order foretells comes in before a
+ * thread waits for it.
  * `may_go`: a guard may have been filled over, with what its page held and nothing else. */
 static void guard_foretold(size_t apart, int may_go) {
     size_t pages = given.megabytes << 8, guards = 0, gone = 0;
