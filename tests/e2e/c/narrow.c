@@ -4,12 +4,13 @@
  *
  * exec      a thread of PTHREAD_STACK_MIN executes with 600 variables
  * advise    the same gives advice by a descriptor
- * handler   a handler on an alternate stack of 5 KiB executes in the child of a vfork
+ * handler   a handler on a short alternate stack executes in the child of a vfork
  */
 #include "common.h"
 
 #include <limits.h>
 #include <signal.h>
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
@@ -53,7 +54,8 @@ static void handler(int number) {
 }
 
 static void crash(void) {
-    size_t bytes = 5120;
+    /* What the kernel saves of the registers, what the loader saves of them, and 1 KiB. */
+    size_t bytes = 2 * getauxval(AT_MINSIGSTKSZ) + 1024;
     unsigned char *stack = map(2 * PAGE + bytes);
     MUST(mprotect(stack, PAGE, PROT_NONE) == 0);
     stack_t alternate = {.ss_sp = stack + PAGE, .ss_size = bytes};
