@@ -1,5 +1,7 @@
 """Kinds of memory, and calls that change it: C programs that verify every page that they read."""
 
+import os
+
 import pytest
 
 from harness import full, param
@@ -58,7 +60,10 @@ def test_hugepages(case):
     "mode", [param("touch", allowance=4), param("storm", allowance=12), param("c11", allowance=12)]
 )
 def test_threads(case, mode):
-    case.run_c("threads", mode)
+    done = case.run_c("threads", mode)
+    if mode == "storm" and done.report and len(os.sched_getaffinity(0)) > 1:
+        served = done.report["stats"]["faults_by_servers"]
+        assert served > 0, "several threads faulted, and the handler alone served them"
 
 
 @pytest.mark.swaptide(budget=32, allowance=4)

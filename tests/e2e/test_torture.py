@@ -17,6 +17,30 @@ def test_torture(case, mode, seconds):
     case.run_c("torture", mode, megabytes=96, seconds=seconds)
 
 
+def torture_with_servers(case, megabytes, seconds, mode):
+    """Three fault servers, which read however few threads fault."""
+    program = case.start(
+        [case.binary("torture"), megabytes, seconds, case.seed, mode],
+        env={**os.environ, "SWAPTIDE_TEST_FAIL": "18"},
+    )
+    done = program.finish()
+    assert f"OK torture {mode}" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
+    stats = done.report["stats"]
+    assert stats["faults_by_servers"] > 100, stats
+
+
+@pytest.mark.swaptide(budget=32, allowance=128, forks=True, native=False)
+@pytest.mark.parametrize("mode", ["threads", "sends"])
+def test_torture_servers(case, mode):
+    torture_with_servers(case, 96, 6, mode)
+
+
+@pytest.mark.full
+@pytest.mark.swaptide(budget=48, limit=900, allowance=192, forks=True, native=False)
+def test_full_torture_servers(case):
+    torture_with_servers(case, 192, case.stretched(60), "threads")
+
+
 @pytest.mark.full
 @pytest.mark.swaptide(budget=48, limit=900, allowance=192, forks=True)
 def test_full_torture_sends(case):

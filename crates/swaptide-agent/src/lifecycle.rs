@@ -31,7 +31,7 @@ use crate::process::{
     engine, exchange, hold_child, open_area, release_hold, request_hold, segment, spawn,
 };
 use crate::seccomp;
-use crate::threads::{spawn_reader, start_workers};
+use crate::threads::{spawn_reader, spawn_server, start_workers};
 
 /// The path of the program, and its length.
 static MAIN_OBJECT: Lock<([u8; 512], usize)> = Lock::new(([0; 512], 0));
@@ -248,6 +248,7 @@ fn prepare_engine(
         gives_fork_advice: excluded::is_fork_advice_given,
         pinned: pinned::pinned_pages,
         spawn_reader,
+        spawn_server,
         release_hold,
         hold_child,
         references: &references::REFERENCES,

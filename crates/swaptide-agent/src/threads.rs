@@ -1,10 +1,10 @@
-//! The threads of an engine other than the handler: workers, readers of remote areas, and the one
-//! that watches for the end of the program.
+//! The threads of an engine other than the handler: workers, fault servers, readers of remote
+//! areas, and the one that watches for the end of the program.
 
 use std::sync::atomic::{Ordering::Relaxed, Ordering::Release};
 
-use swaptide_engine::Engine;
 use swaptide_engine::reclaim::worker::Worker;
+use swaptide_engine::{Engine, serve_faults};
 use swaptide_sys::affinity::{cpus_online, go_normally};
 use swaptide_sys::thread::{exit_thread, set_name};
 
@@ -27,6 +27,17 @@ pub(crate) fn start_workers(engine: &'static Engine) {
 /// Starts a thread that waits for servers.
 pub(crate) fn spawn_reader() -> bool {
     spawn_with(THREAD_STACK_BYTES, reader, 0)
+}
+
+/// Starts a thread that serves faults next to the handler.
+pub(crate) fn spawn_server() -> bool {
+    spawn_with(THREAD_STACK_BYTES, server, 0)
+}
+
+extern "C" fn server(_: usize) {
+    set_name(c"swaptide-fault");
+    let Some(engine) = engine() else { exit_thread() };
+    serve_faults(engine);
 }
 
 extern "C" fn reader(_: usize) {

@@ -68,6 +68,10 @@ impl Detach {
             let Some(at) = self.at else { return false };
             if engine.slot().control.detach.load(Relaxed) == 0 {
                 self.at = None;
+                if engine.is_quiescing() {
+                    // It was about to be let go.
+                    resume_workers(engine);
+                }
                 return false;
             }
             let Some(page) = engine.mm.lock().table.next_used(at, LAST_PAGE) else {

@@ -26,7 +26,9 @@ use crate::fault_injection::Injection;
 use crate::memcg::acceptance::{Acceptance, Verdict};
 use crate::memcg::charge::Charge;
 use crate::memcg::pool_sizing::{PoolSample, PoolSizer};
+use crate::memcg::psi::StallClock;
 use crate::memcg::small::Small;
+use crate::memcg::thrash::ThrashDetector;
 use crate::mm::batch::Jobs;
 use crate::mm::grace::Grace;
 use crate::mm::lru::Queues;
@@ -35,9 +37,12 @@ use crate::mm::references::References;
 use crate::mm::staging::{FrameNo, Staging};
 use crate::mm::types::{ChunkNo, PAGES_PER_LEAF};
 use crate::mm::vma_set::VmaSet;
+use crate::readahead::Readahead;
 use crate::readahead::history::SharedMissHistory;
 use crate::requests::HandlerRequests;
 use crate::requests::fork_control::ForkControl;
+use crate::sched::fault_servers::FaultServers;
+use crate::sched::handed::Handed;
 
 /// How long no page is written to swap areas after they took nothing.
 const FILE_FULL_BACKOFF: Duration = Duration::from_millis(100);
@@ -75,6 +80,8 @@ pub struct Start {
     pub pinned: fn(ChunkNo) -> u16,
     /// Starts a thread that runs [`Engine::serve_remote_reads`]. False if there can be none.
     pub spawn_reader: fn() -> bool,
+    /// Starts a thread that runs [`crate::serve_faults`]. False if there can be none.
+    pub spawn_server: fn() -> bool,
     /// Has other holders of the userfaultfd close it; false if that is not so within a moment.
     pub release_hold: fn() -> bool,
     /// Has another holder for a forked child's userfaultfd while this process serves it: it closes
@@ -116,7 +123,7 @@ struct SwapFull {
 /// The threads that reclaim.
 #[derive(Default)]
 pub struct Workers {
-    /// How many have begun and not ended.
+    /// How many have begun and not ended; fault servers count among them.
     pub running: AtomicU32,
     /// Those that do not wait on `work`.
     pub awake: AtomicU32,
@@ -142,6 +149,18 @@ pub struct HandlerThread {
     pub cpu: AtomicU32,
     /// Raised when it begins to wait for messages and when it continues: odd while it waits.
     pub turns: AtomicU32,
+}
+
+/// The threads that serve faults, and what they share.
+pub struct Serving {
+    /// The thread that applies events, and serves faults.
+    pub handler: HandlerThread,
+    /// Threads that serve faults next to it.
+    pub(crate) servers: FaultServers,
+    /// What faults foretell.
+    pub(crate) readahead: Lock<Readahead>,
+    /// How long threads of the program wait for memory.
+    pub(crate) stalls: Lock<StallClock>,
 }
 
 /// What may be known of the staging frames without the memory lock.
@@ -179,8 +198,8 @@ pub struct Engine {
     pub(crate) remote_reads: RemoteReads,
     /// The threads that reclaim.
     pub workers: Workers,
-    /// The thread that serves faults.
-    pub handler: HandlerThread,
+    /// The threads that serve faults, and what they share.
+    pub serving: Serving,
     /// The program was detached: workers end at their quiescent point.
     pub retired: AtomicBool,
     /// What kinds of memory the program has had.
@@ -236,6 +255,7 @@ impl Engine {
             header.pool.cap_bytes.load(Relaxed),
         );
         let charge = charge.with_acceptance(acceptance);
+        let servers = FaultServers::new(devices.injection());
         swaptide_sys::lock::on_long_wait(crate::sched::handler_cpu::leave_sched_idle);
         Ok(Engine {
             mm: Lock::new(Mm {
@@ -260,6 +280,8 @@ impl Engine {
                 pool_sizer: PoolSizer::new(),
                 clocks: MmClocks::default(),
                 grace: Grace::default(),
+                thrash: ThrashDetector::default(),
+                handed: Handed::default(),
             }),
             devices,
             charge,
@@ -269,10 +291,15 @@ impl Engine {
             remote_reads: RemoteReads::new()
                 .map_err(|e| EngineError::Memory("the buffers for remote pages", e))?,
             workers: Workers::default(),
-            handler: HandlerThread {
-                tid: AtomicU32::new(0),
-                cpu: AtomicU32::new(crate::sched::handler_cpu::NO_CPU),
-                turns: AtomicU32::new(0),
+            serving: Serving {
+                handler: HandlerThread {
+                    tid: AtomicU32::new(0),
+                    cpu: AtomicU32::new(crate::sched::handler_cpu::NO_CPU),
+                    turns: AtomicU32::new(0),
+                },
+                servers,
+                readahead: Lock::new(Readahead::new()),
+                stalls: Lock::new(StallClock::default()),
             },
             retired: AtomicBool::new(false),
             known: KnownMemory::default(),
@@ -451,7 +478,7 @@ impl Engine {
     /// its CPU: then every microsecond that the two are parted counts, and what workers do has
     /// time.
     pub(crate) fn single_faulter(&self) -> bool {
-        self.handler.cpu.load(Relaxed) != crate::sched::handler_cpu::NO_CPU
+        self.serving.handler.cpu.load(Relaxed) != crate::sched::handler_cpu::NO_CPU
             && self.charge.is_sparse()
     }
 
@@ -566,7 +593,10 @@ impl Engine {
         if !self.remote_reads.are_all_there() && !self.retired.load(Relaxed) {
             crate::fatal("a reader thread has ended");
         }
-        let handler = self.handler.tid.load(Relaxed);
+        if !self.serving.servers.are_all_there() && !self.retired.load(Relaxed) {
+            crate::fatal("a fault server has ended");
+        }
+        let handler = self.serving.handler.tid.load(Relaxed);
         if handler != 0
             && !self.retired.load(Relaxed)
             && !swaptide_sys::thread::lives(swaptide_sys::thread::Tid(handler))
@@ -575,8 +605,13 @@ impl Engine {
         }
     }
 
-    /// Waits while the workers are to be quiesced. Called by workers where nothing of theirs is
-    /// half done. False when they shall end.
+    /// True while workers and fault servers are to come to their quiescent points.
+    pub(crate) fn is_quiescing(&self) -> bool {
+        self.workers.quiesce.load(Acquire) != 0
+    }
+
+    /// Waits while the workers are to be quiesced. Called by them, and by fault servers, where
+    /// nothing of theirs is half done. False when they shall end.
     pub(crate) fn quiescent_point(&self) -> bool {
         if self.workers.quiesce.load(Acquire) == 0 {
             return true;

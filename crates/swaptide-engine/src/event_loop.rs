@@ -1,4 +1,4 @@
-//! The handler: the one thread that reads the program's userfaultfd.
+//! The handler: the thread that applies what the program's userfaultfd tells.
 //!
 //! It reads messages ([`crate::events::reader`]), answers faults ([`crate::pager`]), attends to
 //! forks ([`crate::fork`]) and serves requests of the program's threads ([`crate::requests`]).
@@ -11,6 +11,8 @@
 //!    hook that was read has its pages ([`ForkServer::serve_untracked`]).
 //! 2. Events are applied before faults that were read with them.
 //! 3. What an interruption leaves undone is done again, or its thread asks again.
+//! 4. All that is not the answer to a fault is done alone: no fault server reads or fills meanwhile
+//!    ([`crate::sched::handed`]).
 //!
 //! Locks: none of its own.
 
@@ -101,10 +103,11 @@ impl Handler {
     /// out: [`Handler::detach`] does it then, or this is called again.
     pub fn run(&mut self) {
         let engine = self.engine;
-        engine.handler.tid.store(gettid().0, Relaxed);
+        engine.serving.handler.tid.store(gettid().0, Relaxed);
         // One is answered before this can return, for what is asked meanwhile must be read.
         let mut answers = 1u32;
         loop {
+            self.pager.path.reader.end_alone();
             complete(&mut self.pager.path);
             self.forks.serve_untracked(&mut self.pager);
             if self.pager.path.reader.pending.is_empty() {
@@ -112,13 +115,17 @@ impl Handler {
             }
             self.serve_requests();
             self.pager.path.wake_held();
-            if self.pager.path.reader.pending.is_empty() {
+            if self.pager.path.reader.pending.is_empty() && self.preload.is_due(&self.pager.path) {
+                self.begin_alone();
                 self.preload.step(&mut self.pager.path);
             }
             // Threads that give memory up and touch it again never cease to fault.
             let is_due = self.detach.is_wanted()
                 && (self.pager.path.reader.pending.is_empty()
                     || answers.is_multiple_of(FAULTS_PER_DETACH_STEP));
+            if is_due {
+                self.begin_alone();
+            }
             if is_due && self.detach.step(&mut self.pager, &mut self.forks) {
                 self.pager.path.stalls_until(now());
                 return;
@@ -129,9 +136,18 @@ impl Handler {
                 answers = answers.wrapping_add(1);
                 let path = &mut self.pager.path;
                 path.worker.balance(engine);
+                if path.reader.wants_server() {
+                    path.reader.start_server();
+                }
                 path.tests.after_answer(&engine.workers.fails);
             }
         }
+    }
+
+    /// What follows is done alone, when forks that servers have read are attended to.
+    fn begin_alone(&mut self) {
+        self.pager.path.reader.begin_alone();
+        self.forks.serve_untracked(&mut self.pager);
     }
 
     /// Waits for the next messages, and reads them. With something to do unasked it only looks for
@@ -156,7 +172,7 @@ impl Handler {
     /// Serves what threads have asked for.
     fn serve_requests(&mut self) {
         while let Some(request) = self.pager.path.reader.next_request() {
-            self.forks.serve_untracked(&mut self.pager);
+            self.begin_alone();
             match request {
                 HandlerRequest::Adopt => {
                     self.pager.adopt();

@@ -35,6 +35,9 @@ const SHORT_READS: u32 = 60;
 const SMALL_POOL: u32 = 16;
 const SMALL_POOL_BYTES: usize = 1 << 20;
 
+/// Three fault servers, which read however few threads fault.
+const FAULT_SERVERS: u32 = 18;
+
 /// What tests want to fail, as the header's words were at one time.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Injection {
@@ -65,7 +68,7 @@ impl Injection {
     /// True when a test looks at what happens after a timeout: it does not want to wait long for
     /// it.
     pub(crate) fn shortens_timeouts(self) -> bool {
-        self.fail != 0
+        self.fail != 0 && !self.forces_servers()
     }
 
     /// Bytes that compressed memory has address space for, if a test wants to see its end.
@@ -76,6 +79,11 @@ impl Injection {
     /// True when workers shall map and unmap memory without pause.
     pub(crate) fn churns_own_mappings(self) -> bool {
         self.wants(OWN_MAPPINGS)
+    }
+
+    /// True when fault servers shall serve also where one thread faults.
+    pub(crate) fn forces_servers(self) -> bool {
+        self.wants(FAULT_SERVERS)
     }
 
     /// Ends the calling thread, which reads from servers, if a test wants that.

@@ -6,7 +6,8 @@
 //! - the **handler** ([`event_loop`]) reads the program's userfaultfd: faults
 //!   ([`fault`]), changes of mappings ([`events`](crate::events::apply)), forks ([`fork`]) and the
 //!   requests of other threads ([`requests`]). It alone
-//!   fills pages and adopts memory ([`adopt`](crate::vma::adopt)).
+//!   adopts memory ([`adopt`](crate::vma::adopt)).
+//! - **fault servers** ([`fault_server`]) answer faults next to it while several threads fault.
 //! - one or more **workers** ([`reclaim`]) move cold chunks to staging frames, compress them and
 //!   hand out the frames; worker 0 also looks after the accounts and moves the oldest compressed
 //!   pages to a swap area ([`writeback`](crate::reclaim::writeback)).
@@ -21,7 +22,8 @@
 //! 1. A page's data is in one of three places: the program (word `Present`), a worker's staging
 //!    frame (swap entry whose slot holds a folio) or a device (swap entry whose slot holds a
 //!    shadow). It leaves a place only after it is in the next one.
-//! 2. Only the handler fills pages; only workers, and the handler in their stead, take pages out.
+//! 2. Only the handler and fault servers fill pages; only workers, and those in their stead, take
+//!    pages out.
 //! 3. Engine threads never touch the program's memory, never allocate from its heap and hold no
 //!    lock while they wait for an event.
 //! 4. Whatever cannot be brought back is poisoned and counted, or the process ends with a message.
@@ -41,6 +43,7 @@ pub mod event_loop;
 pub mod events;
 mod fault;
 pub mod fault_injection;
+mod fault_server;
 pub mod fork;
 pub mod memcg;
 pub mod mm;
@@ -52,6 +55,7 @@ pub mod sched;
 pub mod vma;
 
 pub use engine::{Engine, Mm, Start};
+pub use fault_server::serve_faults;
 pub use mm::references::References;
 
 use swaptide_sys::Errno;

@@ -14,10 +14,11 @@ use swaptide_sys::thread::now;
 
 use crate::EngineError;
 use crate::engine::Engine;
-use crate::events::reader::{Fault, Interrupted};
+use crate::events::reader::Interrupted;
 use crate::fault::path::{FaultPath, Served};
 use crate::mm::types::{PageNo, range_of};
 use crate::requests::HandlerRequest;
+use crate::sched::handed::Fault;
 use crate::vma::adopt::Adopter;
 
 /// Tries after which a thread is woken to fault afresh, so that other messages get their turn.
@@ -55,7 +56,7 @@ impl Pager {
             // In the idle class it could keep a fork waiting.
             path.reader.cpu.follow(fault.tid, started, &engine.workers.tids);
         }
-        engine.handler.cpu.store(path.reader.cpu.own_cpu(), Relaxed);
+        engine.serving.handler.cpu.store(path.reader.cpu.own_cpu(), Relaxed);
         let served = path.serve(page, fault, started);
         path.stall.answers_since(None);
         path.installer.asked = None;
@@ -96,6 +97,7 @@ impl Pager {
                 }
             }
             Served::Unmanaged => {
+                path.reader.begin_alone();
                 let interrupted = path.reader.drain().is_err();
                 if interrupted
                     || fault.tries <= MAX_ADOPT_TRIES && adopter.adopt_at(path, fault.addr)

@@ -92,6 +92,8 @@ counters! {
     /// Times that a thread waited for fresh pages because its group had more than `swap.high` on
     /// swap areas.
     SwapHighWaits = "swap_high_waits",
+    /// Faults that were answered by fault servers, next to the handler.
+    FaultsByServers = "faults_by_servers",
     /// Microseconds in which at least one thread waited for memory that was swapped out, or for
     /// room: the kernel's `some` of memory.pressure.
     StallUs = "stall_us",
@@ -239,11 +241,12 @@ impl FaultHistogram {
         (1u64 << exponent) + (quarter + 1) * (1u64 << (exponent - 2))
     }
 
-    /// Counts one fault of `ns` nanoseconds. Only one thread writes it at a time.
+    /// Counts one fault of `ns` nanoseconds.
     pub fn record(&self, ns: u64) {
         self.buckets[Self::bucket(ns)].fetch_add(1, Relaxed);
+        // Mostly it is not longer: then nothing is written.
         if ns > self.max_ns.load(Relaxed) {
-            self.max_ns.store(ns, Relaxed);
+            self.max_ns.fetch_max(ns, Relaxed);
         }
     }
 }

@@ -17,7 +17,7 @@ use crate::process::{is_kernel_worker, leader_end};
 use crate::procfs::{ProcPath, parse_u64, read_file};
 
 /// The engine's threads of this process.
-static IDS: [AtomicU32; 16] = [const { AtomicU32::new(0) }; 16];
+static IDS: [AtomicU32; 32] = [const { AtomicU32::new(0) }; 32];
 /// In the place of an id: that of a thread which is being made.
 const PENDING: u32 = u32::MAX;
 

@@ -38,6 +38,7 @@ pub mod sock;
 pub mod thread;
 pub mod time;
 pub mod uffd;
+pub mod wait_set;
 
 pub use errno::ErrnoName;
 pub use page::{PAGE_SHIFT, PAGE_SIZE, VirtAddr, VirtRange};

@@ -191,6 +191,13 @@ impl RemoteReads {
         Ok(event)
     }
 
+    /// Lets the calling thread, which the handler has made, run wherever the process may.
+    pub(crate) fn run_anywhere(&self) {
+        if let Some(cpus) = &*self.cpus.lock() {
+            let _ = clear_own_affinity(cpus);
+        }
+    }
+
     /// In a forked child: it has no readers, and nothing was under way (invariant 6).
     ///
     /// # Safety
@@ -347,9 +354,7 @@ impl RemoteReads {
         test: Injection,
         log: fn(&str),
     ) {
-        if let Some(cpus) = &*self.cpus.lock() {
-            let _ = clear_own_affinity(cpus);
-        }
+        self.run_anywhere();
         let event = self.event.lock().clone();
         let mut orders = Vec::with_capacity(MAX_READS_PER_TURN);
         let number = self.initialized.fetch_add(1, Release) as usize;

@@ -16,7 +16,7 @@ use swaptide_core::{SlotContent as TableSlot, SwapEntry};
 
 use crate::backing::devices::{AREA, Devices, NO_ENTRY};
 use crate::mm::page_table::{PageState, PageTable};
-use crate::mm::types::PageNo;
+use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PageNo};
 
 /// Most pages of a snapshot.
 pub(crate) const MAX_SNAPSHOT_PAGES: usize = 64;
@@ -75,6 +75,8 @@ pub struct Snapshot {
     len: usize,
     entries: [SwapEntry; MAX_SNAPSHOT_PAGES],
     places: [PageLocation; MAX_SNAPSHOT_PAGES],
+    /// The epochs of the chunks that it touches.
+    epochs: [u32; MAX_SNAPSHOT_PAGES / PAGES_PER_CHUNK + 1],
 }
 
 impl Snapshot {
@@ -85,6 +87,7 @@ impl Snapshot {
             len: n.min(MAX_SNAPSHOT_PAGES),
             entries: [NO_ENTRY; MAX_SNAPSHOT_PAGES],
             places: [PageLocation::Absent; MAX_SNAPSHOT_PAGES],
+            epochs: Snapshot::epochs(table, first, n.min(MAX_SNAPSHOT_PAGES)),
         };
         for k in 0..snapshot.len {
             if let PageState::Swapped(entry) = table.get(first.plus(k)) {
@@ -94,6 +97,18 @@ impl Snapshot {
             }
         }
         snapshot
+    }
+
+    fn epochs(
+        table: &PageTable,
+        first: PageNo,
+        n: usize,
+    ) -> [u32; MAX_SNAPSHOT_PAGES / PAGES_PER_CHUNK + 1] {
+        let last = first.plus(n.max(1) - 1).chunk();
+        std::array::from_fn(|k| {
+            let chunk = ChunkNo(first.chunk().0 + k);
+            if chunk <= last { table.chunk(chunk).epoch } else { 0 }
+        })
     }
 
     /// Looks at the slots of the words that were copied.
@@ -120,8 +135,7 @@ impl Snapshot {
     /// A chunk as a test wants it: a page is on a swap area, in compressed memory, or not swapped.
     #[cfg(test)]
     pub(crate) fn made_up(first: PageNo, is_on_area: impl Fn(usize) -> Option<bool>) -> Snapshot {
-        let mut snapshot =
-            Snapshot::note(&PageTable::new(), first, crate::mm::types::PAGES_PER_CHUNK);
+        let mut snapshot = Snapshot::note(&PageTable::new(), first, PAGES_PER_CHUNK);
         for k in 0..snapshot.len {
             snapshot.places[k] = match is_on_area(k) {
                 Some(true) => PageLocation::Area,
@@ -189,7 +203,12 @@ impl Snapshot {
     }
 
     /// The second look: how many of `n` pages from the first on still have the word they had.
-    pub(crate) fn still_valid(&self, table: &PageTable, n: usize) -> usize {
+    /// `is_strict`: other threads bring pages in as well, so that a word that is found again may
+    /// stand for other data: then none of them if a swapped word of their chunks has changed.
+    pub(crate) fn still_valid(&self, table: &PageTable, n: usize, is_strict: bool) -> usize {
+        if is_strict && Snapshot::epochs(table, self.first, self.len) != self.epochs {
+            return 0;
+        }
         let same = |k: &usize| match (self.places[*k], table.get(self.first.plus(*k))) {
             (PageLocation::Absent, state) => !matches!(state, PageState::Swapped(_)),
             (_, PageState::Swapped(entry)) => entry == self.entries[*k],
@@ -281,15 +300,15 @@ mod tests {
             table.set(first.plus(k), PageState::Swapped(pooled(&devices, false)));
         }
         let before = look(&devices, &table, first, 8);
-        assert_eq!(before.still_valid(&table, 8), 8);
+        assert_eq!(before.still_valid(&table, 8, false), 8);
         let old = table.set(first.plus(5), PageState::Swapped(filed(&devices)));
-        assert_eq!(before.still_valid(&table, 8), 5, "write-back moved it");
+        assert_eq!(before.still_valid(&table, 8, false), 5, "write-back moved it");
         table.set(first.plus(5), old);
-        assert_eq!(before.still_valid(&table, 8), 8);
+        assert_eq!(before.still_valid(&table, 8, false), 8);
         table.set(first.plus(2), PageState::Empty);
-        assert_eq!(before.still_valid(&table, 8), 2, "the program gave it up");
+        assert_eq!(before.still_valid(&table, 8, false), 2, "the program gave it up");
         table.set(first.plus(2), PageState::Present);
-        assert_eq!(before.still_valid(&table, 8), 2, "it came in otherwise");
+        assert_eq!(before.still_valid(&table, 8, false), 2, "it came in otherwise");
     }
 
     #[test]

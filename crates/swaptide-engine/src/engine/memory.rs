@@ -9,6 +9,7 @@ use swaptide_sys::uffd::Event;
 
 use crate::backing::devices::{AREA, Devices, POOL};
 use crate::memcg::pool_sizing::PoolSizer;
+use crate::memcg::thrash::ThrashDetector;
 use crate::mm::batch::Jobs;
 use crate::mm::grace::Grace;
 use crate::mm::lru::Queues;
@@ -17,6 +18,7 @@ use crate::mm::staging::{FrameNo, Staging};
 use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo};
 use crate::mm::vma_change::VmaChange;
 use crate::mm::vma_set::VmaSet;
+use crate::sched::handed::Handed;
 
 /// Chunks put back at a time.
 const MAX_CHUNKS_PUT_BACK: usize = 8;
@@ -92,6 +94,10 @@ pub struct Mm {
     pub clocks: MmClocks,
     /// Pages that threads must get to use.
     pub grace: Grace,
+    /// Whether refaults say that the program makes no progress.
+    pub(crate) thrash: ThrashDetector,
+    /// What fault servers have read for the handler.
+    pub(crate) handed: Handed,
 }
 
 impl Mm {

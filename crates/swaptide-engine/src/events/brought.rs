@@ -66,12 +66,7 @@ impl BroughtPages {
     /// later.
     pub(crate) fn new(followed: bool) -> Result<BroughtPages, Errno> {
         if !followed {
-            return Ok(BroughtPages {
-                pages: Vec::new(),
-                copies: None,
-                most: 0,
-                has_overflowed: false,
-            });
+            return Ok(BroughtPages::unused());
         }
         let copies = Mapping::reserve(CAPACITY * PAGE_SIZE)?;
         copies.unlock();
@@ -81,6 +76,11 @@ impl BroughtPages {
             most: 0,
             has_overflowed: false,
         })
+    }
+
+    /// No room: nothing is recorded.
+    pub(crate) fn unused() -> BroughtPages {
+        BroughtPages { pages: Vec::new(), copies: None, most: 0, has_overflowed: false }
     }
 
     /// Pages on record.

@@ -97,6 +97,23 @@ impl ForkState {
         })
     }
 
+    /// Of a thread that reads nothing: no fork is ever under way.
+    pub(crate) fn unused() -> ForkState {
+        ForkState {
+            phase: ForkPhase::None,
+            is_done: false,
+            child: None,
+            untracked: Vec::new(),
+            populating: false,
+            noted: Vec::new(),
+            brought: BroughtPages::unused(),
+            seen_waiting: false,
+            is_torn: false,
+            has_applied: false,
+            is_lost: false,
+        }
+    }
+
     /// True while events are noted and not applied: of what surrounds a page nothing is known for
     /// sure, only the page asked for is what the table says.
     pub(crate) fn notes_events(&self) -> bool {

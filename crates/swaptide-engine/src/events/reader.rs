@@ -12,6 +12,10 @@
 //!    child has its pages, and nothing is taken out. A part below the event loop that reads learns
 //!    it as [`Interrupted`], leaves its work as it is, and is called again when that is done.
 //!
+//! 4. Where there are fault servers, they read as well, but for the time in which the handler works
+//!    alone ([`UffdReader::begin_alone`]). What they have handed over is taken before the next
+//!    message is read.
+//!
 //! Locks: the memory lock, while messages are read and applied.
 
 use std::collections::VecDeque;
@@ -20,7 +24,6 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::time::Duration;
 
 use swaptide_sys::eventfd::EventFd;
-use swaptide_sys::page::VirtAddr;
 use swaptide_sys::process::waits_outside_fork;
 use swaptide_sys::sock::poll_readable;
 use swaptide_sys::thread::now;
@@ -34,18 +37,9 @@ use crate::events::brought::BroughtPages;
 use crate::events::fork_state::{ForkPhase, ForkState};
 use crate::mm::vma_change::VmaChange;
 use crate::requests::HandlerRequest;
+use crate::sched::fault_servers::HandlerSets;
+use crate::sched::handed::Fault;
 use crate::sched::handler_cpu::HandlerCpu;
-
-/// A fault that waits for its answer.
-#[derive(Clone, Copy, Debug)]
-pub struct Fault {
-    /// An address of the page that is missing.
-    pub addr: VirtAddr,
-    /// Thread id of the thread that waits.
-    pub tid: u32,
-    /// Times it was tried in vain.
-    pub tries: u32,
-}
 
 /// A fork through no hook was read: its child must have its pages before anything else is done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -58,6 +52,8 @@ pub(crate) const LATE_EVENT_TIMEOUT: Duration = Duration::from_secs(1);
 const BUSY_WAIT: Duration = Duration::from_micros(50);
 /// How long an event is waited for that a refused fill shows to be there or about to come.
 const DRAIN_WAIT: Duration = Duration::from_micros(200);
+/// Descriptors that must be free where a fault server is started: it needs seven at most.
+const FREE_DESCRIPTORS: usize = 32;
 /// Messages of one read.
 const MESSAGES_PER_READ: usize = 16;
 /// A thread waits for one fault at a time, and nothing may be allocated during a fork.
@@ -74,11 +70,19 @@ pub(crate) struct UffdReader {
     /// Requests that were read and not served yet, each once.
     pub(crate) requests: Vec<HandlerRequest>,
     pub(crate) fork: ForkState,
-    /// Signalled when remote pages are back.
-    pub(crate) remote_event: Arc<EventFd>,
+    /// Signalled when remote pages are back; a fault server sends for none.
+    pub(crate) remote_event: Option<Arc<EventFd>>,
     /// The next wait is one for remote pages, too: a wait for an event that is due is not ended by
     /// them.
     pub(crate) awaits_remote: bool,
+    /// What is waited with where there are fault servers.
+    sets: Option<HandlerSets>,
+    /// It is a fault server's, which reads nothing by this.
+    pub(crate) is_server: bool,
+    /// No server reads or fills; always so where there are none.
+    is_alone: bool,
+    /// Several threads have faulted in turns.
+    has_seen_crowd: bool,
 }
 
 impl UffdReader {
@@ -95,12 +99,133 @@ impl UffdReader {
             requests: Vec::with_capacity(64),
             fork: ForkState::new(engine.fork.followed)
                 .map_err(|e| EngineError::Memory("pages that come in during forks", e))?,
-            remote_event: engine
-                .remote_reads
-                .open_event()
-                .map_err(|e| EngineError::Memory("an eventfd for remote pages", e))?,
+            remote_event: Some(
+                engine
+                    .remote_reads
+                    .open_event()
+                    .map_err(|e| EngineError::Memory("an eventfd for remote pages", e))?,
+            ),
             awaits_remote: false,
+            sets: None,
+            is_server: false,
+            is_alone: true,
+            has_seen_crowd: engine.serving.servers.is_forced,
         })
+    }
+
+    /// A fault server's: it reads nothing, and what needs that is handed over.
+    pub(crate) fn of_server(engine: &'static Engine) -> UffdReader {
+        UffdReader {
+            engine,
+            uffd: engine.uffd(),
+            cpu: HandlerCpu::unplaced(),
+            pending: VecDeque::new(),
+            requests: Vec::new(),
+            fork: ForkState::unused(),
+            remote_event: None,
+            awaits_remote: false,
+            sets: None,
+            is_server: true,
+            is_alone: false,
+            has_seen_crowd: false,
+        }
+    }
+
+    /// Whether another fault server is to be started.
+    pub(crate) fn wants_server(&self) -> bool {
+        self.has_seen_crowd && self.engine.serving.servers.is_one_wanted() && !self.fork.is_busy()
+    }
+
+    /// Whether a server's descriptors leave some for what a fork needs.
+    fn has_free_descriptors(&self) -> bool {
+        let fd = self.uffd.as_fd();
+        let copies: [_; FREE_DESCRIPTORS] = std::array::from_fn(|_| fd.try_clone_to_owned());
+        copies.iter().all(Result::is_ok)
+    }
+
+    /// Starts a fault server.
+    pub(crate) fn start_server(&mut self) {
+        let engine = self.engine;
+        if !self.has_free_descriptors() {
+            return engine.serving.servers.give_up();
+        }
+        if self.sets.is_none() {
+            let Some(remote) = &self.remote_event else { return };
+            match engine.serving.servers.open(self.uffd, remote) {
+                Ok(sets) => self.sets = Some(sets),
+                Err(_) => return engine.serving.servers.give_up(),
+            }
+        }
+        // Before it runs: a fork waits for it.
+        engine.workers.running.fetch_add(1, Relaxed);
+        engine.serving.servers.count_started();
+        // In the idle class it would stay there.
+        if self.cpu.normally(engine.start.spawn_server) {
+            engine.slot().engine_threads.fetch_add(1, Relaxed);
+            let mut mm = engine.mm.lock();
+            mm.handed.are_servers = true;
+            mm.handed.is_forced = engine.serving.servers.is_forced;
+        } else {
+            engine.workers.running.fetch_sub(1, Relaxed);
+            engine.serving.servers.count_refused();
+        }
+    }
+
+    /// From here on no server reads or fills, and what they have handed over is taken. That may be
+    /// a fork through no hook, which is to be attended to before anything else is done.
+    pub(crate) fn begin_alone(&mut self) {
+        if self.is_alone {
+            return;
+        }
+        let engine = self.engine;
+        let mut mm = engine.mm.lock();
+        self.set_alone(&mut mm);
+        self.take_handed(&mut mm);
+        let is_late = !mm.changes.late.is_empty();
+        drop(mm);
+        if is_late && self.fork.untracked.is_empty() {
+            self.read_late();
+        }
+    }
+
+    fn set_alone(&mut self, mm: &mut Mm) {
+        mm.handed.set_alone(true);
+        self.is_alone = true;
+    }
+
+    /// Servers may read again, if there are any and no fork is attended to.
+    pub(crate) fn end_alone(&mut self) {
+        let is_due = self.is_alone && self.sets.is_some();
+        if !is_due || self.fork.is_busy() || !self.fork.untracked.is_empty() {
+            return;
+        }
+        let engine = self.engine;
+        let mut mm = engine.mm.lock();
+        // What it changes was read, and is not applied yet.
+        if !mm.changes.late.is_empty() {
+            return;
+        }
+        self.is_alone = false;
+        mm.handed.set_alone(false);
+        let may_read = mm.handed.may_servers_read();
+        drop(mm);
+        if may_read {
+            engine.serving.servers.admit();
+        }
+    }
+
+    /// Takes what servers have handed over. True if there was something.
+    fn take_handed(&mut self, mm: &mut Mm) -> bool {
+        let engine = self.engine;
+        engine.serving.servers.end_telling(&mm.handed);
+        let before = self.pending.len();
+        self.pending.extend(mm.handed.take_faults());
+        let Some(event) = mm.handed.take_event() else { return self.pending.len() > before };
+        self.take(mm, event);
+        if mm.handed.may_servers_read() {
+            engine.serving.servers.admit();
+        }
+        true
     }
 
     /// Reads what there is or comes within `timeout`: events are applied, faults and requests
@@ -117,22 +242,25 @@ impl UffdReader {
         // A handler in the idle class comes to its turn when the thread it woke has stopped again:
         // then there is something to read.
         let expected = timeout.is_none() && self.cpu.is_idle();
-        if !expected && !self.wait(timeout) {
+        if !expected && !self.wait(timeout) && !self.engine.serving.servers.is_told() {
             return self.check_untracked();
         }
         let mut messages = Message::buffer::<MESSAGES_PER_READ>();
         let engine = self.engine;
         // This counts as a turn although it did not poll.
-        engine.handler.turns.fetch_add(2, Relaxed);
+        engine.serving.handler.turns.fetch_add(2, Relaxed);
         let mut mm = engine.mm.lock();
-        match self.uffd.read(&mut messages) {
+        let has_taken = self.sets.is_some() && self.take_handed(&mut mm);
+        // What is read here servers cannot take.
+        let most = if self.is_alone { MESSAGES_PER_READ } else { 1 };
+        match self.uffd.read(&mut messages[..most]) {
             Ok(n) => {
                 for message in &mut messages[..n] {
                     let event = message.decode();
                     self.take(&mut mm, event);
                 }
             }
-            Err(Errno::AGAIN) if expected => {
+            Err(Errno::AGAIN) if expected && !has_taken => {
                 drop(mm);
                 if !self.may_busy_wait() {
                     self.cpu.elsewhere();
@@ -158,6 +286,10 @@ impl UffdReader {
         }
         engine.publish_usage(&mm);
         let is_late = !mm.changes.late.is_empty();
+        if is_late && self.sets.is_some() {
+            // Nothing that comes next may be read by a server.
+            self.set_alone(&mut mm);
+        }
         drop(mm);
         if is_late && !met {
             self.read_late();
@@ -170,6 +302,9 @@ impl UffdReader {
     /// # Errors
     /// As for [`UffdReader::read_within`].
     pub(crate) fn drain(&mut self) -> Result<(), Interrupted> {
+        if self.is_server {
+            return Err(Interrupted);
+        }
         self.read_within(Some(DRAIN_WAIT))
     }
 
@@ -205,19 +340,26 @@ impl UffdReader {
     /// Waits for a message, and if `awaits_remote` for a remote page to be back. False if no
     /// message came. Others can see that the handler waits, and does not starve.
     fn wait(&mut self, timeout: Option<Duration>) -> bool {
-        self.engine.handler.turns.fetch_add(1, Relaxed);
-        let fds = [self.uffd.as_fd(), self.remote_event.as_fd()];
-        let awaited = if std::mem::take(&mut self.awaits_remote) { &fds } else { &fds[..1] };
-        let ready = matches!(poll_readable(awaited, timeout), Ok(ready) if ready & 1 != 0);
-        self.engine.handler.turns.fetch_add(1, Relaxed);
+        self.engine.serving.handler.turns.fetch_add(1, Relaxed);
+        let with_remote = std::mem::take(&mut self.awaits_remote);
+        let ready = match (&self.sets, &self.remote_event) {
+            (Some(sets), _) => sets.wait(with_remote, timeout),
+            (None, Some(remote)) if with_remote => {
+                let fds = [self.uffd.as_fd(), remote.as_fd()];
+                matches!(poll_readable(&fds, timeout), Ok(ready) if ready & 1 != 0)
+            }
+            _ => matches!(poll_readable(&[self.uffd.as_fd()], timeout), Ok(ready) if ready != 0),
+        };
+        self.engine.serving.handler.turns.fetch_add(1, Relaxed);
         ready
     }
 
     /// Reads on until no change of mappings is late: what happened before it is on its way, and the
     /// kernel refuses everything until it was read (see [`crate::events::apply`]). Ends early when
-    /// a fork through no hook was read.
+    /// a fork through no hook was read. The handler works alone.
     pub(crate) fn read_late(&mut self) {
         let engine = self.engine;
+        debug_assert!(self.is_alone);
         let began = now();
         loop {
             self.wait(Some(Duration::from_millis(1)));
@@ -247,6 +389,8 @@ impl UffdReader {
         let engine = self.engine;
         let mut messages = Message::buffer::<MESSAGES_PER_READ>();
         let mut mm = engine.mm.lock();
+        // Faults that were in servers' hands.
+        self.take_handed(&mut mm);
         if let Ok(n) = self.uffd.read(&mut messages) {
             for message in &mut messages[..n] {
                 let event = message.decode();
@@ -269,7 +413,12 @@ impl UffdReader {
                 self.note_request(HandlerRequest::RequestPage)
             }
             (Event::Fault { addr, tid, .. }, _) => {
-                self.pending.push_back(Fault { addr, tid, tries: 0 })
+                let fault = Fault { addr, tid, tries: 0 };
+                if !self.is_of_worker(fault) && mm.handed.crowd.note(tid) {
+                    self.has_seen_crowd = true;
+                    engine.serving.servers.admit();
+                }
+                self.pending.push_back(fault)
             }
             (_, Some(HandlerRequest::ForkDone)) => self.fork.is_done = true,
             (_, Some(request)) => self.note_request(request),
@@ -282,6 +431,7 @@ impl UffdReader {
             (Event::Fork { uffd }, _) => {
                 self.fork.is_torn |= self.fork.phase.is_deferring();
                 self.fork.untracked.push(uffd);
+                self.set_alone(mm);
             }
             // What follows a fork event may be earlier than the fork: the child must be looked at
             // first.

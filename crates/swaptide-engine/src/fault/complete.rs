@@ -28,7 +28,9 @@ pub(crate) fn complete(path: &mut FaultPath) {
     }
     // In this order: a signal that is given when the word is free again is seen.
     if remote.signalled.load(Acquire) {
-        path.reader.remote_event.clear();
+        if let Some(event) = &path.reader.remote_event {
+            event.clear();
+        }
         remote.signalled.swap(false, AcqRel);
     }
     // A fork through no hook goes first.

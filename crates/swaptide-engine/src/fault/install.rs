@@ -83,6 +83,8 @@ pub(crate) struct LoadedPages {
 pub(crate) struct Installer {
     engine: &'static Engine,
     uffd: &'static Uffd,
+    /// It is a fault server's.
+    is_server: bool,
     /// The page whose thread waits for the answer under way.
     pub(crate) asked: Option<PageNo>,
     /// Single pages need no look of their own ([`Installer::look_together`]).
@@ -99,7 +101,7 @@ impl Installer {
     ///
     /// # Errors
     /// When memory or a file of /proc is refused.
-    pub(crate) fn new(engine: &'static Engine) -> Result<Installer, EngineError> {
+    pub(crate) fn new(engine: &'static Engine, is_server: bool) -> Result<Installer, EngineError> {
         let memory = |what| move |e| EngineError::Memory(what, e);
         let zeros = Mapping::reserve(ZEROS_BYTES).map_err(memory("the zero pages"))?;
         let fresh_pages =
@@ -108,6 +110,7 @@ impl Installer {
         Ok(Installer {
             engine,
             uffd: engine.uffd(),
+            is_server,
             asked: None,
             looked_together: false,
             fresh_pages,
@@ -127,13 +130,23 @@ impl Installer {
         let _ = self.fresh_pages.discard(0, self.fresh_pages.len());
     }
 
+    /// Whether pages may be put in place under this hold of the memory lock.
+    ///
+    /// # Errors
+    /// [`Stop::Again`] when not ([`crate::sched::handed`]).
+    pub(crate) fn may_fill(&self, mm: &Mm) -> Result<(), Stop> {
+        if mm.handed.may_fill(self.is_server) { Ok(()) } else { Err(Stop::Again) }
+    }
+
     /// Copies a page of zeros to where a thread waits for one.
-    pub(crate) fn copy_zeros(&self, page: PageNo) -> Result<usize, Stop> {
+    pub(crate) fn copy_zeros(&self, mm: &Mm, page: PageNo) -> Result<usize, Stop> {
+        self.may_fill(mm)?;
         self.copy_in(page, self.zero_page(), 1)
     }
 
     /// Moves `n` zeroed frames in: recycled ones if there are, else fresh ones.
     pub(crate) fn move_zeros(&self, mm: &mut Mm, page: PageNo, n: usize) -> Result<usize, Stop> {
+        self.may_fill(mm)?;
         if let Some(run) = mm.staging.take_run(n) {
             let addr = mm.staging.run_addr(run);
             // SAFETY: the frames of the run are full, free and not taken elsewhere.
@@ -145,7 +158,7 @@ impl Installer {
         }
         let bytes = n * PAGE_SIZE;
         if self.fresh_pages.populate_write(0, bytes).is_err() {
-            return self.copy_zeros(page);
+            return self.copy_zeros(mm, page);
         }
         let progress = self.move_in(mm, page, VirtAddr(self.fresh_pages.as_ptr() as usize), n);
         let filled = finish_fill(progress);
@@ -190,10 +203,12 @@ impl Installer {
     /// [`LoadedPages::from`].
     pub(crate) fn copy_page(
         &self,
+        mm: &Mm,
         record: Option<&mut BroughtPages>,
         page: PageNo,
         from: VirtAddr,
     ) -> Result<usize, Stop> {
+        self.may_fill(mm)?;
         // SAFETY: nothing writes to the page meanwhile.
         unsafe { BroughtPages::filling(record, page, from, 1, || self.copy_in(page, from, 1)) }
     }
@@ -209,6 +224,12 @@ impl Installer {
         loaded: LoadedPages,
         len: usize,
     ) -> Result<usize, Stop> {
+        if let Err(stop) = self.may_fill(mm) {
+            if let Some(run) = loaded.run {
+                mm.staging.run_used(run, 0);
+            }
+            return Err(stop);
+        }
         let fill = || self.fill(mm, page, loaded, tests.part_of(len));
         // SAFETY: nothing writes to the pages meanwhile.
         unsafe { BroughtPages::filling(record, page, loaded.from, len, fill) }
@@ -312,6 +333,7 @@ impl Installer {
         page: PageNo,
         entry: SwapEntry,
     ) -> Result<usize, Stop> {
+        self.may_fill(mm)?;
         let engine = self.engine;
         // Before: its reader is woken by it, and may end the process, and with it this thread, at
         // once.

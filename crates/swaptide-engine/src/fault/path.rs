@@ -3,7 +3,8 @@
 //! [`FaultPath::serve`] looks at the page's word. Empty: growth, with as many zeroed pages as the
 //! stream of first touches bears. Swapped: [`crate::fault::swap_in`].
 //!
-//! Owns: the parts that serve faults, and the handler's way to make room.
+//! Owns: the parts that serve faults, and the way to make room of one thread that does: the
+//! handler, or a fault server ([`crate::fault_server`]).
 //!
 //! Rules
 //! 1. Room is made before a page is filled: when the workers have not kept up, the handler reclaims
@@ -22,12 +23,12 @@ use std::sync::atomic::Ordering::Relaxed;
 use swaptide_ipc::Counter;
 use swaptide_sys::Errno;
 use swaptide_sys::mem::Mapping;
-use swaptide_sys::page::VirtRange;
+use swaptide_sys::page::{PAGE_SIZE, VirtRange};
 use swaptide_sys::thread::Nanos;
 
 use crate::EngineError;
-use crate::engine::Engine;
-use crate::events::reader::{Fault, UffdReader};
+use crate::engine::{Engine, Mm};
+use crate::events::reader::UffdReader;
 use crate::fault::direct_reclaim;
 use crate::fault::install::{Installer, MIN_MOVE_PAGES, Stop};
 use crate::fault::load::Loader;
@@ -35,13 +36,10 @@ use crate::fault::remote::InFlight;
 use crate::fault_injection::HandlerFaults;
 use crate::memcg::psi::Stall;
 use crate::memcg::swap_high::Throttle;
-use crate::memcg::thrash::ThrashDetector;
 use crate::mm::page_table::PageState;
 use crate::mm::types::{PageNo, pages_of, range_of};
-use crate::readahead::hints::ReadingHints;
-use crate::readahead::history::TemporalPrefetcher;
-use crate::readahead::locality::Locality;
 use crate::reclaim::worker::Worker;
+use crate::sched::handed::Fault;
 
 /// Bytes of the buffer for pages that are copied in.
 pub(crate) const COPY_BYTES: usize = 256 << 10;
@@ -76,12 +74,8 @@ pub(crate) struct FaultPath {
     pub(crate) stall: Stall,
     /// Threads that wait because they grew past `swap.high`.
     pub(crate) throttle: Throttle,
-    pub(super) thrash: ThrashDetector,
-    pub(super) locality: Locality,
-    pub(crate) prefetcher: TemporalPrefetcher,
     /// A page that is left out of the window that is being brought in.
     pub(super) leaves_out: Option<PageNo>,
-    pub(crate) hints: ReadingHints,
     /// Pages are loaded here before they are copied in.
     pub(crate) copy: Mapping,
     pub(crate) tests: HandlerFaults,
@@ -93,20 +87,28 @@ impl FaultPath {
     /// # Errors
     /// When memory or a file of /proc is refused.
     pub(crate) fn new(engine: &'static Engine) -> Result<FaultPath, EngineError> {
+        FaultPath::with(engine, UffdReader::new(engine)?)
+    }
+
+    /// The same of a fault server.
+    ///
+    /// # Errors
+    /// As for [`FaultPath::new`].
+    pub(crate) fn of_server(engine: &'static Engine) -> Result<FaultPath, EngineError> {
+        FaultPath::with(engine, UffdReader::of_server(engine))
+    }
+
+    fn with(engine: &'static Engine, reader: UffdReader) -> Result<FaultPath, EngineError> {
         Ok(FaultPath {
             engine,
-            reader: UffdReader::new(engine)?,
-            installer: Installer::new(engine)?,
+            installer: Installer::new(engine, reader.is_server)?,
+            reader,
             loader: Loader::new(engine),
             remote: InFlight::new(),
             worker: Worker::new(engine.devices.scheme),
-            stall: Stall::default(),
+            stall: Stall::new(&engine.serving.stalls),
             throttle: Throttle::new(),
-            thrash: ThrashDetector::default(),
-            locality: Locality::new(),
-            prefetcher: TemporalPrefetcher::new(),
             leaves_out: None,
-            hints: ReadingHints::default(),
             copy: Mapping::reserve(COPY_BYTES)
                 .map_err(|e| EngineError::Memory("the copy buffer", e))?,
             tests: HandlerFaults::new(engine.injection()),
@@ -133,6 +135,13 @@ impl FaultPath {
         self.stall.stalls_until(self.engine.slot(), at, is_awaited);
     }
 
+    /// A fault server is to stop: its buffers have no memory then.
+    pub(crate) fn give_buffers_up(&mut self) {
+        self.installer.discard_fresh();
+        let _ = self.copy.discard(0, self.copy.len());
+        self.loader.ahead.clear();
+    }
+
     /// Wakes the threads whose delay for `swap.high` is over.
     pub(crate) fn wake_held(&mut self) {
         self.throttle.wake_held(self.engine.slot(), self.reader.uffd);
@@ -143,7 +152,7 @@ impl FaultPath {
         // A worker faults pages in order to take them out.
         let is_of_program = !self.reader.is_of_worker(fault);
         // What is looked at later comes from memory meanwhile.
-        self.prefetcher.prefetch_index(page);
+        self.engine.serving.readahead.lock().prefetcher.prefetch_index(page);
         let (state, region) = {
             let mut mm = self.engine.mm.lock();
             if is_of_program {
@@ -154,10 +163,7 @@ impl FaultPath {
         let Some(region) = region else { return Served::Unmanaged };
         let result = match state {
             PageState::Present | PageState::PresentClean(_) => return self.is_already_mapped(page),
-            PageState::Poisoned => {
-                let _ = self.reader.uffd.poison(range_of(page, 1));
-                return Served::Spurious;
-            }
+            PageState::Poisoned => return self.poison_again(page),
             PageState::Empty => self.demand_zero(page, region),
             PageState::Swapped(_) if self.remote.begin_wait(page) => {
                 self.stall.stalls(self.engine.slot());
@@ -182,6 +188,28 @@ impl FaultPath {
         }
     }
 
+    /// A poisoned page is not there: the kernel dropped it with what it was moved or unmapped with.
+    fn poison_again(&self, page: PageNo) -> Served {
+        let mm = self.engine.mm.lock();
+        if self.installer.may_fill(&mm).is_err() {
+            return Served::Again;
+        }
+        if mm.table.get(page) == PageState::Poisoned {
+            let _ = self.reader.uffd.poison(range_of(page, 1));
+        }
+        Served::Spurious
+    }
+
+    /// How many of `n` pages there is room for by now, at least 1: where there are servers, several
+    /// threads may have seen the same room.
+    fn within_room(&self, mm: &Mm, n: usize) -> usize {
+        if !mm.handed.are_servers {
+            return n;
+        }
+        let room = (self.engine.charge.room() / PAGE_SIZE as i64).max(1) as usize;
+        n.min(room)
+    }
+
     /// Two threads touched the page and the other's fault was answered; or the kernel dropped a
     /// page that was freed lazily, and zeros are right. The lock is held: a worker must not take
     /// the page out between the look at its word and the zeros.
@@ -190,6 +218,9 @@ impl FaultPath {
         if !matches!(mm.table.get(page), PageState::Present | PageState::PresentClean(_)) {
             // It went out meanwhile; the thread faults again and finds it swapped.
             return Served::Spurious;
+        }
+        if self.installer.may_fill(&mm).is_err() {
+            return Served::Again;
         }
         match self.reader.uffd.zero_pages(range_of(page, 1), true).error {
             Some(Errno::AGAIN) => Served::Again,
@@ -205,7 +236,12 @@ impl FaultPath {
         let window = if self.reader.fork.notes_events() {
             1
         } else {
-            self.locality.growth_window(page, engine.charge.window_pages())
+            engine
+                .serving
+                .readahead
+                .lock()
+                .locality
+                .growth_window(page, engine.charge.window_pages())
         };
         let end = PageNo(pages_of(region).end);
         self.make_room(window)?;
@@ -215,6 +251,7 @@ impl FaultPath {
             // An event that was read while room was made changed it; the thread faults again.
             return Err(Stop::Gone);
         }
+        let window = self.within_room(mm, window);
         let mut n = 1;
         while n < window && page.plus(n) < end && mm.table.get(page.plus(n)) == PageState::Empty {
             n += 1;
@@ -227,7 +264,7 @@ impl FaultPath {
         let mut done = 0;
         while done < n {
             let filled = if n == 1 {
-                self.installer.copy_zeros(page)
+                self.installer.copy_zeros(mm, page)
             } else {
                 self.installer.move_zeros(mm, page.plus(done), n - done)
             };
@@ -259,7 +296,8 @@ impl FaultPath {
         }
         engine.publish_usage(mm);
         drop(guard);
-        self.locality.grew_as(page, done, if step < MIN_MOVE_PAGES { step } else { done });
+        let step = if step < MIN_MOVE_PAGES { step } else { done };
+        engine.serving.readahead.lock().locality.grew_as(page, done, step);
         engine.charge.brought(done);
         self.throttle.grew(done, engine.slot().control.throttle_us.load(Relaxed));
         engine.count(Counter::Pgminfault, 1);

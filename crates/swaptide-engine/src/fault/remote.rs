@@ -37,10 +37,10 @@ use crate::backing::devices::NO_ENTRY;
 use crate::backing::remote_queue::{MAX_READERS, MAX_REMOTE_READS, RemoteRead};
 use crate::backing::snapshot::Snapshot;
 use crate::engine::{Engine, Mm};
-use crate::events::reader::Fault;
 use crate::fault::install::Stop;
 use crate::mm::page_table::PageState;
 use crate::mm::types::{ChunkNo, LAST_PAGE, PAGES_PER_CHUNK, PageNo};
+use crate::sched::handed::Fault;
 use crate::sched::handler_cpu::HandlerCpu;
 
 /// After this many faults without a remote read, remote pages are the exception.

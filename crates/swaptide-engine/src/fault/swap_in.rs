@@ -17,7 +17,7 @@
 //!    at the second look is dropped whole, counted (`swpin_stale`, `swpin_fallback`), and the page
 //!    asked for comes alone.
 //!
-//! Locks: the memory lock, for a look or a fill.
+//! Locks: the memory lock, for a look or a fill; that of [`crate::readahead::Readahead`].
 
 use swaptide_core::{SlotContent as TableSlot, SwapEntry};
 use swaptide_ipc::{Counter, OfOrder};
@@ -33,7 +33,7 @@ use crate::fault::load::readahead_limits;
 use crate::fault::path::{COPY_BYTES, FaultPath};
 use crate::mm::page_table::PageState;
 use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PageNo, pages_of, range_of};
-use crate::readahead::locality::Reading;
+use crate::readahead::locality::{Reading, SwapIn};
 use crate::readahead::policy::{Costs, SwapInPlan, SwapInRequest, SwappedIn, admit};
 
 /// Pages that are brought in at a time: moves of this size cost little for each page.
@@ -69,18 +69,12 @@ impl FaultPath {
         };
         let most = readahead_limits(engine).most(window, engine.devices.is_backed());
         self.loader.held_came = 0;
-        let evidence = self.locality.swap_in(
-            PageNo::of(region.start),
-            page,
-            self.hints.reading(page.addr()),
-            most,
-        );
-        engine.count(Counter::SwapRaHit, self.locality.take_hits());
+        let (evidence, density_x16) = self.foretell(page, region, most);
         let request = SwapInRequest {
             page,
             region: &pages_of(region),
             evidence,
-            density_x16: self.locality.density_x16().into(),
+            density_x16: density_x16.into(),
             most,
             costs: Costs { fault: FAULT_NS, pool: POOL_NS, area: self.loader.read_ns },
         };
@@ -112,7 +106,7 @@ impl FaultPath {
                     self.refused(first.ilog2() as u8);
                     return self.swap_in_range(page, 1);
                 }
-                self.leaves_out = self.locality.leave_out(page, pages);
+                self.leaves_out = engine.serving.readahead.lock().locality.leave_out(page, pages);
                 let brought = self.swap_in_span(page, first, page, &mut swapped_in);
                 if brought.is_err() {
                     self.leaves_out = None;
@@ -140,7 +134,8 @@ impl FaultPath {
         }
         swapped_in.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
         // What was sent for comes too, a little later.
-        self.locality.record_swapped_in(swapped_in.pages() + self.remote.asks(Some(page)));
+        let sent = self.remote.asks(Some(page));
+        engine.serving.readahead.lock().locality.record_swapped_in(swapped_in.pages() + sent);
         if self.remote.has(page) {
             self.count_ahead(swapped_in.pages());
             return Ok(());
@@ -149,6 +144,19 @@ impl FaultPath {
         engine.mm.lock().pool_sizer.fault(swapped_in.pages());
         engine.charge.brought(swapped_in.pages());
         Ok(())
+    }
+
+    /// What the faults so far say of this one, at most `most` pages; and how dense what was brought
+    /// in was used.
+    fn foretell(&self, page: PageNo, region: VirtRange, most: usize) -> (SwapIn, u32) {
+        let engine = self.engine;
+        let mut guard = engine.serving.readahead.lock();
+        let readahead = &mut *guard;
+        let reading = readahead.hints.reading(page.addr());
+        let locality = &mut readahead.locality;
+        let evidence = locality.swap_in(PageNo::of(region.start), page, reading, most);
+        engine.count(Counter::SwapRaHit, locality.take_hits());
+        (evidence, locality.density_x16())
     }
 
     /// Counts pages that came unasked since the last call, but for those that a rotational disk had
@@ -176,14 +184,13 @@ impl FaultPath {
     /// together.
     fn swap_in_page(&mut self, page: PageNo, most: usize) -> Result<(), Stop> {
         let engine = self.engine;
-        let state = engine.mm.lock().table.get(page);
+        let (state, epoch) = {
+            let mm = engine.mm.lock();
+            (mm.table.get(page), mm.table.chunk(page.chunk()).epoch)
+        };
         let entry = match state {
             PageState::Swapped(entry) if entry.ty() == POOL => entry,
-            PageState::Swapped(_)
-                if most > 1
-                    && self.hints.reading(page.addr()) != Reading::Random
-                    && self.locality.reads_around() =>
-            {
+            PageState::Swapped(_) if most > 1 && self.reads_around(page) => {
                 let (start, n) = self.around_on_area(page, most);
                 self.make_room(n)?;
                 if n == 1 || !has_room(engine, n) {
@@ -215,13 +222,16 @@ impl FaultPath {
         };
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
-        if !loaded || mm.table.get(page) != PageState::Swapped(entry) {
+        // The same word may stand for other data where a server has brought the page in meanwhile.
+        let is_same = mm.table.get(page) == PageState::Swapped(entry)
+            && (!mm.handed.are_servers || mm.table.chunk(page.chunk()).epoch == epoch);
+        if !loaded || !is_same {
             drop(guard);
             return self.swap_in_range(page, 1);
         }
         let from =
             if zero { self.installer.zero_page() } else { VirtAddr(self.copy.as_ptr() as usize) };
-        match self.installer.copy_page(self.reader.record(), page, from) {
+        match self.installer.copy_page(mm, self.reader.record(), page, from) {
             Err(Stop::Exists) => {
                 return self.installer.resolve_mapped_twice(mm, page, entry).map(drop);
             }
@@ -236,6 +246,12 @@ impl FaultPath {
         drop(guard);
         engine.count(if zero { Counter::SwpinZero } else { Counter::Zswpin }, 1);
         Ok(())
+    }
+
+    /// Whether what lies around a page on a swap area is worth bringing in with it.
+    fn reads_around(&self, page: PageNo) -> bool {
+        let readahead = self.engine.serving.readahead.lock();
+        readahead.hints.reading(page.addr()) != Reading::Random && readahead.locality.reads_around()
     }
 
     /// The neighbours of a page that lie on a swap area as it does, in the aligned `most` pages
@@ -283,7 +299,7 @@ impl FaultPath {
             let bit = 1 << (out.0 - start.0);
             if mask & bit != 0 {
                 mask &= !bit;
-                self.locality.left_out(out);
+                self.engine.serving.readahead.lock().locality.left_out(out);
             }
         }
         while mask != 0 {
@@ -321,11 +337,14 @@ impl FaultPath {
         let mut waits = false;
         while at < n {
             let mut snapshot = self.snapshot(page.plus(at), n - at);
-            if waits || self.reader.fork.is_busy() || !self.remote.may_send(engine) {
+            let may_send = self.remote.may_send(engine) || self.reader.is_server;
+            if waits || self.reader.fork.is_busy() || !may_send {
                 snapshot.wait_for_remote();
             }
             match snapshot.place(0) {
                 PageLocation::Absent => at += 1,
+                // The handler sends for it.
+                PageLocation::Remote if self.reader.is_server => return Err(Stop::Again),
                 PageLocation::Remote => match self.remote.send_for(
                     engine,
                     &self.reader.cpu,
@@ -378,7 +397,7 @@ impl FaultPath {
         let frame = mm.frame_of(entry, folio);
         let from = mm.staging.addr(frame);
         // The frame is full and stays so while the memory lock is held.
-        let filled = self.installer.copy_page(self.reader.record(), page, from);
+        let filled = self.installer.copy_page(mm, self.reader.record(), page, from);
         let filled = match filled {
             Err(Stop::Exists) => {
                 let dropped = self.installer.resolve_mapped_twice(mm, page, entry);
@@ -399,7 +418,7 @@ impl FaultPath {
         let engine = self.engine;
         let distance = mm.refault_distance(&engine.devices, entry);
         // Where there is room, what comes back soon was sent out by the program itself.
-        if self.thrash.came_back(distance) && engine.charge.room() < engine.charge.goal() {
+        if mm.thrash.came_back(distance) && engine.charge.room() < engine.charge.goal() {
             engine.charge.grant_grace();
         }
         let Some(distance) = distance else {
@@ -437,9 +456,10 @@ impl FaultPath {
     /// compressed memory is loaded, what is on a swap area is read in one go. Gives how many, at
     /// least 1.
     ///
-    /// The memory lock is not held while they are loaded: the words of swapped pages are the
-    /// handler's alone but for write-back, which gives them entries of the file. So a word that is
-    /// found again stands for what was loaded.
+    /// The memory lock is not held while they are loaded. Where the handler alone serves faults,
+    /// the words of swapped pages are its own but for write-back, which gives them other entries: a
+    /// word that is found again stands for what was loaded. Where there are servers the epochs of
+    /// the chunks must be the same as well.
     fn swap_in_stored(&mut self, snapshot: &Snapshot) -> Result<usize, Stop> {
         let engine = self.engine;
         let page = snapshot.first();
@@ -465,7 +485,8 @@ impl FaultPath {
         let injected = len > 1 && self.tests.is_stale();
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
-        let same = if injected { 0 } else { snapshot.still_valid(&mm.table, len) };
+        let is_strict = mm.handed.are_servers;
+        let same = if injected { 0 } else { snapshot.still_valid(&mm.table, len, is_strict) };
         if same < len || loaded == 0 {
             if let Some(run) = run {
                 mm.staging.run_used(run, 0);
@@ -521,17 +542,27 @@ impl FaultPath {
         if most < 2
             || self.remote.is_usual()
             || self.remote.has(page)
-            || self.hints.reading(page.addr()) == Reading::Random
+            || engine.serving.readahead.lock().hints.reading(page.addr()) == Reading::Random
         {
             return;
         }
         let is_out =
             |page: PageNo| matches!(engine.mm.lock().table.get(page), PageState::Swapped(_));
-        self.prefetcher.learn(page, engine.charge.limit(), most, is_out);
-        engine.count(Counter::SwapRaHit, self.prefetcher.take_replayed());
+        let (replayed, turn) = {
+            let prefetcher = &mut engine.serving.readahead.lock().prefetcher;
+            prefetcher.learn(page, engine.charge.limit(), most, is_out);
+            (prefetcher.take_replayed(), prefetcher.asked_of())
+        };
+        engine.count(Counter::SwapRaHit, replayed);
         self.loader.held_came = 0;
         let (mut swapped_in, mut is_first) = (0, true);
-        while let Some(next) = self.prefetcher.ahead() {
+        loop {
+            let next = {
+                let prefetcher = &mut engine.serving.readahead.lock().prefetcher;
+                // Another thread's fault was asked about meanwhile: then this one ends.
+                if prefetcher.asked_of() == turn { prefetcher.ahead() } else { None }
+            };
+            let Some(next) = next else { break };
             if !is_out(next) {
                 continue;
             }
@@ -546,7 +577,7 @@ impl FaultPath {
             if self.swap_in_page(next, 1).is_err() {
                 break;
             }
-            self.prefetcher.brought(self.loader.held_came == held);
+            engine.serving.readahead.lock().prefetcher.brought(self.loader.held_came == held);
             swapped_in += 1;
         }
         self.installer.end_looking_together();

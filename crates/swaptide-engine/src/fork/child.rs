@@ -31,10 +31,12 @@ use crate::fork::allow_fork::deny_fork;
 use crate::fork::protocol::{
     DECLINED, Decline, MESSAGE_BYTES, MSG_SERVING, NO_ENGINE, NO_ENGINE_INCOMPLETE, NO_SLOT, decode,
 };
+use crate::memcg::psi::StallClock;
 use crate::mm::page_table::PageState;
 use crate::mm::types::PageNo;
 use crate::mm::vma_change::VmaChange;
 use crate::pager::Pager;
+use crate::readahead::Readahead;
 use crate::requests::fork_control::NO_FORK;
 use crate::sched::deadline::Deadline;
 
@@ -122,6 +124,12 @@ impl Engine {
         unsafe { self.remote_reads.forked() };
         // SAFETY: as above.
         unsafe { self.fork.childrens_history.force_unlock() };
+        // SAFETY: as above; servers were quiesced as workers.
+        unsafe {
+            self.serving.readahead.force_unlock();
+            self.serving.stalls.force_unlock();
+        }
+        self.serving.servers.forked();
         self.workers.quiesce.store(0, Relaxed);
         self.workers.quiesced.store(0, Relaxed);
         self.workers.running.store(0, Relaxed);
@@ -129,7 +137,7 @@ impl Engine {
         self.workers.work.store(0, Relaxed);
         self.workers.awake.store(0, Relaxed);
         self.handler_requests.reset();
-        self.handler.tid.store(0, Relaxed);
+        self.serving.handler.tid.store(0, Relaxed);
     }
 
     /// Closes the userfaultfd of an engine that never began.
@@ -287,14 +295,18 @@ pub(crate) fn inherited(
     }
     engine.set_uffd(uffd);
     let mut pager = Pager::new(engine)?;
+    // What the parent's threads wait for is nothing here, nor is what was foretold to them.
+    *engine.serving.stalls.lock() = StallClock::default();
+    *engine.serving.readahead.lock() = Readahead::new();
     if let Some(history) = engine.fork.childrens_history.lock().take() {
-        pager.path.prefetcher.inherit(history);
+        engine.serving.readahead.lock().prefetcher.inherit(history);
     }
     engine.mm.lock().staging.reopen()?;
     engine.record_new_sharing();
     engine.devices.areas.inherit(std::mem::take(&mut left.areas), salt);
     {
         let mut mm = engine.mm.lock();
+        mm.handed.forked();
         mm.changes.behind = false;
         mm.changes.recent.clear();
         // They are in their order; what the parent's threads owe is not owed here.

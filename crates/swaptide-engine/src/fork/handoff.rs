@@ -31,7 +31,6 @@ use swaptide_sys::uffd::{Message, Uffd};
 use swaptide_sys::{AsFd, BorrowedFd, Errno};
 
 use crate::engine::Engine;
-use crate::events::reader::Fault;
 use crate::fault::path::FaultPath;
 use crate::fault_injection::StopPoint;
 use crate::fork::help::attend_hints;
@@ -43,6 +42,7 @@ use crate::fork::protocol::{
 use crate::mm::types::{PageNo, range_of};
 use crate::pager::Pager;
 use crate::sched::deadline::Deadline;
+use crate::sched::handed::Fault;
 
 /// How long a child may run before it says hello: libc and other libraries do their part first.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(15);

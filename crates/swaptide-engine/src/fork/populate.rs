@@ -28,7 +28,7 @@ use crate::backing::devices::POOL;
 use crate::backing::remote_queue::READ_RETRY_DELAYS;
 use crate::engine::{Engine, Mm};
 use crate::events::brought::Brought;
-use crate::events::reader::{Fault, LATE_EVENT_TIMEOUT};
+use crate::events::reader::LATE_EVENT_TIMEOUT;
 use crate::fault::load::is_worth_another;
 use crate::fault::path::FaultPath;
 use crate::fork::layout::{Layout, is_armed};
@@ -36,6 +36,7 @@ use crate::mm::page_table::PageState;
 use crate::mm::types::{PageNo, pages_of, range_of};
 use crate::mm::vma_change::VmaChange;
 use crate::pager::Pager;
+use crate::sched::handed::Fault;
 
 /// How long a moment is waited for in which no thread changes mappings, before it is enough that
 /// the child has everything where it is expected.

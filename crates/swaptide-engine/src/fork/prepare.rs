@@ -174,13 +174,22 @@ impl ForkServer {
     /// Quiesces the workers, with nothing of theirs half done, and has remote pages arrive.
     pub(crate) fn quiesce_workers(&mut self, pager: &mut Pager) {
         let engine = pager.path.engine;
+        pager.path.reader.begin_alone();
         loop {
             engine.workers.quiesce.store(1, Release);
             engine.workers.work.store(1, Release);
+            engine.serving.servers.call();
             futex::wake(&engine.workers.work, u32::MAX >> 1, futex::Scope::Private);
             let quiesced =
                 engine.workers.quiesced.load(Acquire) == engine.workers.running.load(Acquire);
-            if quiesced && pager.path.remote.is_empty() && engine.remote_reads.are_initialized() {
+            // What a server had in its hand when it was called.
+            let is_all_taken = !engine.serving.servers.is_told();
+            if quiesced
+                && is_all_taken
+                && pager.path.remote.is_empty()
+                && engine.remote_reads.are_initialized()
+            {
+                engine.serving.servers.end_call();
                 return;
             }
             // A worker may be waiting for the handler to read its request, or for a page.

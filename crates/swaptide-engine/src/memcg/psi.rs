@@ -15,42 +15,72 @@
 //!    supervisor moves `stalled_since` on ([`swaptide_ipc::ProcSlot::restart_stall`]).
 //! 3. What is counted in microseconds loses nothing: the rest is kept for the next time.
 //!
-//! Locks: none; it is the handler's.
+//! Owns: that clock ([`StallClock`]), and what one thread that serves faults adds to it
+//! ([`Stall`]).
+//!
+//! Locks: the clock's, below the memory lock.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed, Ordering::Release, fence};
 
 use swaptide_ipc::{Counter, ProcSlot};
+use swaptide_sys::lock::Lock;
 use swaptide_sys::thread::Nanos;
 
-/// Since when a thread of the program waits for memory, if one does.
+/// How long at least one thread of the program has waited for memory.
 #[derive(Default)]
-pub(crate) struct Stall {
-    on: bool,
+pub(crate) struct StallClock {
+    /// Threads that serve faults for which one waits.
+    servers: u32,
+    /// When none waited any more.
+    ended: Nanos,
     /// Nanoseconds that were not counted yet: less than a microsecond.
     rest: u64,
-    /// The fault that is being answered: when that began.
-    fault: Option<Nanos>,
 }
 
-impl Stall {
-    /// A thread stalls from `at` on, if none did before; `word` is the slot's.
+impl StallClock {
+    /// A thread stalls from `at` on; `word` is the slot's.
     fn begin(&mut self, word: &AtomicU64, at: Nanos) {
-        if !self.on {
-            self.on = true;
-            word.store(at.0, Relaxed);
+        if self.servers == 0 {
+            // What was counted to its end is not counted again.
+            word.store(at.0.max(self.ended.0), Relaxed);
         }
+        self.servers += 1;
     }
 
-    /// No thread stalls any more; gives the microseconds to count.
+    /// It stalls no more; gives the microseconds to count.
     fn end(&mut self, word: &AtomicU64, at: Nanos) -> usize {
-        if !std::mem::take(&mut self.on) {
+        self.servers -= 1;
+        if self.servers != 0 {
             return 0;
         }
+        self.ended = at;
         let nanos = at.0.saturating_sub(word.swap(0, Relaxed)) + self.rest;
         // A reader that sees what is counted now (acquires the counter) sees that the wait is over.
         fence(Release);
         self.rest = nanos % 1000;
         (nanos / 1000) as usize
+    }
+}
+
+/// Whether a thread of the program waits for what one thread serves.
+pub(crate) struct Stall {
+    clock: &'static Lock<StallClock>,
+    on: bool,
+    /// The fault that is being answered: when that began.
+    fault: Option<Nanos>,
+}
+
+impl Stall {
+    /// No thread stalls.
+    pub(crate) fn new(clock: &'static Lock<StallClock>) -> Stall {
+        Stall { clock, on: false, fault: None }
+    }
+
+    /// A thread stalls from `at` on, if none did before.
+    fn begin(&mut self, slot: &ProcSlot, at: Nanos) {
+        if !std::mem::replace(&mut self.on, true) {
+            self.clock.lock().begin(&slot.usage.stalled_since, at);
+        }
     }
 
     /// True while a thread stalls.
@@ -66,20 +96,21 @@ impl Stall {
     /// The thread whose fault is being answered stalls, and did so from the beginning of that.
     pub(crate) fn stalls(&mut self, slot: &ProcSlot) {
         if let Some(began) = self.fault {
-            self.begin(&slot.usage.stalled_since, began);
+            self.begin(slot, began);
         }
     }
 
     /// A thread that was answered stalls from now on.
     pub(crate) fn stalls_from(&mut self, slot: &ProcSlot, at: Nanos) {
-        self.begin(&slot.usage.stalled_since, at);
+        self.begin(slot, at);
     }
 
     /// The thread that was answered stalls no more, nor does any other unless something
     /// `is_awaited`: a page that was sent for, or the end of a delay.
     pub(crate) fn stalls_until(&mut self, slot: &ProcSlot, at: Nanos, is_awaited: bool) {
         if self.on && !is_awaited {
-            let micros = self.end(&slot.usage.stalled_since, at);
+            self.on = false;
+            let micros = self.clock.lock().end(&slot.usage.stalled_since, at);
             slot.count(Counter::StallUs, micros as u64);
         }
     }
@@ -92,21 +123,24 @@ mod tests {
     #[test]
     fn stalled_time_is_the_exact_time_with_waiting_threads() {
         let word = AtomicU64::new(0);
-        let mut stall = Stall::default();
-        assert_eq!(stall.end(&word, Nanos(900)), 0);
+        let mut clock = StallClock::default();
         // Two at once are one.
-        stall.begin(&word, Nanos(1_000));
-        stall.begin(&word, Nanos(5_000));
-        assert_eq!((stall.is_on(), word.load(Relaxed)), (true, 1_000));
-        assert_eq!(stall.end(&word, Nanos(11_600)), 10);
-        assert_eq!((stall.is_on(), word.load(Relaxed)), (false, 0));
+        clock.begin(&word, Nanos(1_000));
+        clock.begin(&word, Nanos(5_000));
+        assert_eq!(word.load(Relaxed), 1_000);
+        assert_eq!(clock.end(&word, Nanos(6_000)), 0);
+        assert_eq!(clock.end(&word, Nanos(11_600)), 10);
+        assert_eq!(word.load(Relaxed), 0);
+        // Its fault was read while another thread's was answered: that time was counted.
+        clock.begin(&word, Nanos(11_000));
+        assert_eq!(clock.end(&word, Nanos(11_600)), 0);
         // Nothing ran for a while: the supervisor restarts it.
-        stall.begin(&word, Nanos(12_000));
+        clock.begin(&word, Nanos(12_000));
         word.store(14_400, Relaxed);
-        assert_eq!(stall.end(&word, Nanos(15_000)), 1, "0.6 + 0.6");
+        assert_eq!(clock.end(&word, Nanos(15_000)), 1, "0.6 + 0.6");
         let mut again = |at: u64| {
-            stall.begin(&word, Nanos(at));
-            stall.end(&word, Nanos(at + 700))
+            clock.begin(&word, Nanos(at));
+            clock.end(&word, Nanos(at + 700))
         };
         assert_eq!(
             (again(20_000), again(30_000), again(40_000)),

@@ -7,7 +7,7 @@
 //! more than its limit ([`crate::memcg::charge::Charge::grant_grace`]), step by step until that
 //! ends, and gives it back as time goes by.
 //!
-//! Owns: how many of the last refaults were such ones. Locks: none; it is the handler's.
+//! Owns: how many of the last refaults were such ones. Locks: none; the memory lock guards it.
 
 /// A page that comes back when no more pages than these went out since was not to be spared.
 const MAX_REFAULT_DISTANCE_PAGES: u64 = 128;

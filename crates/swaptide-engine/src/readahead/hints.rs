@@ -1,7 +1,7 @@
 //! What the program said of how it reads its memory (`madvise`).
 //!
-//! Owns: the ranges that were spoken of, the last word on each last. Locks: none; it is the
-//! handler's.
+//! Owns: the ranges that were spoken of, the last word on each last. Locks: none; that of
+//! [`crate::readahead::Readahead`] guards it.
 
 use swaptide_sys::page::{VirtAddr, VirtRange};
 

@@ -24,8 +24,8 @@
 //! 5. The history takes 12 bytes an entry, [`HISTORY_DIVISOR`] of the limit at most; what of a
 //!    child's lies in shared memory is charged to its parent.
 //!
-//! Locks: none; the handler alone has it. Two processes never write one history: a child claims it;
-//! and were it so, the entries would be nonsense, no more.
+//! Locks: none; that of [`crate::readahead::Readahead`] guards it. Two processes never write one
+//! history: a child claims it; and were it so, the entries would be nonsense, no more.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Relaxed};
 use std::time::Duration;
@@ -242,6 +242,8 @@ pub(crate) struct TemporalPrefetcher {
     /// Faults that are still let pass, and how many histories' lengths that were at first.
     rests: u32,
     rested: u32,
+    /// Raised with each fault.
+    turn: u32,
 }
 
 impl TemporalPrefetcher {
@@ -262,6 +264,7 @@ impl TemporalPrefetcher {
             gone_over: 0,
             rests: 0,
             rested: 0,
+            turn: 0,
         }
     }
 
@@ -288,6 +291,7 @@ impl TemporalPrefetcher {
         is_out: impl Fn(PageNo) -> bool,
     ) {
         self.left = 0;
+        self.turn = self.turn.wrapping_add(1);
         if self.rests > 0 {
             self.rests -= 1;
             return;
@@ -392,8 +396,12 @@ impl TemporalPrefetcher {
         Some(page)
     }
 
-    /// The page that was told last was brought in; `is_read`: it was read for this. (Another fault
-    /// may have been asked about meanwhile: then this one ends.)
+    /// A number of the fault that was asked about last.
+    pub(crate) fn asked_of(&self) -> u32 {
+        self.turn
+    }
+
+    /// The page that was told last was brought in; `is_read`: it was read for this.
     pub(crate) fn brought(&mut self, is_read: bool) {
         self.left = self.left.saturating_sub(1);
         self.replayed += u32::from(is_read);

@@ -138,7 +138,9 @@ impl Batch {
         seen.clear();
         (self.refused, self.tried) = (false, false);
         self.pages = 0;
-        if mm.changes.behind {
+        // What a server has read is applied first; the kernel does not refuse moves for it.
+        self.refused = mm.handed.has_event();
+        if mm.changes.behind || self.refused {
             return 0;
         }
         let Some(slab) = mm.staging.take_empty() else { return 0 };

@@ -365,7 +365,7 @@ impl Worker {
                 engine.workers.awake.fetch_sub(1, Relaxed);
                 return;
             }
-            affinity.keep_from(engine.handler.cpu.load(Relaxed));
+            affinity.keep_from(engine.serving.handler.cpu.load(Relaxed));
             affinity.yield_now(engine.single_faulter());
             if let Some(housekeeping) = &mut housekeeping {
                 housekeeping.watch(engine);
@@ -399,7 +399,9 @@ impl Worker {
                 || engine.workers.quiesce.load(Acquire) != 0
         };
         // One that keeps the accounts leaves it to others, where there are any.
-        let releases = !brief || engine.workers.running.load(Relaxed) < 2;
+        let servers = engine.serving.servers.started();
+        let workers = engine.workers.running.load(Relaxed).saturating_sub(servers);
+        let releases = !brief || workers < 2;
         while !over() {
             let has_released = releases && engine.devices.areas.device.release_one_extent();
             if self.store_waiting(engine) {
@@ -447,7 +449,7 @@ impl Worker {
 /// look; the others have something to do only where the limit is near.
 fn tick(engine: &Engine, keeps: bool) -> Duration {
     let charge = &engine.charge;
-    let shortest = if engine.handler.cpu.load(Relaxed) == NO_CPU {
+    let shortest = if engine.serving.handler.cpu.load(Relaxed) == NO_CPU {
         TICK_NEAR_LIMIT
     } else {
         TICK_SINGLE_FAULTER
@@ -560,7 +562,7 @@ impl Housekeeping {
     /// Sees to it that the handler comes to its turn (see [`crate::sched::handler_cpu`]). Takes no
     /// lock: the handler may hold it.
     fn watch(&mut self, engine: &Engine) {
-        let turns = engine.handler.turns.load(Relaxed);
+        let turns = engine.serving.handler.turns.load(Relaxed);
         let is_unread = || {
             let polled = poll_readable(&[engine.uffd().as_fd()], Some(Duration::ZERO));
             polled.is_ok_and(|ready| ready != 0)

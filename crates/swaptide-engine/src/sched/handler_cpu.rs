@@ -278,7 +278,10 @@ impl HandlerCpu {
     /// Unbound, in the normal class.
     pub fn new() -> HandlerCpu {
         forget();
-        let allowed = own_affinity().ok().filter(|cpus| cpus.count() > 1);
+        HandlerCpu::with(own_affinity().ok().filter(|cpus| cpus.count() > 1))
+    }
+
+    fn with(allowed: Option<CpuSet>) -> HandlerCpu {
         HandlerCpu {
             allowed,
             bound: None,
@@ -306,6 +309,11 @@ impl HandlerCpu {
                 stay_out_ns: MIN_STAY_OUT_NS,
             },
         }
+    }
+
+    /// Of a thread that is not placed: the kernel does it.
+    pub(crate) fn unplaced() -> HandlerCpu {
+        HandlerCpu::with(None)
     }
 
     /// The thread that was woken is not where the handler is.

@@ -45,9 +45,9 @@ pub(crate) fn hint(
 ) -> Result<(), Interrupted> {
     let is_detaching = path.engine.slot().control.detach.load(Relaxed) != 0;
     match hint {
-        Hint::Sequential => path.hints.note(range, Reading::Sequential),
-        Hint::Random => path.hints.note(range, Reading::Random),
-        Hint::Normal => path.hints.note(range, Reading::Unknown),
+        Hint::Sequential => note_reading(path, range, Reading::Sequential),
+        Hint::Random => note_reading(path, range, Reading::Random),
+        Hint::Normal => note_reading(path, range, Reading::Unknown),
         // A program that is to be let go has everything brought back: one thread that continues
         // sending pages out would keep it from ending.
         Hint::Cold | Hint::PageOut if is_detaching => {}
@@ -61,6 +61,10 @@ pub(crate) fn hint(
         Hint::WillNeed => will_need(path, range),
     }
     Ok(())
+}
+
+fn note_reading(path: &FaultPath, range: VirtRange, reading: Reading) {
+    path.engine.serving.readahead.lock().hints.note(range, reading);
 }
 
 /// Marks the resident pages of a range as the next to go out.

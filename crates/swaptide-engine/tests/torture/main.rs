@@ -243,10 +243,14 @@ fn temporary_file() -> File {
 /// areas. Noted when half of the time is over: both ways are gone, and the change.
 static REFERENCES: swaptide_engine::References = swaptide_engine::References::new();
 
-fn set_up() -> (Start, Program) {
+/// What a test wants: three fault servers, which read however few threads fault.
+const FAULT_SERVERS: u32 = 18;
+
+fn set_up(wanted: u32) -> (Start, Program) {
     let fd = memfd_create(c"torture", Segment::BYTES as u64).expect("memfd");
     let segment =
         Segment::raw(SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map")).expect("segment");
+    segment.header.injection.fail.store(wanted, Relaxed);
     segment.header.pool.percent.store(75, Relaxed);
     segment.header.pool.cap_bytes.store(POOL_CAP, Relaxed);
     segment
@@ -279,6 +283,13 @@ fn set_up() -> (Start, Program) {
         gives_fork_advice: || false,
         pinned: |_| 0,
         spawn_reader: || false,
+        spawn_server: || {
+            std::thread::spawn(|| {
+                begin_in_child();
+                swaptide_engine::serve_faults(engine());
+            });
+            true
+        },
         release_hold: || true,
         hold_child: |_| None,
         references: &REFERENCES,
@@ -288,16 +299,25 @@ fn set_up() -> (Start, Program) {
 
 #[test]
 fn torture_reads_what_it_wrote() {
-    common::in_child("torture_reads_what_it_wrote", || {
-        let (start, program) = set_up();
+    torture("torture_reads_what_it_wrote", 0);
+}
+
+#[test]
+fn torture_reads_what_it_wrote_with_fault_servers() {
+    torture("torture_reads_what_it_wrote_with_fault_servers", FAULT_SERVERS);
+}
+
+fn torture(name: &str, wanted: u32) {
+    common::in_child(name, || {
+        let (start, program) = set_up(wanted);
         let engine: &'static Engine = Box::leak(Box::new(Engine::new(start).expect("an engine")));
         ENGINE.store(ptr::from_ref(engine).cast_mut(), Release);
         let mut handler = Handler::new(engine).expect("a handler");
         handler.adopt();
         let slot = engine.slot();
         slot.set_state(ProcState::Engaged);
-        let handler = std::thread::spawn(move || serve(engine, &mut handler));
         start_workers(engine);
+        let handler = std::thread::spawn(move || serve(engine, &mut handler));
         let supervisor = std::thread::spawn(move || supervise(engine, &WORLD));
 
         let time = Duration::from_secs_f64(seconds());
@@ -329,5 +349,7 @@ fn torture_reads_what_it_wrote() {
             counts()
         );
         assert!(!counts().contains(&0), "{:?}", counts());
+        let by_servers = slot.counters[Counter::FaultsByServers as usize].load(Relaxed);
+        assert!(by_servers > 0 || wanted != FAULT_SERVERS, "no fault was served by a server");
     });
 }

@@ -1,0 +1,268 @@
+//! The fault servers of a process: how many there are, and how they are called and stopped.
+//!
+//! A server waits in a [`WaitSet`] of its own. The userfaultfd is in it, and in the handler's, as
+//! [`Wakes::One`], the handler's first: a fault wakes the handler if it waits, else a server that
+//! does. So one thread that faults is served by the handler as if there were no servers, and a
+//! server wakes only for what comes while those before it are busy.
+//!
+//! That alone is not enough where one thread faults: the handler then stays runnable, in the idle
+//! class, and does not wait ([`crate::sched::handler_cpu`]). So servers read only while several
+//! threads fault in turns ([`crate::sched::handed::Concurrency`]). While they may not, they wait
+//! on a futex word.
+//!
+//! Owns: the descriptors and words by which handler and servers wake each other.
+//!
+//! Invariants
+//! 1. A server that may not read waits on `turn` with the value that it had before it looked; the
+//!    word is raised after whatever it waits for has changed. None is left waiting.
+//! 2. Servers are quiesced as workers are: they count among the running ones, and stop at
+//!    [`Engine::quiescent_point`](crate::engine::Engine::quiescent_point) between two faults.
+//!
+//! Locks: none.
+
+use std::sync::atomic::{
+    AtomicBool, AtomicPtr, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
+    Ordering::Release, Ordering::SeqCst,
+};
+use std::time::Duration;
+
+use swaptide_sys::affinity::own_affinity;
+use swaptide_sys::eventfd::EventFd;
+use swaptide_sys::lock::futex;
+use swaptide_sys::thread::{Tid, lives};
+use swaptide_sys::uffd::Uffd;
+use swaptide_sys::wait_set::{WaitSet, Wakes};
+use swaptide_sys::{AsFd, Errno};
+
+use crate::fault_injection::Injection;
+use crate::sched::handed::Handed;
+use crate::sched::handler_cpu;
+
+/// Servers of a process at most.
+const MAX_SERVERS: u32 = 8;
+/// As many as a test wants, whatever the CPUs.
+const FORCED_SERVERS: u32 = 3;
+
+/// What can be ready in a wait set: bits of its answer.
+const UFFD: u32 = 0;
+const SIGNAL: u32 = 1;
+const REMOTE: u32 = 2;
+
+struct ServerSignals {
+    /// Wakes all servers.
+    call: EventFd,
+    /// Wakes the handler: something was handed over.
+    handed: EventFd,
+}
+
+/// See the module.
+pub struct FaultServers {
+    most: u32,
+    /// They serve however few threads fault.
+    pub(crate) is_forced: bool,
+    started: AtomicU32,
+    /// One could not be started: no other is tried.
+    refused: AtomicBool,
+    /// One more is wanted: those that are there do not sleep.
+    wanted: AtomicBool,
+    tids: [AtomicU32; MAX_SERVERS as usize],
+    /// On this word servers wait that may not read. Raised when they may.
+    turn: AtomicU32,
+    resting: AtomicU32,
+    /// Something was handed over that the handler has not taken.
+    handed: AtomicBool,
+    /// Made with the first server, and never freed; null before.
+    signals: AtomicPtr<ServerSignals>,
+}
+
+impl FaultServers {
+    /// None is there yet. There may be as many as there are CPUs besides the one of the handler.
+    pub(crate) fn new(injection: Injection) -> FaultServers {
+        let cpus = own_affinity().map_or(1, |cpus| cpus.count());
+        let most = cpus.saturating_sub(1).min(MAX_SERVERS);
+        FaultServers {
+            most: if injection.forces_servers() { FORCED_SERVERS } else { most },
+            is_forced: injection.forces_servers(),
+            started: AtomicU32::new(0),
+            refused: AtomicBool::new(false),
+            wanted: AtomicBool::new(false),
+            tids: [const { AtomicU32::new(0) }; MAX_SERVERS as usize],
+            turn: AtomicU32::new(0),
+            resting: AtomicU32::new(0),
+            handed: AtomicBool::new(false),
+            signals: AtomicPtr::new(std::ptr::null_mut()),
+        }
+    }
+
+    /// In a forked child: it has none.
+    pub(crate) fn forked(&self) {
+        self.started.store(0, Relaxed);
+        self.refused.store(false, Relaxed);
+        self.wanted.store(false, Relaxed);
+        self.tids.iter().for_each(|tid| tid.store(0, Relaxed));
+        self.resting.store(0, Relaxed);
+        self.handed.store(false, Relaxed);
+        // Not freed: the numbers in it are the parent's.
+        self.signals.store(std::ptr::null_mut(), Relaxed);
+    }
+
+    /// How many were started.
+    pub(crate) fn started(&self) -> u32 {
+        self.started.load(Relaxed)
+    }
+
+    /// Whether another one is to be started.
+    pub(crate) fn is_one_wanted(&self) -> bool {
+        let started = self.started();
+        started < self.most
+            && (started == 0 || self.is_forced || self.wanted.load(Relaxed))
+            && !self.refused.load(Relaxed)
+    }
+
+    /// Those that are there find a fault whenever they look.
+    pub(crate) fn want_another(&self) {
+        self.wanted.store(true, Relaxed);
+    }
+
+    /// One is about to be started.
+    pub(crate) fn count_started(&self) {
+        self.wanted.store(false, Relaxed);
+        self.started.fetch_add(1, Relaxed);
+    }
+
+    /// The one that was counted did not start.
+    pub(crate) fn count_refused(&self) {
+        self.started.fetch_sub(1, Relaxed);
+        self.give_up();
+    }
+
+    /// No more can be started.
+    pub(crate) fn give_up(&self) {
+        self.refused.store(true, Relaxed);
+    }
+
+    /// A server runs as this thread.
+    pub(crate) fn enlist(&self, tid: Tid) {
+        let is_taken =
+            |place: &&AtomicU32| place.compare_exchange(0, tid.0, AcqRel, Relaxed).is_ok();
+        let _ = self.tids.iter().find(is_taken);
+    }
+
+    /// False when one of them is gone.
+    pub(crate) fn are_all_there(&self) -> bool {
+        let tids = self.tids.iter().map(|tid| tid.load(Relaxed));
+        tids.filter(|tid| *tid != 0).all(|tid| lives(Tid(tid)))
+    }
+
+    fn signals(&self) -> Option<&ServerSignals> {
+        // SAFETY: null, or from a box that is never freed.
+        unsafe { self.signals.load(Acquire).as_ref() }
+    }
+
+    /// Makes what they are called with, if it is not there; the handler's own sets.
+    ///
+    /// # Errors
+    /// When a descriptor is refused.
+    pub(crate) fn open(&self, uffd: &Uffd, remote: &EventFd) -> Result<HandlerSets, Errno> {
+        if self.signals().is_none() {
+            let signals = ServerSignals { call: EventFd::new()?, handed: EventFd::new()? };
+            self.signals.store(Box::into_raw(Box::new(signals)), Release);
+        }
+        let signal = self.signals().map(|signals| signals.handed.as_fd());
+        let signal = signal.ok_or(Errno::BADF)?;
+        let sets = HandlerSets { messages: WaitSet::new()?, all: WaitSet::new()? };
+        for set in [&sets.messages, &sets.all] {
+            set.add(uffd.as_fd(), UFFD, Wakes::One)?;
+            set.add(signal, SIGNAL, Wakes::All)?;
+        }
+        sets.all.add(remote.as_fd(), REMOTE, Wakes::All)?;
+        Ok(sets)
+    }
+
+    /// What a server waits with.
+    ///
+    /// # Errors
+    /// When a descriptor is refused.
+    pub(crate) fn open_own(&self, uffd: &Uffd) -> Result<WaitSet, Errno> {
+        let set = WaitSet::new()?;
+        set.add(uffd.as_fd(), UFFD, Wakes::One)?;
+        set.add(self.signals().ok_or(Errno::BADF)?.call.as_fd(), SIGNAL, Wakes::All)?;
+        Ok(set)
+    }
+
+    /// What [`FaultServers::rest`] is to be given if nothing is to be done after what comes next.
+    pub(crate) fn turn(&self) -> u32 {
+        self.turn.load(Acquire)
+    }
+
+    /// A server waits until `turn` is past.
+    pub(crate) fn rest(&self, turn: u32) {
+        self.resting.fetch_add(1, SeqCst);
+        futex::wait(&self.turn, turn, None, futex::Scope::Private);
+        self.resting.fetch_sub(1, SeqCst);
+    }
+
+    /// What resting servers wait for has changed.
+    pub(crate) fn admit(&self) {
+        self.turn.fetch_add(1, SeqCst);
+        if self.resting.load(SeqCst) != 0 {
+            futex::wake(&self.turn, u32::MAX >> 1, futex::Scope::Private);
+        }
+    }
+
+    /// Has all servers come to their quiescent point. To be called again until they are there.
+    pub(crate) fn call(&self) {
+        if let Some(signals) = self.signals() {
+            signals.call.signal();
+            self.admit();
+        }
+    }
+
+    /// They are there.
+    pub(crate) fn end_call(&self) {
+        if let Some(signals) = self.signals() {
+            signals.call.clear();
+        }
+    }
+
+    /// Tells the handler that something was handed over, under the same hold of the memory lock:
+    /// the handler takes it under one, and so takes what it was told of.
+    pub(crate) fn tell(&self, _: &Handed) {
+        if !self.handed.swap(true, AcqRel)
+            && let Some(signals) = self.signals()
+        {
+            signals.handed.signal();
+        }
+        handler_cpu::leave_sched_idle();
+    }
+
+    /// Whether something was handed over since the last call.
+    pub(crate) fn is_told(&self) -> bool {
+        self.handed.load(Acquire)
+    }
+
+    /// The handler takes what was handed over, under the same hold of the memory lock.
+    pub(crate) fn end_telling(&self, _: &Handed) {
+        if self.handed.swap(false, AcqRel)
+            && let Some(signals) = self.signals()
+        {
+            signals.handed.clear();
+        }
+    }
+}
+
+/// What the handler waits with when there are servers.
+pub(crate) struct HandlerSets {
+    messages: WaitSet,
+    /// Remote pages as well.
+    all: WaitSet,
+}
+
+impl HandlerSets {
+    /// Waits for a message, for what is handed over, and if `with_remote` for a remote page. True
+    /// when there is something to read or to take.
+    pub(crate) fn wait(&self, with_remote: bool, timeout: Option<Duration>) -> bool {
+        let set = if with_remote { &self.all } else { &self.messages };
+        set.wait(timeout).is_ok_and(|ready| ready & !(1 << REMOTE) != 0)
+    }
+}
