@@ -29,7 +29,7 @@ use crate::fault::path::{FaultPath, Served};
 use crate::mm::types::{PageNo, range_of};
 use crate::sched::handed::Fault;
 
-/// After so many faults in a row for which it has not slept, one more server is wanted.
+/// After this number of faults for which it has not slept, one more server is wanted.
 const BUSY_FAULTS: u32 = 256;
 
 /// What a look for a message came to.
@@ -55,7 +55,8 @@ pub fn serve_faults(engine: &'static Engine) {
     engine.remote_reads.run_anywhere();
     engine.serving.servers.enlist(gettid());
     match FaultServer::new(engine) {
-        Ok(mut server) => server.run(),
+        // Not freed: when the program is let go it may set a filter for all threads at once.
+        Ok(server) => Box::leak(Box::new(server)).run(),
         Err(error) => {
             (engine.start.log)(&format!("a fault server did not start: {error}"));
             engine.serving.servers.give_up();
@@ -99,10 +100,16 @@ impl FaultServer {
                 }
                 NextMessage::Nothing => {
                     self.row = 0;
-                    let _ = self.set.wait(None);
+                    if self.set.wait(None).is_err() {
+                        // Refused by a filter, say: the handler serves alone.
+                        engine.serving.servers.rest(turn);
+                    }
                 }
                 NextMessage::NotAllowed => {
                     self.row = 0;
+                    if !engine.mm.lock().handed.is_crowd() {
+                        self.path.give_buffers_up();
+                    }
                     engine.serving.servers.rest(turn);
                 }
             }

@@ -10,7 +10,8 @@ use core::time::Duration;
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 
-use crate::{BorrowedFd, Errno, OwnedFd};
+use crate::sock::poll_readable;
+use crate::{AsFd, BorrowedFd, Errno, OwnedFd};
 
 /// Which waiting threads a descriptor wakes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -52,6 +53,14 @@ impl WaitSet {
     /// # Errors
     /// When the kernel refuses to wait.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<u64, Errno> {
+        let mut timeout = timeout;
+        // `epoll_pwait` counts milliseconds; not every filter knows `epoll_pwait2`.
+        if let Some(short) = timeout.filter(|t| !t.is_zero() && *t < Duration::from_millis(1)) {
+            if poll_readable(&[self.0.as_fd()], Some(short))? == 0 {
+                return Ok(0);
+            }
+            timeout = Some(Duration::ZERO);
+        }
         let time = timeout.map(|t| Timespec {
             tv_sec: t.as_secs().min(i64::MAX as u64) as i64,
             tv_nsec: t.subsec_nanos().into(),
@@ -75,7 +84,6 @@ const MAX_EVENTS: usize = 4;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::AsFd;
     use crate::eventfd::EventFd;
     use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
@@ -93,6 +101,10 @@ mod tests {
         a.clear();
         b.clear();
         assert_eq!(set.wait(Some(Duration::from_millis(1))), Ok(0));
+        let short = Some(Duration::from_micros(100));
+        assert_eq!(set.wait(short), Ok(0));
+        b.signal();
+        assert_eq!(set.wait(short), Ok(1 << 5));
     }
 
     #[test]

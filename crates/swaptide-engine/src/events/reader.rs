@@ -133,7 +133,9 @@ impl UffdReader {
 
     /// Whether another fault server is to be started.
     pub(crate) fn wants_server(&self) -> bool {
-        self.has_seen_crowd && self.engine.serving.servers.is_one_wanted() && !self.fork.is_busy()
+        self.has_seen_crowd
+            && self.engine.serving.servers.is_one_wanted(self.engine.charge.limit())
+            && !self.fork.is_busy()
     }
 
     /// Whether a server's descriptors leave some for what a fork needs.
@@ -252,7 +254,7 @@ impl UffdReader {
         let mut mm = engine.mm.lock();
         let has_taken = self.sets.is_some() && self.take_handed(&mut mm);
         // What is read here servers cannot take.
-        let most = if self.is_alone { MESSAGES_PER_READ } else { 1 };
+        let most = if mm.handed.may_servers_read() { 1 } else { MESSAGES_PER_READ };
         match self.uffd.read(&mut messages[..most]) {
             Ok(n) => {
                 for message in &mut messages[..n] {
@@ -365,6 +367,8 @@ impl UffdReader {
             self.wait(Some(Duration::from_millis(1)));
             let mut messages = Message::buffer::<1>();
             let mut mm = engine.mm.lock();
+            // Faults that were in servers' hands.
+            self.take_handed(&mut mm);
             if let Ok(n) = self.uffd.read(&mut messages) {
                 for message in &mut messages[..n] {
                     let event = message.decode();

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use swaptide_ipc::Counter;
 use swaptide_sys::page::PAGE_SIZE;
+use swaptide_sys::thread::yield_now;
 
 use crate::engine::Engine;
 use crate::events::reader::{Interrupted, UffdReader};
@@ -58,7 +59,11 @@ pub(crate) fn make_room(
             worker.balance(engine);
             if stuck || turn < MAX_WAITS_FOR_WORKERS && workers_are_busy(engine) {
                 engine.call_workers();
-                reader.drain()?;
+                if reader.is_server {
+                    yield_now();
+                } else {
+                    reader.drain()?;
+                }
                 continue;
             }
         }

@@ -61,9 +61,12 @@ impl FaultPath {
             self.make_room(1)?;
             return self.swap_in_page(page, 1);
         }
-        let window = match self.remote.is_usual()
-            || entry.ty() != POOL && engine.devices.areas.is_remote(entry)
-        {
+        let is_remote = entry.ty() != POOL && engine.devices.areas.is_remote(entry);
+        if is_remote && self.reader.is_server {
+            // The handler sends for it, and asks what it foretells.
+            return Err(Stop::Again);
+        }
+        let window = match self.remote.is_usual() || is_remote {
             true => engine.charge.remote_window_pages(),
             false => engine.charge.window_pages(),
         };

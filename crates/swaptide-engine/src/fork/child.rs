@@ -32,6 +32,7 @@ use crate::fork::protocol::{
     DECLINED, Decline, MESSAGE_BYTES, MSG_SERVING, NO_ENGINE, NO_ENGINE_INCOMPLETE, NO_SLOT, decode,
 };
 use crate::memcg::psi::StallClock;
+use crate::memcg::thrash::ThrashDetector;
 use crate::mm::page_table::PageState;
 use crate::mm::types::PageNo;
 use crate::mm::vma_change::VmaChange;
@@ -307,6 +308,7 @@ pub(crate) fn inherited(
     {
         let mut mm = engine.mm.lock();
         mm.handed.forked();
+        mm.thrash = ThrashDetector::default();
         mm.changes.behind = false;
         mm.changes.recent.clear();
         // They are in their order; what the parent's threads owe is not owed here.

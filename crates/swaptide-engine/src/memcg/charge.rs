@@ -237,7 +237,7 @@ impl Charge {
         self.scattered.store(scattered, Relaxed);
     }
 
-    /// A fault brought in `pages`. Told by the handler alone.
+    /// A fault brought in `pages`. Of two that are told at once one may not count.
     pub(crate) fn brought(&self, pages: usize) {
         let mean = self.brought_16.load(Relaxed);
         self.brought_16.store((mean * 15 + 16 * pages as u32) / 16, Relaxed);

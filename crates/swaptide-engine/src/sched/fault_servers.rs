@@ -40,6 +40,8 @@ use crate::sched::handler_cpu;
 
 /// Servers of a process at most.
 const MAX_SERVERS: u32 = 8;
+/// Bytes of the limit for each server but the first.
+const MIN_LIMIT_PER_SERVER: u64 = 64 << 20;
 /// As many as a test wants, whatever the CPUs.
 const FORCED_SERVERS: u32 = 3;
 
@@ -111,10 +113,12 @@ impl FaultServers {
         self.started.load(Relaxed)
     }
 
-    /// Whether another one is to be started.
-    pub(crate) fn is_one_wanted(&self) -> bool {
+    /// Whether another one is to be started, in a process with a limit of `limit` bytes: each has
+    /// buffers.
+    pub(crate) fn is_one_wanted(&self, limit: u64) -> bool {
         let started = self.started();
-        started < self.most
+        let most = self.most.min((limit / MIN_LIMIT_PER_SERVER).max(1) as u32);
+        started < if self.is_forced { self.most } else { most }
             && (started == 0 || self.is_forced || self.wanted.load(Relaxed))
             && !self.refused.load(Relaxed)
     }
@@ -263,6 +267,7 @@ impl HandlerSets {
     /// when there is something to read or to take.
     pub(crate) fn wait(&self, with_remote: bool, timeout: Option<Duration>) -> bool {
         let set = if with_remote { &self.all } else { &self.messages };
-        set.wait(timeout).is_ok_and(|ready| ready & !(1 << REMOTE) != 0)
+        // Where the kernel refuses to wait, what there is is read all the same.
+        set.wait(timeout).map_or(true, |ready| ready & !(1 << REMOTE) != 0)
     }
 }

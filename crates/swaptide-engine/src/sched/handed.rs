@@ -1,7 +1,8 @@
 //! What fault servers have read and the handler is to do; and who may read and fill.
 //!
-//! The handler and the fault servers ([`crate::fault_server`]) read one userfaultfd. A server serves
-//! the faults that it reads. What else it reads, and faults that it cannot serve, it leaves here.
+//! The handler and the fault servers ([`crate::fault_server`]) read one userfaultfd. A server
+//! serves the faults that it reads. What else it reads, and faults that it cannot serve, it leaves
+//! here.
 //!
 //! Owns: one message that is no fault, faults, and whether the handler works alone.
 //!
@@ -101,6 +102,11 @@ impl Handed {
         !self.is_alone && self.event.is_none() && (self.is_forced || self.crowd.is_crowd)
     }
 
+    /// True while several threads fault.
+    pub(crate) fn is_crowd(&self) -> bool {
+        self.crowd.is_crowd
+    }
+
     /// True while an event waits for the handler: nothing goes in or out.
     pub(crate) fn has_event(&self) -> bool {
         self.event.is_some()
@@ -161,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn servers_read_only_beside_a_handler_that_answers_faults() {
+    fn servers_read_only_while_the_handler_answers_faults() {
         let mut handed = Handed { is_forced: true, ..Handed::default() };
         assert!(!handed.may_servers_read());
         assert_eq!((handed.may_fill(true), handed.may_fill(false)), (false, true));
