@@ -627,7 +627,10 @@ static void bare_words(void) {
     MUST(pthread_create(&thread, NULL, with_bare_words, area) == 0);
     while (atomic_load(number) == 0) usleep(1000);
     pid_t tid = atomic_load(number);
+    /* One that is out does not tell of the others. */
     out(area, ALL, area);
+    for (size_t i = 0; i < 3; i++) out(area, ALL, list_word[i]);
+    out(area, ALL, area + LIST * PAGE);
     for (size_t i = 0; managed && i < 3; i++) MUST(!present(list_word[i]));
     MUST(!managed || !present(area + LIST * PAGE));
     atomic_store(go, 1);
