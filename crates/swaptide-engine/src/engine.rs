@@ -281,7 +281,7 @@ impl Engine {
                 clocks: MmClocks::default(),
                 grace: Grace::default(),
                 thrash: ThrashDetector::default(),
-                handed: Handed::default(),
+                handed: Handed::new(servers.is_forced),
             }),
             devices,
             charge,

@@ -124,7 +124,7 @@ impl FaultServer {
         if !mm.handed.may_servers_read() || engine.is_quiescing() {
             return NextMessage::NotAllowed;
         }
-        // What is wrong with the descriptor the handler tells.
+        // An error other than EAGAIN ends the process when the handler meets it.
         let Ok(1..) = self.path.reader.uffd.read(&mut messages) else {
             return NextMessage::Nothing;
         };

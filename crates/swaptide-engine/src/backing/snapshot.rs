@@ -312,6 +312,27 @@ mod tests {
     }
 
     #[test]
+    fn a_word_that_left_and_came_back_is_found_by_the_epoch_alone() {
+        let (devices, mut table) = devices();
+        let first = PageNo(0x7000_0000 + PAGES_PER_CHUNK - 4);
+        for k in 0..8 {
+            table.set(first.plus(k), PageState::Swapped(pooled(&devices, false)));
+        }
+        for k in [1, 6] {
+            let before = look(&devices, &table, first, 8);
+            assert_eq!(before.still_valid(&table, 8, true), 8);
+            // Another thread brings it in, and it goes out again with the same entry.
+            let word = table.set(first.plus(k), PageState::Present);
+            table.set(first.plus(k), word);
+            assert_eq!(before.still_valid(&table, 8, false), 8);
+            assert_eq!(before.still_valid(&table, 8, true), 0, "page {k} has other contents");
+        }
+        let before = look(&devices, &table, first, 8);
+        table.set(first.plus(PAGES_PER_CHUNK + 4), PageState::Swapped(pooled(&devices, false)));
+        assert_eq!(before.still_valid(&table, 8, true), 8, "a chunk that it does not touch");
+    }
+
+    #[test]
     fn a_slot_freed_between_the_looks_is_not_loaded_from() {
         let (devices, mut table) = devices();
         let first = PageNo(0x7000_0000);

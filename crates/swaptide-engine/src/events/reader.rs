@@ -11,7 +11,6 @@
 //! 3. When a fork through no hook was read, nothing is applied to the table any more before its
 //!    child has its pages, and nothing is taken out. A part below the event loop that reads learns
 //!    it as [`Interrupted`], leaves its work as it is, and is called again when that is done.
-//!
 //! 4. Where there are fault servers, they read as well, but for the time in which the handler works
 //!    alone ([`UffdReader::begin_alone`]). What they have handed over is taken before the next
 //!    message is read.
@@ -164,9 +163,8 @@ impl UffdReader {
         // In the idle class it would stay there.
         if self.cpu.normally(engine.start.spawn_server) {
             engine.slot().engine_threads.fetch_add(1, Relaxed);
-            let mut mm = engine.mm.lock();
-            mm.handed.are_servers = true;
-            mm.handed.is_forced = engine.serving.servers.is_forced;
+            // It reads nothing before the handler, which works alone now, has ended that.
+            engine.mm.lock().handed.are_servers = true;
         } else {
             engine.workers.running.fetch_sub(1, Relaxed);
             engine.serving.servers.count_refused();
@@ -367,7 +365,7 @@ impl UffdReader {
             self.wait(Some(Duration::from_millis(1)));
             let mut messages = Message::buffer::<1>();
             let mut mm = engine.mm.lock();
-            // Faults that were in servers' hands.
+            // Faults that servers had read when the handler became alone.
             self.take_handed(&mut mm);
             if let Ok(n) = self.uffd.read(&mut messages) {
                 for message in &mut messages[..n] {
@@ -393,7 +391,7 @@ impl UffdReader {
         let engine = self.engine;
         let mut messages = Message::buffer::<MESSAGES_PER_READ>();
         let mut mm = engine.mm.lock();
-        // Faults that were in servers' hands.
+        // Faults that servers had read when the handler became alone.
         self.take_handed(&mut mm);
         if let Ok(n) = self.uffd.read(&mut messages) {
             for message in &mut messages[..n] {

@@ -155,6 +155,10 @@ impl FaultPath {
         self.engine.serving.readahead.lock().prefetcher.prefetch_index(page);
         let (state, region) = {
             let mut mm = self.engine.mm.lock();
+            if self.reader.is_server && self.installer.may_fill(&mm).is_err() {
+                // Nothing is asked of what faults foretell before the handler asks it.
+                return Served::Again;
+            }
             if is_of_program {
                 mm.grace.note(fault.tid, page, at);
             }

@@ -182,7 +182,7 @@ impl ForkServer {
             futex::wake(&engine.workers.work, u32::MAX >> 1, futex::Scope::Private);
             let quiesced =
                 engine.workers.quiesced.load(Acquire) == engine.workers.running.load(Acquire);
-            // What a server had in its hand when it was called.
+            // A server that could not serve its last fault has handed it over.
             let is_all_taken = !engine.serving.servers.is_told();
             if quiesced
                 && is_all_taken

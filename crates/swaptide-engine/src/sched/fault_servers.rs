@@ -68,12 +68,16 @@ pub struct FaultServers {
     /// One more is wanted: those that are there do not sleep.
     wanted: AtomicBool,
     tids: [AtomicU32; MAX_SERVERS as usize],
-    /// On this word servers wait that may not read. Raised when they may.
+    /// On this word servers wait that may not read. Raised when they may. Together with `resting`
+    /// SeqCst: a server counts itself before it compares the word, and [`FaultServers::admit`]
+    /// raises the word before it looks at the count, so that one of the two sees the other.
     turn: AtomicU32,
     resting: AtomicU32,
-    /// Something was handed over that the handler has not taken.
+    /// Something was handed over that the handler has not taken. Changed under the memory lock;
+    /// the handler looks at it without, and then takes the lock.
     handed: AtomicBool,
-    /// Made with the first server, and never freed; null before.
+    /// Made with the first server, and never freed; null before. Released by [`FaultServers::open`]
+    /// and acquired by [`FaultServers::signals`].
     signals: AtomicPtr<ServerSignals>,
 }
 
@@ -148,7 +152,7 @@ impl FaultServers {
     /// A server runs as this thread.
     pub(crate) fn enlist(&self, tid: Tid) {
         let is_taken =
-            |place: &&AtomicU32| place.compare_exchange(0, tid.0, AcqRel, Relaxed).is_ok();
+            |place: &&AtomicU32| place.compare_exchange(0, tid.0, Relaxed, Relaxed).is_ok();
         let _ = self.tids.iter().find(is_taken);
     }
 
@@ -267,7 +271,61 @@ impl HandlerSets {
     /// when there is something to read or to take.
     pub(crate) fn wait(&self, with_remote: bool, timeout: Option<Duration>) -> bool {
         let set = if with_remote { &self.all } else { &self.messages };
-        // Where the kernel refuses to wait, what there is is read all the same.
+        // A wait that is refused must not keep the handler from reading.
         set.wait(timeout).map_or(true, |ready| ready & !(1 << REMOTE) != 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn servers_are_as_many_as_busy_cpus_and_the_limit_allow() {
+        let servers = FaultServers { most: 3, ..FaultServers::new(Injection::default()) };
+        let large = 10 * MIN_LIMIT_PER_SERVER;
+        assert!(servers.is_one_wanted(1), "the first needs no more than a crowd");
+        servers.count_started();
+        assert!(!servers.is_one_wanted(large), "it sleeps now and then");
+        servers.want_another();
+        assert!(servers.is_one_wanted(large) && !servers.is_one_wanted(MIN_LIMIT_PER_SERVER));
+        servers.count_started();
+        assert!(!servers.is_one_wanted(large), "that was one");
+        servers.want_another();
+        servers.count_started();
+        servers.want_another();
+        assert!(!servers.is_one_wanted(large), "no more CPUs");
+        servers.forked();
+        assert!(servers.is_one_wanted(large));
+        servers.count_started();
+        servers.count_refused();
+        assert_eq!((servers.started(), servers.is_one_wanted(large)), (0, false));
+    }
+
+    #[test]
+    fn a_server_that_rests_is_woken_by_what_came_after_its_look() {
+        let servers = FaultServers::new(Injection::default());
+        let (looks, goes) = (AtomicU32::new(0), AtomicU32::new(0));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while goes.load(Acquire) < 10_000 {
+                    let turn = servers.turn();
+                    let seen = goes.load(Acquire);
+                    looks.store(seen + 1, Release);
+                    if goes.load(Acquire) == seen {
+                        servers.rest(turn);
+                    }
+                }
+            });
+            // Each is raised when the server has looked at the one before, and so may rest: one
+            // wake-up that is lost ends the test by its time.
+            for go in 1..=10_000 {
+                while looks.load(Acquire) < go {
+                    std::hint::spin_loop();
+                }
+                goes.store(go, Release);
+                servers.admit();
+            }
+        });
     }
 }

@@ -68,27 +68,26 @@ pub struct Handed {
     /// Servers are there.
     pub(crate) are_servers: bool,
     /// Servers read however few threads fault: a test wants it.
-    pub(crate) is_forced: bool,
+    is_forced: bool,
     is_alone: bool,
     event: Option<Event>,
     faults: VecDeque<Fault>,
     pub(crate) crowd: Concurrency,
 }
 
-impl Default for Handed {
-    fn default() -> Handed {
+impl Handed {
+    /// There are no servers. `is_forced`: they will read however few threads fault.
+    pub(crate) fn new(is_forced: bool) -> Handed {
         Handed {
             are_servers: false,
-            is_forced: false,
+            is_forced,
             is_alone: true,
             event: None,
             faults: VecDeque::with_capacity(64),
             crowd: Concurrency::default(),
         }
     }
-}
 
-impl Handed {
     /// In a forked child: what stands here is its parent's, and it has no servers.
     pub(crate) fn forked(&mut self) {
         self.are_servers = false;
@@ -168,7 +167,7 @@ mod tests {
 
     #[test]
     fn servers_read_only_while_the_handler_answers_faults() {
-        let mut handed = Handed { is_forced: true, ..Handed::default() };
+        let mut handed = Handed::new(true);
         assert!(!handed.may_servers_read());
         assert_eq!((handed.may_fill(true), handed.may_fill(false)), (false, true));
         handed.set_alone(false);
