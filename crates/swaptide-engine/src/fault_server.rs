@@ -2,7 +2,7 @@
 //!
 //! It reads one message at a time, under the memory lock. A fault is served as the handler serves
 //! it ([`crate::fault::path`]); everything else, and faults that need more than that (memory that
-//! is not managed yet, pages of servers, a change of mappings that is unread), it hands over
+//! is not managed yet, remote pages, a change of mappings that is unread), it hands over
 //! ([`crate::sched::handed`]).
 //!
 //! Owns: a fault path of its own: buffers, a compressor, an unpacker. What faults foretell is
