@@ -98,6 +98,8 @@ BEYOND = {
     # it was looked at.
     "shm": 64,
     "mmapfork": 64,
+    # 256 MiB that it registers with a userfaultfd of its own: such memory cannot go out.
+    "userfaultfd": 256,
 }
 
 
