@@ -46,6 +46,8 @@ mod probe;
 mod process;
 mod real;
 mod seccomp;
+#[cfg(feature = "serial-part")]
+mod serial_part;
 mod shmem;
 mod starting;
 mod threads;

@@ -17,6 +17,7 @@ use crate::peers::kernel::{Folios, KernelPeer, PoolUsage, Setup};
 use crate::peers::restore::{Machine, Restorer, Undo};
 use crate::workload::phases::{PAGE, PageContent, Phase, PhaseResult};
 use crate::workload::program::DONE;
+use crate::workload::serial::SerialPart;
 
 /// The work of one run.
 #[derive(Debug, Clone)]
@@ -107,6 +108,12 @@ impl RunOutcome {
     /// The time that 99 of 100 touches of a phase stay within, in microseconds.
     pub(crate) fn phase_p99_us(&self, phase: Phase) -> Option<f64> {
         self.phases.iter().find(|p| p.phase == phase)?.p99_us
+    }
+
+    /// The serial part of a phase, and the pages that it touched; `None` where it is not counted.
+    pub(crate) fn phase_serial(&self, phase: Phase) -> Option<(SerialPart, u64)> {
+        let result = self.phases.iter().find(|p| p.phase == phase)?;
+        Some((result.serial?, result.pages))
     }
 
     /// Throughput of all phases together in MB/s.

@@ -52,11 +52,15 @@ pub mod readahead;
 pub mod reclaim;
 pub mod requests;
 pub mod sched;
+#[cfg(feature = "serial-part")]
+mod serial_part;
 pub mod vma;
 
 pub use engine::{Engine, Mm, Start};
 pub use fault_server::serve_faults;
 pub use mm::references::References;
+#[cfg(feature = "serial-part")]
+pub use serial_part::serial_part;
 
 use swaptide_sys::Errno;
 use swaptide_sys::uffd::OpenError;

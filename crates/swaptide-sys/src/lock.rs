@@ -47,6 +47,8 @@ fn late() {
 /// A mutual exclusion lock around a `T`. Not recursive, not fair, no poisoning.
 pub struct Lock<T: ?Sized> {
     word: AtomicU32,
+    #[cfg(feature = "serial-part")]
+    held: held::HeldTime,
     value: UnsafeCell<T>,
 }
 
@@ -59,7 +61,12 @@ unsafe impl<T: ?Sized + Send> Send for Lock<T> {}
 impl<T> Lock<T> {
     /// A free lock around `value`.
     pub const fn new(value: T) -> Lock<T> {
-        Lock { word: AtomicU32::new(FREE), value: UnsafeCell::new(value) }
+        Lock {
+            word: AtomicU32::new(FREE),
+            #[cfg(feature = "serial-part")]
+            held: held::HeldTime::new(),
+            value: UnsafeCell::new(value),
+        }
     }
 
     /// Takes the value out again.
@@ -76,7 +83,7 @@ impl<T: ?Sized> Lock<T> {
         if self.word.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_err() {
             self.lock_slow();
         }
-        Guard { lock: self }
+        Guard::new(self)
     }
 
     /// Takes the lock if it is free.
@@ -85,12 +92,18 @@ impl<T: ?Sized> Lock<T> {
         self.word
             .compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed)
             .ok()
-            .map(|_| Guard { lock: self })
+            .map(|_| Guard::new(self))
     }
 
     /// Whether a thread holds the lock at this moment: for assertions and statistics only.
     pub fn is_locked(&self) -> bool {
         self.word.load(Ordering::Relaxed) != FREE
+    }
+
+    /// How many nanoseconds the lock was held so far, and how often.
+    #[cfg(feature = "serial-part")]
+    pub fn held(&self) -> (u64, u64) {
+        self.held.so_far()
     }
 
     /// The value, without locking: the exclusive borrow proves that no other thread has it.
@@ -166,6 +179,20 @@ impl<T: Default> Default for Lock<T> {
 #[must_use = "the lock is freed when the guard is dropped"]
 pub struct Guard<'a, T: ?Sized> {
     lock: &'a Lock<T>,
+    #[cfg(feature = "serial-part")]
+    since: crate::time::Nanos,
+}
+
+impl<'a, T: ?Sized> Guard<'a, T> {
+    /// The calling thread has just taken the lock.
+    #[inline]
+    fn new(lock: &'a Lock<T>) -> Guard<'a, T> {
+        Guard {
+            lock,
+            #[cfg(feature = "serial-part")]
+            since: crate::time::now(),
+        }
+    }
 }
 
 // SAFETY: a shared guard gives `&T` only.
@@ -191,8 +218,39 @@ impl<T: ?Sized> DerefMut for Guard<'_, T> {
 impl<T: ?Sized> Drop for Guard<'_, T> {
     #[inline]
     fn drop(&mut self) {
+        #[cfg(feature = "serial-part")]
+        self.lock.held.add(self.since);
         if self.lock.word.swap(FREE, Ordering::Release) == CONTENDED {
             futex::wake(&self.lock.word, 1, futex::Scope::Private);
+        }
+    }
+}
+
+#[cfg(feature = "serial-part")]
+mod held {
+    use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+    use crate::time::{Nanos, now};
+
+    /// How long a lock was held. Changed by its holder alone.
+    pub(super) struct HeldTime {
+        ns: AtomicU64,
+        holds: AtomicU64,
+    }
+
+    impl HeldTime {
+        pub(super) const fn new() -> HeldTime {
+            HeldTime { ns: AtomicU64::new(0), holds: AtomicU64::new(0) }
+        }
+
+        pub(super) fn add(&self, since: Nanos) {
+            let ns = now().since(since).as_nanos() as u64;
+            self.ns.store(self.ns.load(Relaxed) + ns, Relaxed);
+            self.holds.store(self.holds.load(Relaxed) + 1, Relaxed);
+        }
+
+        pub(super) fn so_far(&self) -> (u64, u64) {
+            (self.ns.load(Relaxed), self.holds.load(Relaxed))
         }
     }
 }

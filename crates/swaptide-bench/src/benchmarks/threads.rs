@@ -3,10 +3,11 @@
 
 use crate::peers::kernel::{Folios, KernelPeer};
 use crate::report::comparison::{BenchReport, Better, SWAPTIDE, Spread, human};
-use crate::report::threads::{ThreadsRow, ThreadsSide};
+use crate::report::threads::{SerialFigures, ThreadsRow, ThreadsSide};
 use crate::run::{RunOutcome, Workload};
 use crate::session::{Failed, Session, SideRuns};
 use crate::workload::phases::Phase;
+use crate::workload::serial::SerialPart;
 
 const PHASES: [Phase; 4] = [Phase::Fill, Phase::Seq, Phase::Random, Phase::Mixed];
 const THREADS: [u16; 4] = [1, 2, 4, 8];
@@ -78,5 +79,21 @@ fn side(name: String, runs: &SideRuns, phase: Phase) -> Result<ThreadsSide, Stri
     let stats = of_runs(&|outcome| outcome.phase_mb_per_s(phase))
         .ok_or_else(|| format!("{name} did not finish the {} phase", phase.name()))?;
     let p99_us = of_runs(&|outcome| outcome.phase_p99_us(phase)).map(|spread| spread.median);
-    Ok(ThreadsSide { name, stats, p99_us })
+    Ok(ThreadsSide { name, stats, p99_us, serial: serial(runs, phase) })
+}
+
+/// The serial part of a phase, in a build that counts it.
+fn serial(runs: &SideRuns, phase: Phase) -> Option<SerialFigures> {
+    let median = |value: &dyn Fn(SerialPart, u64) -> f64| {
+        let of_run = |outcome: &RunOutcome| {
+            outcome.phase_serial(phase).map(|(serial, pages)| value(serial, pages))
+        };
+        Some(Spread::of(&runs.outcomes.iter().filter_map(of_run).collect::<Vec<_>>())?.median)
+    };
+    Some(SerialFigures {
+        ns_per_fault: median(&|serial, _| serial.ns_for_each(serial.faults))?,
+        ns_per_page: median(&|serial, pages| serial.ns_for_each(pages))?,
+        holds_per_fault: median(&|serial, _| serial.holds as f64 / serial.faults.max(1) as f64)?,
+        most_faults_per_s: median(&|serial, _| serial.most_faults_per_s())?,
+    })
 }

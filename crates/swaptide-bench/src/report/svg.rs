@@ -325,6 +325,7 @@ mod tests {
                     name: name.into(),
                     stats: Spread { median, min: median, max: median },
                     p99_us: None,
+                    serial: None,
                 };
                 let ours = one(SWAPTIDE, 100.0 * f64::from(threads));
                 let theirs = Some(one("kernel-zram lz4 64K", 200.0));

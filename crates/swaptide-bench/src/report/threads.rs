@@ -16,6 +16,32 @@ pub struct ThreadsSide {
     pub stats: Spread,
     /// The time that 99 of 100 touches stay within, in microseconds: the median of the runs.
     pub p99_us: Option<f64>,
+    /// The serial part, where it is counted.
+    pub serial: Option<SerialFigures>,
+}
+
+/// How long locks were held that keep every other fault server waiting: medians of the runs.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SerialFigures {
+    /// Nanoseconds for each fault.
+    pub ns_per_fault: f64,
+    /// Nanoseconds for each page that was touched.
+    pub ns_per_page: f64,
+    /// How often such a lock was taken for each fault.
+    pub holds_per_fault: f64,
+    /// Faults a second that any number of CPUs could serve at most.
+    pub most_faults_per_s: f64,
+}
+
+impl SerialFigures {
+    fn json(&self) -> Value {
+        json!({
+            "ns_per_fault": round(self.ns_per_fault),
+            "ns_per_page": round(self.ns_per_page),
+            "holds_per_fault": round(self.holds_per_fault),
+            "most_faults_per_s": round(self.most_faults_per_s),
+        })
+    }
 }
 
 impl ThreadsSide {
@@ -26,6 +52,7 @@ impl ThreadsSide {
             "min": round(self.stats.min),
             "max": round(self.stats.max),
             "p99_us": self.p99_us.map(round),
+            "serial": self.serial.as_ref().map(SerialFigures::json),
         })
     }
 }
@@ -98,6 +125,35 @@ pub(super) fn table(rows: &[ThreadsRow], out: &mut String) {
             );
         }
     }
+    serial_table(rows, out);
+}
+
+/// Appends the serial part of each row that has it counted.
+fn serial_table(rows: &[ThreadsRow], out: &mut String) {
+    let counted = || rows.iter().filter_map(|row| Some((row, row.ours.serial?)));
+    if counted().next().is_none() {
+        return;
+    }
+    let _ = writeln!(out, "serial part: locks that keep every other fault server waiting");
+    let _ = writeln!(
+        out,
+        "{:7} {:>7} {:>9} {:>9} {:>9} {:>12}",
+        "phase", "threads", "ns/fault", "ns/page", "holds", "faults/s <="
+    );
+    for phase in phases(rows) {
+        for (row, serial) in counted().filter(|(row, _)| row.phase == phase) {
+            let _ = writeln!(
+                out,
+                "{:7} {:>7} {:>9.0} {:>9.0} {:>9.1} {:>12.0}",
+                phase.name(),
+                row.threads,
+                serial.ns_per_fault,
+                serial.ns_per_page,
+                serial.holds_per_fault,
+                serial.most_faults_per_s,
+            );
+        }
+    }
 }
 
 #[cfg(test)]
@@ -106,7 +162,7 @@ mod tests {
 
     fn side(name: &str, median: f64, p99_us: Option<f64>) -> ThreadsSide {
         let stats = Spread { median, min: median, max: median };
-        ThreadsSide { name: name.into(), stats, p99_us }
+        ThreadsSide { name: name.into(), stats, p99_us, serial: None }
     }
 
     #[test]
@@ -134,5 +190,30 @@ mod tests {
         assert_eq!(lines[3], ["random", "1", "300", "-", "-", "12.5", "-"]);
         assert_eq!(rows[0].json()["ratio"], 1.5);
         assert_eq!(rows[1].json()["peer"], Value::Null);
+    }
+
+    #[test]
+    fn the_serial_part_is_shown_where_it_is_counted() {
+        let mut ours = side("swaptide", 300.0, None);
+        let mut rows =
+            [ThreadsRow { threads: 4, phase: Phase::Random, ours: ours.clone(), theirs: None }];
+        let lines = |rows: &[ThreadsRow]| {
+            let mut text = String::new();
+            table(rows, &mut text);
+            text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
+        };
+        let shown: Vec<String> = lines(&rows);
+        assert_eq!(shown.len(), 2);
+        assert_eq!(rows[0].ours.json()["serial"], Value::Null);
+        ours.serial = Some(SerialFigures {
+            ns_per_fault: 250.0,
+            ns_per_page: 125.4,
+            holds_per_fault: 3.0,
+            most_faults_per_s: 4e6,
+        });
+        rows[0].ours = ours;
+        let shown: Vec<String> = lines(&rows);
+        assert_eq!(shown[4], "random 4 250 125 3.0 4000000");
+        assert_eq!(rows[0].ours.json()["serial"]["ns_per_fault"], 250.0);
     }
 }

@@ -3,3 +3,4 @@
 pub(crate) mod phases;
 pub mod program;
 mod redis;
+pub(crate) mod serial;

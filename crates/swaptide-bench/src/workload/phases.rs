@@ -3,6 +3,8 @@
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
+use crate::workload::serial::SerialPart;
+
 /// Bytes of a page.
 pub const PAGE: usize = 4096;
 pub const WORDS: usize = PAGE / 8;
@@ -169,9 +171,18 @@ pub struct PhaseResult {
     /// The time that 99 of 100 touches stay within, in microseconds, where it was asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub p99_us: Option<f64>,
+    /// How long locks were held meanwhile that keep every fault server waiting, where the agent
+    /// counts it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub serial: Option<SerialPart>,
 }
 
 impl PhaseResult {
+    /// A phase that went to its end.
+    pub(crate) fn new(phase: Phase, pages: u64, seconds: f64) -> PhaseResult {
+        PhaseResult { phase, pages, seconds, capped: false, p99_us: None, serial: None }
+    }
+
     /// Throughput in MB/s (10^6 bytes).
     pub(crate) fn mb_per_s(&self) -> f64 {
         self.pages as f64 * PAGE as f64 / 1e6 / self.seconds.max(1e-9)

@@ -18,6 +18,7 @@ use swaptide_host::units::parse_bytes;
 
 use crate::workload::phases::{PAGE, PageContent, Phase, PhaseResult, WORDS, scatter};
 use crate::workload::redis::Server;
+use crate::workload::serial::SerialPart;
 
 /// Pages between two looks at the clock, in a phase with a time limit.
 const PAGES_PER_LOOK: usize = 256;
@@ -98,7 +99,7 @@ impl WorkData {
         let seconds = begin.elapsed().as_secs_f64();
         std::thread::sleep(Duration::from_secs(1));
         let pages = self.pages as u64;
-        Ok(PhaseResult { phase: Phase::Out, pages, seconds, capped: false, p99_us: None })
+        Ok(PhaseResult::new(Phase::Out, pages, seconds))
     }
 
     fn run(&mut self, phase: Phase, pace: &Pace) -> Result<PhaseResult, String> {
@@ -135,7 +136,8 @@ impl WorkData {
             all.touch_ns.extend(part.touch_ns);
         }
         let TouchResult { pages, capped, touch_ns } = all;
-        Ok(PhaseResult { phase, pages, seconds, capped, p99_us: p99_us(touch_ns) })
+        let p99_us = p99_us(touch_ns);
+        Ok(PhaseResult { capped, p99_us, ..PhaseResult::new(phase, pages, seconds) })
     }
 }
 
@@ -251,7 +253,7 @@ fn forks() -> Result<PhaseResult, String> {
         std::thread::sleep(Duration::from_millis(200));
     }
     let pages = FORKS_PER_PHASE;
-    Ok(PhaseResult { phase: Phase::Fork, pages, seconds, capped: false, p99_us: None })
+    Ok(PhaseResult::new(Phase::Fork, pages, seconds))
 }
 
 /// Runs the phases. Exit status: 0, 2 for arguments that make no sense, 3 where a page was wrong.
@@ -291,6 +293,7 @@ pub fn main(args: &BenchWorkArgs) -> u8 {
             if unfilled && phase != Phase::Fill {
                 continue;
             }
+            let before = SerialPart::so_far();
             let done = match (phase, &mut server) {
                 (Phase::Redis, None) => {
                     Server::start(args.data, args.ratio, args.scratch.as_deref()).map(
@@ -307,7 +310,9 @@ pub fn main(args: &BenchWorkArgs) -> u8 {
                 _ => data.run(phase, &pace),
             };
             match done {
-                Ok(result) => {
+                Ok(mut result) => {
+                    let now = SerialPart::so_far();
+                    result.serial = now.zip(before).map(|(now, then)| now.since(then));
                     unfilled = phase == Phase::Fill && result.capped;
                     let line = serde_json::to_string(&result).unwrap_or_default();
                     if writeln!(out, "{line}").and_then(|()| out.flush()).is_err() {

@@ -70,16 +70,7 @@ impl Server {
             .fill(data / VALUE_BYTES as u64, content)
             .map_err(|e| format!("filling redis-server: {e}"))?;
         let seconds = begin.elapsed().as_secs_f64();
-        Ok((
-            server,
-            PhaseResult {
-                phase: Phase::Redis,
-                pages: data / PAGE as u64,
-                seconds,
-                capped: false,
-                p99_us: None,
-            },
-        ))
+        Ok((server, PhaseResult::new(Phase::Redis, data / PAGE as u64, seconds)))
     }
 
     fn fill(&mut self, keys: u64, content: PageContent) -> std::io::Result<()> {
@@ -148,7 +139,7 @@ impl Server {
         }
         let dump = std::fs::metadata(self.directory.join("dump.rdb")).map_or(0, |file| file.len());
         let pages = dump / PAGE as u64;
-        Ok(PhaseResult { phase: Phase::Bgsave, pages, seconds, capped, p99_us: None })
+        Ok(PhaseResult { capped, ..PhaseResult::new(Phase::Bgsave, pages, seconds) })
     }
 }
 
