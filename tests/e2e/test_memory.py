@@ -57,13 +57,22 @@ def test_hugepages(case):
 
 @pytest.mark.swaptide(budget=32)
 @pytest.mark.parametrize(
-    "mode", [param("touch", allowance=4), param("storm", allowance=12), param("c11", allowance=12)]
+    "mode",
+    [
+        param("touch", allowance=4),
+        param("storm", allowance=12),
+        param("c11", allowance=12),
+        param("same", allowance=8),
+    ],
 )
 def test_threads(case, mode):
     done = case.run_c("threads", mode)
     if mode == "storm" and done.report and len(os.sched_getaffinity(0)) > 1:
         served = done.report["stats"]["faults_by_servers"]
         assert served > 0, "several threads faulted, and the handler alone served them"
+    if mode == "same" and done.report and len(os.sched_getaffinity(0)) > 1:
+        stats = done.report["stats"]
+        assert stats["swpin_exists"] > 0, f"no two loads have met: {stats}"
 
 
 @pytest.mark.swaptide(budget=32, allowance=4)

@@ -40,6 +40,7 @@
 //! | device   | one device: counters, look-up, discard |
 //! | space    | several devices: priority, rotation, masks |
 //! | tiers    | ranges of priorities by name, masks of them |
+//! | gate     | many threads inside at a time, or one that has it closed |
 //! | sync     | spin lock, lazily published memory, the tables' range of addresses |
 
 #![deny(unsafe_code)]
@@ -51,6 +52,7 @@ mod device;
 mod entry;
 mod error;
 mod exchange;
+mod gate;
 mod ids;
 mod lists;
 mod moving;
@@ -65,6 +67,7 @@ pub use device::{FreeNotify, Kind, SearchOrder, SwapDevice, Usage};
 pub use entry::{SlotContent, SlotInfo};
 pub use error::{AllocError, Expect, Expected, Mismatch};
 pub use exchange::ZeroMask;
+pub use gate::{Closed, Inside, SharedGate};
 pub use ids::{
     CLUSTER_SHIFT, ClusterIndex, CpuId, FolioId, GroupId, MAX_SLOTS, ORDERS, Order,
     SLOTS_PER_CLUSTER, SWAP_TYPES, Shadow, SwapEntry, SwapOffset, SwapType,

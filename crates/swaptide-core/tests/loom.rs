@@ -356,3 +356,58 @@ fn swapoff_against_the_last_put() {
         assert_eq!(other.drain().map(|(_, info)| info.slot).collect::<Vec<_>>(), [known(2)]);
     });
 }
+
+/// Threads that go in against one that closes the gate: the cell tells of any access that overlaps
+/// another. None waits, which a model cannot follow; what they do when they wait is this again.
+#[test]
+fn gate_inside_against_closed() {
+    model(10, || {
+        let gate = Arc::new(SharedGate::new(2));
+        let cell = Arc::new(loom::cell::UnsafeCell::new(0u32));
+        let look = |gate: &SharedGate, cell: &loom::cell::UnsafeCell<u32>, place| {
+            let Some(_inside) = gate.try_enter(place) else { return 0 };
+            // SAFETY: what the model is about: loom fails where it is not so.
+            cell.with(|seen| unsafe { *seen })
+        };
+        let other = {
+            let (gate, cell) = (gate.clone(), cell.clone());
+            thread::spawn(move || look(&gate, &cell, 1))
+        };
+        let closer = {
+            let (gate, cell) = (gate.clone(), cell.clone());
+            thread::spawn(move || {
+                let Some(_closed) = gate.try_close() else { return };
+                // SAFETY: as above.
+                cell.with_mut(|cell| unsafe { *cell += 1 });
+            })
+        };
+        assert!(look(&gate, &cell, 0) <= 1);
+        assert!(other.join().unwrap() <= 1);
+        closer.join().unwrap();
+    });
+}
+
+/// Two threads that close the gate exclude each other, and a thread that goes in later sees what
+/// both have done.
+#[test]
+fn gate_closed_against_closed() {
+    model(3, || {
+        let gate = Arc::new(SharedGate::new(1));
+        let cell = Arc::new(loom::cell::UnsafeCell::new(0u32));
+        let close = |gate: &SharedGate, cell: &loom::cell::UnsafeCell<u32>| {
+            let Some(_closed) = gate.try_close() else { return 0 };
+            // SAFETY: what the model is about: loom fails where it is not so.
+            cell.with_mut(|cell| unsafe { *cell += 1 });
+            1
+        };
+        let other = {
+            let (gate, cell) = (gate.clone(), cell.clone());
+            thread::spawn(move || close(&gate, &cell))
+        };
+        let closed = close(&gate, &cell) + other.join().unwrap();
+        let inside = gate.try_enter(0);
+        assert!(inside.is_some(), "it is open again");
+        // SAFETY: as above.
+        assert_eq!(cell.with(|cell| unsafe { *cell }), closed);
+    });
+}

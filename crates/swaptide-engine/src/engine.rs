@@ -10,17 +10,17 @@ use std::sync::atomic::{
 };
 use std::time::Duration;
 
-use swaptide_core::{Expect, FolioId, SlotContent as TableSlot, SwapEntry};
+use swaptide_core::{Expect, FolioId, SharedGate, SlotContent as TableSlot, SwapEntry};
 use swaptide_ipc::{Counter, OfOrder, ProcSlot, Segment, SlotIndex};
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::sock::Conn;
-use swaptide_sys::thread::now;
+use swaptide_sys::thread::{now, yield_now};
 use swaptide_sys::uffd::{Features, Uffd};
 
 pub use self::memory::{FrameOwners, Mm, MmClocks, VmaChanges};
 use crate::EngineError;
-use crate::backing::devices::{Devices, OpenArea};
+use crate::backing::devices::{Devices, OpenArea, filler_of};
 use crate::backing::remote_queue::RemoteReads;
 use crate::fault_injection::Injection;
 use crate::memcg::acceptance::{Acceptance, Verdict};
@@ -30,12 +30,13 @@ use crate::memcg::psi::StallClock;
 use crate::memcg::small::Small;
 use crate::memcg::thrash::ThrashDetector;
 use crate::mm::batch::Jobs;
+use crate::mm::busy::Busy;
 use crate::mm::grace::Grace;
 use crate::mm::lru::Queues;
 use crate::mm::page_table::PageTable;
 use crate::mm::references::References;
 use crate::mm::staging::{FrameNo, Staging};
-use crate::mm::types::{ChunkNo, PAGES_PER_LEAF};
+use crate::mm::types::{ChunkNo, MAX_FILLERS, PAGES_PER_LEAF};
 use crate::mm::vma_set::VmaSet;
 use crate::readahead::Readahead;
 use crate::readahead::history::SharedMissHistory;
@@ -43,6 +44,7 @@ use crate::requests::HandlerRequests;
 use crate::requests::fork_control::ForkControl;
 use crate::sched::fault_servers::FaultServers;
 use crate::sched::handed::Handed;
+use crate::sched::handler_cpu::leave_sched_idle;
 
 /// How long no page is written to swap areas after they took nothing.
 const FILE_FULL_BACKOFF: Duration = Duration::from_millis(100);
@@ -55,6 +57,13 @@ pub(crate) const FEATURES: Features = Features::EVENT_REMAP
     .union(Features::THREAD_ID)
     .union(Features::MOVE)
     .union(Features::POISON);
+
+/// What a thread does that has waited for long at the gate, or for a lock of the swap core: the
+/// thread that holds it may have lost its CPU, or be the handler in the idle class.
+static YIELD: fn() = || {
+    yield_now();
+    leave_sched_idle();
+};
 
 /// What an engine starts with.
 pub struct Start {
@@ -161,6 +170,9 @@ pub struct Serving {
     pub(crate) readahead: Lock<Readahead>,
     /// How long threads of the program wait for memory.
     pub(crate) stalls: Lock<StallClock>,
+    /// Inside are threads that put pages in place without the memory lock; the thread that reads a
+    /// message has it closed.
+    pub(crate) gate: SharedGate,
 }
 
 /// What may be known of the staging frames without the memory lock.
@@ -256,7 +268,8 @@ impl Engine {
         );
         let charge = charge.with_acceptance(acceptance);
         let servers = FaultServers::new(devices.injection());
-        swaptide_sys::lock::on_long_wait(crate::sched::handler_cpu::leave_sched_idle);
+        swaptide_sys::lock::on_long_wait(leave_sched_idle);
+        swaptide_core::set_yield(&YIELD);
         Ok(Engine {
             mm: Lock::new(Mm {
                 table: PageTable::new(),
@@ -282,6 +295,7 @@ impl Engine {
                 grace: Grace::default(),
                 thrash: ThrashDetector::default(),
                 handed: Handed::new(servers.is_forced),
+                busy: Busy::default(),
             }),
             devices,
             charge,
@@ -300,6 +314,7 @@ impl Engine {
                 servers,
                 readahead: Lock::new(Readahead::new()),
                 stalls: Lock::new(StallClock::default()),
+                gate: SharedGate::new(MAX_FILLERS),
             },
             retired: AtomicBool::new(false),
             known: KnownMemory::default(),
@@ -558,10 +573,13 @@ impl Engine {
     }
 
     /// A page's swap entry is not needed any more: its data is dropped, now or by the thread that
-    /// is storing it.
+    /// is storing it or bringing it in.
     #[track_caller]
     pub fn release(&self, mm: &Mm, entry: SwapEntry) {
         match self.devices.slots(entry.ty()).lookup(entry.offset()) {
+            TableSlot::Folio(folio) if filler_of(folio).is_some() => {
+                self.devices.abandon_to_loader(entry)
+            }
             TableSlot::Folio(folio) => self.cancel(mm.frame_of(entry, folio)),
             TableSlot::Shadow { .. } => self.devices.drop_swapped(entry),
             other => {

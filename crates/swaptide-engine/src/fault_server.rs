@@ -26,7 +26,7 @@ use swaptide_sys::wait_set::WaitSet;
 use crate::EngineError;
 use crate::engine::Engine;
 use crate::fault::path::{FaultPath, Served};
-use crate::mm::types::{PageNo, range_of};
+use crate::mm::types::{FillerNo, PageNo, range_of};
 use crate::sched::handed::Fault;
 
 /// After this number of faults for which it has not slept, one more server is wanted.
@@ -53,8 +53,8 @@ struct FaultServer {
 pub fn serve_faults(engine: &'static Engine) {
     // The handler, which made it, may be bound to one CPU.
     engine.remote_reads.run_anywhere();
-    engine.serving.servers.enlist(gettid());
-    match FaultServer::new(engine) {
+    let filler = engine.serving.servers.enlist(gettid());
+    match FaultServer::new(engine, filler) {
         // Not freed: when the program is let go it may set a filter for all threads at once.
         Ok(server) => Box::leak(Box::new(server)).run(),
         Err(error) => {
@@ -69,8 +69,8 @@ pub fn serve_faults(engine: &'static Engine) {
 }
 
 impl FaultServer {
-    fn new(engine: &'static Engine) -> Result<FaultServer, EngineError> {
-        let path = FaultPath::of_server(engine)?;
+    fn new(engine: &'static Engine, filler: FillerNo) -> Result<FaultServer, EngineError> {
+        let path = FaultPath::of_server(engine, filler)?;
         let set = engine
             .serving
             .servers
@@ -98,6 +98,7 @@ impl FaultServer {
                     self.answer(fault);
                     self.path.worker.balance(engine);
                 }
+                NextMessage::Nothing if self.path.reader.wait_awake() => {}
                 NextMessage::Nothing => {
                     self.row = 0;
                     if self.set.wait(None).is_err() {
@@ -116,10 +117,12 @@ impl FaultServer {
         }
     }
 
-    /// Reads the next message. What is no fault of the program is handed over.
+    /// Reads the next message, while no thread puts pages in place. What is no fault of the program
+    /// is handed over.
     fn next(&mut self) -> NextMessage {
         let engine = self.engine;
         let mut messages = Message::buffer::<1>();
+        let _closed = engine.serving.gate.close();
         let mut mm = engine.mm.lock();
         if !mm.handed.may_servers_read() || engine.is_quiescing() {
             return NextMessage::NotAllowed;
@@ -172,6 +175,7 @@ impl FaultServer {
             Served::Spurious => {
                 let _ = path.reader.uffd.wake(range_of(page, 1));
             }
+            Served::Taken => {}
             Served::Again | Served::Unmanaged | Served::InFlight | Served::NoBuffer => {
                 self.hand_over(fault)
             }

@@ -82,7 +82,7 @@ impl Pager {
                 wake(path);
             }
             Served::Spurious => wake(path),
-            Served::InFlight => {}
+            Served::InFlight | Served::Taken => {}
             Served::NoBuffer => path.remote.wait(fault),
             Served::Again => {
                 fault.tries += 1;

@@ -75,6 +75,8 @@ counters! {
     /// Loads of several pages that were dropped because the range was another one at the second
     /// look.
     SwpinStale = "swpin_stale",
+    /// Faults on a page that another thread was bringing in, which were left to that one.
+    SwpinExists = "swpin_exists",
     /// Pages that could not be moved because something held them (EBUSY).
     PagesBusy = "pages_busy",
     /// Pages that another process had, too, since a fork, and that were copied so that they could

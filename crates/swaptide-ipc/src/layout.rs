@@ -18,7 +18,7 @@ use crate::ids::{ExtentId, MAX_EXTENTS, SlotIndex};
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 15;
+pub const VERSION: u32 = 16;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// The limit of a process that is being released.

@@ -1,6 +1,7 @@
 /* Threads over one arena. MODE touch: 8 threads write and verify pages that lie side by side;
  * storm: threads come and go, each with a stack it fills and verifies, while two others keep the
- * arena moving; c11: the same with the threads of C11. */
+ * arena moving; c11: the same with the threads of C11; same: 8 threads go over the same pages in
+ * the same order, new ones at first, and each verifies and writes words of its own in each page. */
 #include "common.h"
 
 #include <threads.h>
@@ -66,9 +67,64 @@ static void *worker(void *argument) {
     return NULL;
 }
 
+/* What a thread has written to a page, from the round that it is in. */
+static uint64_t own_word(size_t self, size_t page, uint32_t round) {
+    return round == 0 ? 0 : key_of(given.seed ^ (self + 1) << 40, page, round);
+}
+
+/* The words of a thread in a page: its first, and one of its last. */
+static uint64_t *own_words(size_t self, size_t page) {
+    return (uint64_t *)(arena + page * PAGE) + self * 8;
+}
+
+static pthread_barrier_t together;
+
+/* A page that a thread brings in while another one brings it in, too, and that comes in twice or
+ * without what was written to it, has lost words of another thread. */
+static void *same(void *argument) {
+    size_t self = (size_t)argument;
+    uint64_t random = mix(given.seed);
+    uint32_t *round = calloc(given.pages, sizeof *round);
+    MUST(round != NULL);
+    for (size_t turn = 0;; turn++) {
+        if (turn % 256 == 0) pthread_barrier_wait(&together);
+        /* The first ones in order: they are new, and grow in windows. */
+        size_t page = turn < given.pages / 2 ? turn : below(&random, given.pages);
+        uint64_t *own = own_words(self, page);
+        for (size_t k = 0; k < 8; k += 7) {
+            uint64_t expected = own_word(self, page, round[page]);
+            if (own[k] != expected) mismatch(&own[k], expected, own[k], "own word");
+        }
+        round[page]++;
+        own[0] = own[7] = own_word(self, page, round[page]);
+        if (turn % 4096 == 4095) {
+            /* All end in the same turn. */
+            pthread_barrier_wait(&together);
+            if (self == 0 && turn >= 2 * given.pages && now() >= end) atomic_store(&stop, 1);
+            pthread_barrier_wait(&together);
+            if (atomic_load(&stop)) break;
+        }
+    }
+    for (size_t page = 0; page < given.pages; page++) {
+        uint64_t expected = own_word(self, page, round[page]), *own = own_words(self, page);
+        if (own[0] != expected) mismatch(own, expected, own[0], "own word at the end");
+    }
+    free(round);
+    return NULL;
+}
+
 int main(int count, char **words) {
     given = parse(count, words, "touch");
     arena = map(given.pages * PAGE);
+    if (strcmp(given.mode, "same") == 0) {
+        pthread_t ids[MOST];
+        MUST(pthread_barrier_init(&together, NULL, MOST) == 0);
+        end = now() + given.seconds;
+        for (size_t i = 0; i < MOST; i++)
+            MUST(pthread_create(&ids[i], NULL, same, (void *)i) == 0);
+        for (size_t i = 0; i < MOST; i++) MUST(pthread_join(ids[i], NULL) == 0);
+        return ok("threads", given.mode);
+    }
     version = calloc(given.pages, sizeof *version);
     MUST(version != NULL);
     for (size_t i = 0; i < 256; i++) pthread_mutex_init(&stripes[i], NULL);

@@ -19,8 +19,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use swaptide_core::{
-    CpuId, FolioId, GroupId, Kind, Order, Shadow, SwapDevice, SwapEntry, SwapOffset, SwapType,
-    TableMemory,
+    CpuId, Expect, FolioId, GroupId, Kind, Order, Shadow, SwapDevice, SwapEntry, SwapOffset,
+    SwapType, TableMemory,
 };
 use swaptide_ipc::{
     AreaId, AreaMask, AreaState, ExportFacts, ExtentId, Segment, SlotIndex, Transport,
@@ -41,6 +41,7 @@ use swaptide_sys::thread::now;
 
 use crate::EngineError;
 use crate::fault_injection::{Injection, is_read_short};
+use crate::mm::types::{FillerNo, MAX_FILLERS};
 
 /// Swap type of compressed memory.
 pub(crate) const POOL: SwapType = SwapType::new(0).expect("a swap type");
@@ -71,6 +72,9 @@ const FILE_SIZE_LIMIT_BACKOFF: Duration = Duration::from_secs(10);
 
 /// The folio that stands in the swap cache while a slot gets another shadow.
 const RENEWING: FolioId = FolioId(u32::MAX >> 9);
+/// The folio of the first thread that puts pages in place, while it brings in what the slot holds;
+/// the other threads' follow.
+const LOADING: FolioId = FolioId(u32::MAX >> 10);
 
 /// The group of everything as long as a run has only one.
 const GROUP: GroupId = GroupId(0);
@@ -534,17 +538,48 @@ impl Devices {
     /// Drops the data of a slot that holds a shadow, and the slot.
     #[track_caller]
     pub(crate) fn drop_swapped(&self, entry: SwapEntry) {
-        let (ty, offset) = (entry.ty(), entry.offset());
-        let slot = Slot(offset.0);
-        let held = if ty == AREA { self.areas.device.free(slot) } else { self.pool.free(slot) };
-        if !held {
-            let caller = std::panic::Location::caller();
-            crate::fatal(&format!(
-                "swap entry {entry:?} is in use and its device holds nothing for it (found at \
-                {caller})"
-            ));
+        self.drop_run(entry, 1, Expect::Shadow);
+    }
+
+    /// Drops the data of `n` slots of one cluster, and the slots, which hold what `expect` says.
+    #[track_caller]
+    pub(crate) fn drop_run(&self, first: SwapEntry, n: u32, expect: Expect) {
+        for entry in (0..n).map(|k| first.plus(k)) {
+            let slot = Slot(entry.offset().0);
+            let is_held = match entry.ty() {
+                AREA => self.areas.device.free(slot),
+                _ => self.pool.free(slot),
+            };
+            if !is_held {
+                let caller = std::panic::Location::caller();
+                crate::fatal(&format!(
+                    "swap entry {entry:?} is in use and its device holds nothing for it (found at \
+                    {caller})"
+                ));
+            }
         }
-        self.free_slot(entry, swaptide_core::Expect::Shadow);
+        if let Err(mismatch) = self.slots(first.ty()).free(first.offset(), n, expect) {
+            crate::fatal(&format!("a swap slot was not what it must be: {mismatch}"));
+        }
+    }
+
+    /// The folio of a thread that brought a page in leaves the swap cache, and the slot stays: it
+    /// gets its shadow back.
+    pub(crate) fn return_shadow(&self, entry: SwapEntry, folio: FolioId, shadow: Shadow) {
+        let slots = self.slots(entry.ty());
+        if let Err(mismatch) =
+            slots.folio_to_shadow(entry.offset(), 1, folio, shadow, swaptide_core::ZeroMask::Keep)
+        {
+            crate::fatal(&format!("a slot was not what its load had made it: {mismatch}"));
+        }
+    }
+
+    /// The page of an entry whose slot holds the folio of a thread that brings it in is given up:
+    /// that thread drops it.
+    pub(crate) fn abandon_to_loader(&self, entry: SwapEntry) {
+        if let Err(mismatch) = self.slots(entry.ty()).put(entry.offset(), 1) {
+            crate::fatal(&format!("a page that is brought in was given up twice: {mismatch}"));
+        }
     }
 
     /// True while the swap areas have room for what its pages' program has again, at the last
@@ -584,7 +619,7 @@ impl Devices {
     }
 
     /// Frees a slot alone.
-    pub(crate) fn free_slot(&self, entry: SwapEntry, expect: swaptide_core::Expect) {
+    pub(crate) fn free_slot(&self, entry: SwapEntry, expect: Expect) {
         if let Err(mismatch) = self.slots(entry.ty()).free(entry.offset(), 1, expect) {
             crate::fatal(&format!("a swap slot was not what it must be: {mismatch}"));
         }
@@ -628,6 +663,18 @@ impl Devices {
     }
 }
 
+/// The folio by which a thread brings pages in.
+pub(crate) fn folio_of(filler: FillerNo) -> FolioId {
+    FolioId(LOADING.0 + u32::from(filler.0))
+}
+
+/// The thread that brings in the page of a slot that holds this folio; `None` of a folio that is a
+/// staging frame.
+pub(crate) fn filler_of(folio: FolioId) -> Option<FillerNo> {
+    let at = folio.0.checked_sub(LOADING.0)? as usize;
+    (at < MAX_FILLERS).then_some(FillerNo(at as u8))
+}
+
 /// The offset of an entry `n` slots further.
 pub(crate) fn entry_plus(entry: SwapEntry, n: u32) -> SwapEntry {
     entry.plus(n)
@@ -635,3 +682,48 @@ pub(crate) fn entry_plus(entry: SwapEntry, n: u32) -> SwapEntry {
 
 /// An entry that stands where none is meant yet.
 pub(crate) const NO_ENTRY: SwapEntry = SwapEntry::new(POOL, SwapOffset(0));
+
+/// Devices for tests of what stands on them.
+#[cfg(test)]
+pub(crate) mod testing {
+    use swaptide_ipc::NewArea;
+    use swaptide_store::codec::Packed;
+    use swaptide_sys::AsFd;
+    use swaptide_sys::mem::{SharedMap, memfd_create};
+    use swaptide_sys::page::PAGE_SIZE;
+
+    use super::*;
+
+    const FOLIO: FolioId = FolioId(7);
+
+    /// Devices with a swap area of a few extents.
+    pub(crate) fn devices() -> Devices {
+        let fd = memfd_create(c"segment", Segment::BYTES as u64).expect("memfd");
+        let map = SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map");
+        let segment = Segment::raw(map).expect("segment");
+        segment.add_area(NewArea::of_file(0, 8)).expect("an area");
+        let index = segment.claim(10, 0).expect("slot");
+        let open: OpenArea = |_| memfd_create(c"swap", 16 << 20);
+        Devices::new(segment, Arc::new(AtomicU32::new(index.0)), open, 1).expect("devices")
+    }
+
+    /// The entry of a page that lies in compressed memory.
+    pub(crate) fn pooled(devices: &Devices, shadow: Shadow, zero: bool) -> SwapEntry {
+        let entry = devices.alloc_pool(0, FOLIO).expect("a slot");
+        let page = [0x5a; PAGE_SIZE];
+        let packed = if zero { Packed::Zero } else { Packed::Raw(&page) };
+        devices.pool.insert(Slot(entry.offset().0), &packed).expect("room");
+        devices.to_shadow_with_zeros(entry, 1, FOLIO, shadow, u64::from(zero));
+        entry
+    }
+
+    /// The entry of a page that lies on the swap area.
+    pub(crate) fn on_area(devices: &Devices, shadow: Shadow) -> SwapEntry {
+        let entry = devices.alloc_area(FOLIO).expect("a slot");
+        let page = [0x5a; PAGE_SIZE];
+        let written = devices.areas.device.write(&[(Slot(entry.offset().0), Packed::Raw(&page))]);
+        written.expect("the page is written");
+        devices.to_shadow(entry, 1, FOLIO, shadow);
+        entry
+    }
+}

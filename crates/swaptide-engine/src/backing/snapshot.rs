@@ -8,15 +8,14 @@
 //! 1. The words are copied under the memory lock ([`Snapshot::note`]); the slots are looked at
 //!    without it, and without any lock of theirs ([`Snapshot::look`]). So a snapshot may be out of
 //!    date as soon as it is taken.
-//! 2. A load by a snapshot looks again under the memory lock before anything is put in place
-//!    ([`Snapshot::still_valid`]). A swapped word that is found again stands for the same data:
-//!    while it stands, only write-back touches its slot, and that gives the word another entry.
+//! 2. A load by a snapshot begins with a second look, under the memory lock
+//!    ([`crate::fault::loading`]), and takes what is still as it was.
 
 use swaptide_core::{SlotContent as TableSlot, SwapEntry};
 
-use crate::backing::devices::{AREA, Devices, NO_ENTRY};
+use crate::backing::devices::{AREA, Devices, NO_ENTRY, filler_of};
 use crate::mm::page_table::{PageState, PageTable};
-use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PageNo};
+use crate::mm::types::PageNo;
 
 /// Most pages of a snapshot.
 pub(crate) const MAX_SNAPSHOT_PAGES: usize = 64;
@@ -36,6 +35,8 @@ pub enum PageLocation {
     Zero,
     /// On its way out, in a staging frame.
     Cached,
+    /// Another thread brings it in.
+    Loading,
     /// Its slot is not what a swapped page's is: it changed between the two looks.
     Changed,
 }
@@ -75,8 +76,6 @@ pub struct Snapshot {
     len: usize,
     entries: [SwapEntry; MAX_SNAPSHOT_PAGES],
     places: [PageLocation; MAX_SNAPSHOT_PAGES],
-    /// The epochs of the chunks that it touches.
-    epochs: [u32; MAX_SNAPSHOT_PAGES / PAGES_PER_CHUNK + 1],
 }
 
 impl Snapshot {
@@ -87,7 +86,6 @@ impl Snapshot {
             len: n.min(MAX_SNAPSHOT_PAGES),
             entries: [NO_ENTRY; MAX_SNAPSHOT_PAGES],
             places: [PageLocation::Absent; MAX_SNAPSHOT_PAGES],
-            epochs: Snapshot::epochs(table, first, n.min(MAX_SNAPSHOT_PAGES)),
         };
         for k in 0..snapshot.len {
             if let PageState::Swapped(entry) = table.get(first.plus(k)) {
@@ -99,18 +97,6 @@ impl Snapshot {
         snapshot
     }
 
-    fn epochs(
-        table: &PageTable,
-        first: PageNo,
-        n: usize,
-    ) -> [u32; MAX_SNAPSHOT_PAGES / PAGES_PER_CHUNK + 1] {
-        let last = first.plus(n.max(1) - 1).chunk();
-        std::array::from_fn(|k| {
-            let chunk = ChunkNo(first.chunk().0 + k);
-            if chunk <= last { table.chunk(chunk).epoch } else { 0 }
-        })
-    }
-
     /// Looks at the slots of the words that were copied.
     pub fn look(&mut self, devices: &Devices) {
         for (entry, place) in self.entries.iter().zip(&mut self.places).take(self.len) {
@@ -118,6 +104,7 @@ impl Snapshot {
                 continue;
             }
             *place = match devices.slots(entry.ty()).lookup(entry.offset()) {
+                TableSlot::Folio(folio) if filler_of(folio).is_some() => PageLocation::Loading,
                 TableSlot::Folio(_) => PageLocation::Cached,
                 TableSlot::Shadow { zero: true, .. } => PageLocation::Zero,
                 TableSlot::Shadow { .. }
@@ -135,7 +122,8 @@ impl Snapshot {
     /// A chunk as a test wants it: a page is on a swap area, in compressed memory, or not swapped.
     #[cfg(test)]
     pub(crate) fn made_up(first: PageNo, is_on_area: impl Fn(usize) -> Option<bool>) -> Snapshot {
-        let mut snapshot = Snapshot::note(&PageTable::new(), first, PAGES_PER_CHUNK);
+        let n = crate::mm::types::PAGES_PER_CHUNK;
+        let mut snapshot = Snapshot::note(&PageTable::new(), first, n);
         for k in 0..snapshot.len {
             snapshot.places[k] = match is_on_area(k) {
                 Some(true) => PageLocation::Area,
@@ -189,7 +177,7 @@ impl Snapshot {
                 PageLocation::Area | PageLocation::Remote => area += 1,
                 PageLocation::Zero => zero += 1,
                 PageLocation::Cached => cached += 1,
-                PageLocation::Changed => other += 1,
+                PageLocation::Loading | PageLocation::Changed => other += 1,
             }
         }
         match (pool, area, zero, cached, other) {
@@ -201,63 +189,29 @@ impl Snapshot {
             _ => Backing::Mixed { pool, area },
         }
     }
-
-    /// The second look: how many of `n` pages from the first on still have the word they had.
-    /// `is_strict`: other threads bring pages in as well, so that a word that is found again may
-    /// stand for other data: then none of them if a swapped word of their chunks has changed.
-    pub(crate) fn still_valid(&self, table: &PageTable, n: usize, is_strict: bool) -> usize {
-        if is_strict && Snapshot::epochs(table, self.first, self.len) != self.epochs {
-            return 0;
-        }
-        let same = |k: &usize| match (self.places[*k], table.get(self.first.plus(*k))) {
-            (PageLocation::Absent, state) => !matches!(state, PageState::Swapped(_)),
-            (_, PageState::Swapped(entry)) => entry == self.entries[*k],
-            _ => false,
-        };
-        (0..n.min(self.len)).take_while(same).count()
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Arc;
-    use std::sync::atomic::AtomicU32;
-
+    use crate::backing::devices::folio_of;
+    use crate::backing::devices::testing::{self, on_area};
+    use crate::mm::types::FillerNo;
     use swaptide_core::{FolioId, Shadow};
-    use swaptide_ipc::{NewArea, Segment};
-    use swaptide_sys::mem::{SharedMap, memfd_create};
 
     const FOLIO: FolioId = FolioId(7);
 
-    /// Devices with a swap area of a few extents, and a table.
+    /// Devices, and a table.
     fn devices() -> (Devices, PageTable) {
-        let fd = memfd_create(c"segment", Segment::BYTES as u64).expect("memfd");
-        let map = SharedMap::map(std::os::fd::AsFd::as_fd(&fd), Segment::BYTES).expect("map");
-        let segment = Segment::raw(map).expect("segment");
-        let area = NewArea::of_file(0, 8);
-        segment.add_area(area).expect("an area");
-        let index = segment.claim(10, 0).expect("slot");
-        let devices = Devices::new(
-            segment,
-            Arc::new(AtomicU32::new(index.0)),
-            |_| memfd_create(c"swap", 16 << 20),
-            1,
-        )
-        .expect("devices");
-        (devices, PageTable::new())
+        (testing::devices(), PageTable::new())
     }
 
     fn pooled(devices: &Devices, zero: bool) -> SwapEntry {
-        let entry = devices.alloc_pool(0, FOLIO).expect("a slot");
-        devices.to_shadow_with_zeros(entry, 1, FOLIO, Shadow(1), u64::from(zero));
-        entry
+        testing::pooled(devices, Shadow(1), zero)
     }
 
     fn filed(devices: &Devices) -> SwapEntry {
-        let entry = devices.alloc_area(FOLIO).expect("a slot");
-        devices.to_shadow(entry, 1, FOLIO, Shadow(1));
-        entry
+        on_area(devices, Shadow(1))
     }
 
     fn look(devices: &Devices, table: &PageTable, first: PageNo, n: usize) -> Snapshot {
@@ -279,57 +233,21 @@ mod tests {
             set(8 + k, PageState::Swapped(pooled(&devices, true)));
             set(12 + k, PageState::Swapped(devices.alloc_pool(0, FOLIO).expect("a slot")));
         }
+        let other = folio_of(FillerNo(3));
+        set(16, PageState::Swapped(devices.alloc_pool(0, other).expect("a slot")));
         set(20, PageState::Present);
         let all = look(&devices, &table, first, MAX_SNAPSHOT_PAGES);
         assert_eq!(all.backing(0, 4), Backing::Pool);
         assert_eq!(all.backing(4, 4), Backing::Area);
         assert_eq!(all.backing(8, 4), Backing::Zero);
         assert_eq!(all.backing(12, 4), Backing::Cached);
-        assert_eq!(all.backing(16, 8), Backing::Nothing);
+        assert_eq!(all.backing(17, 8), Backing::Nothing);
+        assert_eq!(all.place(16), PageLocation::Loading);
+        assert!(matches!(all.backing(16, 1), Backing::Mixed { .. }), "another's page");
         assert_eq!(all.backing(2, 4), Backing::Mixed { pool: 2, area: 2 });
         assert_eq!(all.backing(4, 8), Backing::Area, "zeros belong to whatever they lie next to");
         assert_eq!(all.backing(10, 4), Backing::Mixed { pool: 0, area: 0 });
         assert_eq!(all.stored(), 12);
-    }
-
-    #[test]
-    fn the_second_look_sees_pages_that_moved_left_or_arrived() {
-        let (devices, mut table) = devices();
-        let first = PageNo(0x7000_0000);
-        for k in 0..8 {
-            table.set(first.plus(k), PageState::Swapped(pooled(&devices, false)));
-        }
-        let before = look(&devices, &table, first, 8);
-        assert_eq!(before.still_valid(&table, 8, false), 8);
-        let old = table.set(first.plus(5), PageState::Swapped(filed(&devices)));
-        assert_eq!(before.still_valid(&table, 8, false), 5, "write-back moved it");
-        table.set(first.plus(5), old);
-        assert_eq!(before.still_valid(&table, 8, false), 8);
-        table.set(first.plus(2), PageState::Empty);
-        assert_eq!(before.still_valid(&table, 8, false), 2, "the program gave it up");
-        table.set(first.plus(2), PageState::Present);
-        assert_eq!(before.still_valid(&table, 8, false), 2, "it came in otherwise");
-    }
-
-    #[test]
-    fn a_word_that_left_and_came_back_is_found_by_the_epoch_alone() {
-        let (devices, mut table) = devices();
-        let first = PageNo(0x7000_0000 + PAGES_PER_CHUNK - 4);
-        for k in 0..8 {
-            table.set(first.plus(k), PageState::Swapped(pooled(&devices, false)));
-        }
-        for k in [1, 6] {
-            let before = look(&devices, &table, first, 8);
-            assert_eq!(before.still_valid(&table, 8, true), 8);
-            // Another thread brings it in, and it goes out again with the same entry.
-            let word = table.set(first.plus(k), PageState::Present);
-            table.set(first.plus(k), word);
-            assert_eq!(before.still_valid(&table, 8, false), 8);
-            assert_eq!(before.still_valid(&table, 8, true), 0, "page {k} has other contents");
-        }
-        let before = look(&devices, &table, first, 8);
-        table.set(first.plus(PAGES_PER_CHUNK + 4), PageState::Swapped(pooled(&devices, false)));
-        assert_eq!(before.still_valid(&table, 8, true), 8, "a chunk that it does not touch");
     }
 
     #[test]
@@ -339,7 +257,7 @@ mod tests {
         let entry = pooled(&devices, false);
         table.set(first, PageState::Swapped(entry));
         let mut snapshot = Snapshot::note(&table, first, 1);
-        devices.free_slot(entry, swaptide_core::Expect::Shadow);
+        devices.drop_swapped(entry);
         snapshot.look(&devices);
         assert_eq!((snapshot.place(0), snapshot.stored()), (PageLocation::Changed, 0));
         assert!(matches!(snapshot.backing(0, 1), Backing::Mixed { .. }));

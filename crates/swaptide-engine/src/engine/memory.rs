@@ -11,6 +11,7 @@ use crate::backing::devices::{AREA, Devices, POOL};
 use crate::memcg::pool_sizing::PoolSizer;
 use crate::memcg::thrash::ThrashDetector;
 use crate::mm::batch::Jobs;
+use crate::mm::busy::Busy;
 use crate::mm::grace::Grace;
 use crate::mm::lru::Queues;
 use crate::mm::page_table::{PageState, PageTable};
@@ -98,6 +99,8 @@ pub struct Mm {
     pub(crate) thrash: ThrashDetector,
     /// What fault servers have read for the handler.
     pub(crate) handed: Handed,
+    /// What threads do to pages without the lock.
+    pub(crate) busy: Busy,
 }
 
 impl Mm {

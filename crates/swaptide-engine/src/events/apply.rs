@@ -34,6 +34,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::uffd::Event;
 
+use crate::backing::devices::filler_of;
 use crate::engine::{Engine, Mm};
 use crate::mm::dontfork;
 use crate::mm::page_table::PageState;
@@ -244,7 +245,7 @@ fn remapped(engine: &Engine, mm: &mut Mm, from: VirtAddr, to: VirtAddr, len: usi
             PageState::Swapped(entry) => {
                 mm.table.set(moved, PageState::Swapped(entry));
                 match engine.devices.slots(entry.ty()).lookup(entry.offset()) {
-                    TableSlot::Folio(folio) => {
+                    TableSlot::Folio(folio) if filler_of(folio).is_none() => {
                         let frame = mm.frame_of(entry, folio);
                         mm.frames.owner[frame.0 as usize] = moved;
                     }

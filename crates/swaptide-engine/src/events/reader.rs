@@ -15,7 +15,8 @@
 //!    alone ([`UffdReader::begin_alone`]). What they have handed over is taken before the next
 //!    message is read.
 //!
-//! Locks: the memory lock, while messages are read and applied.
+//! Locks: the memory lock, while messages are read and applied; where servers may fill, the gate is
+//! closed before it (`fault/placing.rs`).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -25,7 +26,7 @@ use std::time::Duration;
 use swaptide_sys::eventfd::EventFd;
 use swaptide_sys::process::waits_outside_fork;
 use swaptide_sys::sock::poll_readable;
-use swaptide_sys::thread::now;
+use swaptide_sys::thread::{now, sleep, yield_now};
 use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
 use swaptide_sys::{AsFd, Errno};
 
@@ -49,6 +50,10 @@ pub(crate) struct Interrupted;
 pub(crate) const LATE_EVENT_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long the next message is waited for awake.
 const BUSY_WAIT: Duration = Duration::from_micros(50);
+/// The same of a fault server, and of a handler next to them.
+const CROWD_WAIT: Duration = Duration::from_micros(30);
+/// Between two looks whether a server has ended its load.
+const LOAD_PAUSE: Duration = Duration::from_micros(50);
 /// How long an event is waited for that a refused fill shows to be there or about to come.
 const DRAIN_WAIT: Duration = Duration::from_micros(200);
 /// Descriptors that must be free where a fault server is started: it needs seven at most.
@@ -80,8 +85,9 @@ pub(crate) struct UffdReader {
     pub(crate) is_server: bool,
     /// No server reads or fills; always so where there are none.
     is_alone: bool,
-    /// Several threads have faulted in turns.
+    /// Several threads have faulted in turns; they do so at the moment.
     has_seen_crowd: bool,
+    is_crowd: bool,
 }
 
 impl UffdReader {
@@ -109,6 +115,7 @@ impl UffdReader {
             is_server: false,
             is_alone: true,
             has_seen_crowd: engine.serving.servers.is_forced,
+            is_crowd: false,
         })
     }
 
@@ -127,6 +134,7 @@ impl UffdReader {
             is_server: true,
             is_alone: false,
             has_seen_crowd: false,
+            is_crowd: false,
         }
     }
 
@@ -178,11 +186,14 @@ impl UffdReader {
             return;
         }
         let engine = self.engine;
+        let closed = engine.serving.gate.close();
         let mut mm = engine.mm.lock();
         self.set_alone(&mut mm);
         self.take_handed(&mut mm);
         let is_late = !mm.changes.late.is_empty();
         drop(mm);
+        drop(closed);
+        self.await_loads();
         if is_late && self.fork.untracked.is_empty() {
             self.read_late();
         }
@@ -191,6 +202,22 @@ impl UffdReader {
     fn set_alone(&mut self, mm: &mut Mm) {
         mm.handed.set_alone(true);
         self.is_alone = true;
+    }
+
+    /// True while no server reads or fills.
+    pub(crate) fn is_alone(&self) -> bool {
+        self.is_alone
+    }
+
+    /// Waits until servers have ended their loads: what they were bringing in when the handler
+    /// began to work alone they put in place no more, and give back.
+    fn await_loads(&self) {
+        let mut turns = 0u32;
+        while self.engine.mm.lock().busy.is_any_loading() {
+            turns = turns.saturating_add(1);
+            // One from a disk takes longer.
+            if turns < 64 { yield_now() } else { sleep(LOAD_PAUSE) }
+        }
     }
 
     /// Servers may read again, if there are any and no fork is attended to.
@@ -249,6 +276,10 @@ impl UffdReader {
         let engine = self.engine;
         // This counts as a turn although it did not poll.
         engine.serving.handler.turns.fetch_add(2, Relaxed);
+        let was_alone = self.is_alone;
+        // What is read may be a change of mappings: no thread is between a look at a page's word
+        // and the fill then.
+        let closed = (!was_alone).then(|| engine.serving.gate.close());
         let mut mm = engine.mm.lock();
         let has_taken = self.sets.is_some() && self.take_handed(&mut mm);
         // What is read here servers cannot take.
@@ -261,7 +292,7 @@ impl UffdReader {
                 }
             }
             Err(Errno::AGAIN) if expected && !has_taken => {
-                drop(mm);
+                drop((mm, closed));
                 if !self.may_busy_wait() {
                     self.cpu.elsewhere();
                     self.wait(None);
@@ -285,12 +316,17 @@ impl UffdReader {
             mm.changes.recent.clear();
         }
         engine.publish_usage(&mm);
+        self.is_crowd = mm.handed.is_crowd();
         let is_late = !mm.changes.late.is_empty();
         if is_late && self.sets.is_some() {
             // Nothing that comes next may be read by a server.
             self.set_alone(&mut mm);
         }
-        drop(mm);
+        drop((mm, closed));
+        if self.is_alone && !was_alone {
+            self.await_loads();
+        }
+        self.cpu.among_servers(self.sets.is_some() && self.is_crowd, now());
         if is_late && !met {
             self.read_late();
         }
@@ -337,11 +373,31 @@ impl UffdReader {
         false
     }
 
+    /// While several threads fault the next message comes soon, and to sleep until then costs two
+    /// wake-ups, on several CPUs of a sleeping one: waits a moment without sleeping, in which other
+    /// threads have the CPU. True when there is a message, or something was handed over.
+    pub(crate) fn wait_awake(&self) -> bool {
+        let (engine, began) = (self.engine, now());
+        while now().since(began) < CROWD_WAIT && !engine.is_quiescing() {
+            let polled = poll_readable(&[self.uffd.as_fd()], Some(Duration::ZERO));
+            if polled.is_ok_and(|ready| ready != 0)
+                || !self.is_server && engine.serving.servers.is_told()
+            {
+                return true;
+            }
+            yield_now();
+        }
+        false
+    }
+
     /// Waits for a message, and if `awaits_remote` for a remote page to be back. False if no
     /// message came. Others can see that the handler waits, and does not starve.
     fn wait(&mut self, timeout: Option<Duration>) -> bool {
-        self.engine.serving.handler.turns.fetch_add(1, Relaxed);
         let with_remote = std::mem::take(&mut self.awaits_remote);
+        if timeout.is_none() && self.is_crowd && self.sets.is_some() && self.wait_awake() {
+            return true;
+        }
+        self.engine.serving.handler.turns.fetch_add(1, Relaxed);
         let ready = match (&self.sets, &self.remote_event) {
             (Some(sets), _) => sets.wait(with_remote, timeout),
             (None, Some(remote)) if with_remote => {

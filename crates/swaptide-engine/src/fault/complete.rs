@@ -11,7 +11,9 @@ use swaptide_sys::thread::now;
 use crate::fault::direct_reclaim::has_room;
 use crate::fault::install::{LoadedPages, Stop};
 use crate::fault::path::FaultPath;
+use crate::fault::placing::Placing;
 use crate::fault::remote::InFlightRead;
+use crate::fault::swap_in::Origin;
 use crate::mm::types::{PAGES_PER_CHUNK, range_of};
 use crate::readahead::policy::SwappedIn;
 
@@ -114,21 +116,22 @@ fn install_run(
     let engine = path.engine;
     let mut guard = engine.mm.lock();
     let mm = &mut *guard;
-    let same =
-        (k..k + n).take_while(|k| sent.still_valid(mm, &engine.devices.areas.device, *k)).count();
+    let same = (k..k + n).take_while(|k| sent.still_valid(mm, &engine.devices.areas, *k)).count();
     if same == 0 {
         engine.count(Counter::SwpinStale, 1);
         return Ok(0);
     }
     let from = engine.remote_reads.buffer_addr(sent.buffer).offset(k * PAGE_SIZE);
-    let filled = match path.installer.install(
+    let (mut guard, filled) = path.installer.install(
+        &Placing::locked(engine),
+        guard,
         path.reader.record(),
         &mut path.tests,
-        mm,
         sent.page(k),
-        LoadedPages { from, run: None },
-        same,
-    ) {
+        LoadedPages { from, run: None, len: same },
+    );
+    let mm = &mut *guard;
+    let filled = match filled {
         Err(Stop::Exists) => {
             let dropped = path.installer.resolve_mapped_twice(mm, sent.page(k), sent.entries[k]);
             engine.publish_usage(mm);
@@ -141,7 +144,7 @@ fn install_run(
         mm.grace.lands(sent.page(k), at);
     }
     for k in k..k + filled {
-        path.finish_swap_in(mm, sent.page(k), sent.entries[k]);
+        path.finish_swap_in(mm, sent.page(k), sent.entries[k], Origin::Server);
     }
     engine.publish_usage(mm);
     engine.count(Counter::Pswpin, filled);
@@ -154,7 +157,7 @@ fn poison_lost(path: &mut FaultPath, sent: &InFlightRead, lost: u16) {
     for k in (0..PAGES_PER_CHUNK).filter(|k| lost >> k & 1 != 0) {
         for _ in 0..MAX_INSTALL_TRIES {
             let mut mm = engine.mm.lock();
-            if !sent.still_valid(&mm, &engine.devices.areas.device, k) {
+            if !sent.still_valid(&mm, &engine.devices.areas, k) {
                 break;
             }
             match path.installer.poison(&mut mm, sent.page(k), sent.entries[k]) {

@@ -27,15 +27,16 @@
 //!    process.
 //! 3. Fills never wake.
 //!
-//! Locks: none of its own. A look and the fill behind it happen under the memory lock, and the
-//! event of the agent's `MADV_DONTNEED` is applied under it: a fill that was looked at before the
-//! guard was installed is undone by that.
+//! Locks: none of its own. A look and the fill behind it happen under the memory lock or inside the
+//! gate ([`crate::fault::placing`]), and the event of the agent's `MADV_DONTNEED` is read and
+//! applied under both: a fill that was looked at before the guard was installed is undone by that.
 
 use std::sync::atomic::Ordering::Relaxed;
 
 use swaptide_core::SwapEntry;
 use swaptide_ipc::Counter;
 use swaptide_sys::Errno;
+use swaptide_sys::lock::Guard;
 use swaptide_sys::maps::MapsFile;
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
@@ -45,9 +46,10 @@ use swaptide_sys::uffd::{MoveFlags, Progress, Uffd};
 use crate::EngineError;
 use crate::engine::{Engine, Mm};
 use crate::events::brought::BroughtPages;
+use crate::fault::placing::Placing;
 use crate::fault_injection::HandlerFaults;
 use crate::mm::page_table::PageState;
-use crate::mm::staging::FrameRun;
+use crate::mm::staging::{FrameRun, really_moved};
 use crate::mm::types::{PAGES_PER_LEAF, PageNo, range_of};
 
 /// Fewer pages than this are copied in.
@@ -62,6 +64,8 @@ pub(crate) enum Stop {
     Again,
     /// The mapping is gone or not armed.
     Gone,
+    /// Another thread brings the page in, and wakes who waits for it.
+    Taken,
     /// The program has a page there.
     Exists,
     /// The range was another one at the second look: nothing was put in place.
@@ -77,6 +81,8 @@ pub(crate) struct LoadedPages {
     pub(crate) from: VirtAddr,
     /// The staging frames that this is, if it is.
     pub(crate) run: Option<FrameRun>,
+    /// How many.
+    pub(crate) len: usize,
 }
 
 /// Moves or copies pages to their place in the program, or poisons them.
@@ -139,28 +145,39 @@ impl Installer {
     }
 
     /// Copies a page of zeros to where a thread waits for one.
-    pub(crate) fn copy_zeros(&self, mm: &Mm, page: PageNo) -> Result<usize, Stop> {
-        self.may_fill(mm)?;
+    pub(crate) fn copy_zeros(&self, page: PageNo) -> Result<usize, Stop> {
         self.copy_in(page, self.zero_page(), 1)
     }
 
     /// Moves `n` zeroed frames in: recycled ones if there are, else fresh ones.
-    pub(crate) fn move_zeros(&self, mm: &mut Mm, page: PageNo, n: usize) -> Result<usize, Stop> {
-        self.may_fill(mm)?;
-        if let Some(run) = mm.staging.take_run(n) {
-            let addr = mm.staging.run_addr(run);
+    pub(crate) fn move_zeros(
+        &self,
+        placing: &Placing,
+        mut guard: Guard<'static, Mm>,
+        page: PageNo,
+        n: usize,
+    ) -> (Guard<'static, Mm>, Result<usize, Stop>) {
+        let Some(run) = guard.staging.take_run(n) else {
+            return placing.put(guard, || self.move_fresh(page, n));
+        };
+        let addr = guard.staging.run_addr(run);
+        let (mut guard, progress) = placing.put(guard, || {
             // SAFETY: the frames of the run are full, free and not taken elsewhere.
             unsafe { std::ptr::write_bytes(addr.as_ptr::<u8>(), 0, run.len * PAGE_SIZE) };
-            let progress = self.move_in(mm, page, addr, run.len);
-            // Frames that were moved in are gone, the rest is given back.
-            mm.staging.run_used(run, progress.done / PAGE_SIZE);
-            return finish_fill(progress);
-        }
+            self.move_in(page, addr, run.len)
+        });
+        // Frames that were moved in are gone, the rest is given back.
+        guard.staging.run_used(run, progress.done / PAGE_SIZE);
+        (guard, finish_fill(progress))
+    }
+
+    /// Moves `n` fresh pages in.
+    fn move_fresh(&self, page: PageNo, n: usize) -> Result<usize, Stop> {
         let bytes = n * PAGE_SIZE;
         if self.fresh_pages.populate_write(0, bytes).is_err() {
-            return self.copy_zeros(mm, page);
+            return self.copy_zeros(page);
         }
-        let progress = self.move_in(mm, page, VirtAddr(self.fresh_pages.as_ptr() as usize), n);
+        let progress = self.move_in(page, VirtAddr(self.fresh_pages.as_ptr() as usize), n);
         let filled = finish_fill(progress);
         if !matches!(filled, Ok(k) if k == n) {
             let _ = self.fresh_pages.discard(0, bytes);
@@ -168,16 +185,13 @@ impl Installer {
         filled
     }
 
-    fn move_in(&self, mm: &Mm, page: PageNo, from: VirtAddr, n: usize) -> Progress {
+    fn move_in(&self, page: PageNo, from: VirtAddr, n: usize) -> Progress {
         let flags = MoveFlags { dont_wake: true, allow_src_holes: false };
         // SAFETY: the source are the engine's own pages, not read any more; the destination
         // is a missing page of the program, or the kernel refuses with EEXIST.
         let mut progress = unsafe { self.uffd.move_pages(page.addr(), from, n * PAGE_SIZE, flags) };
-        progress.done = mm.staging.moved(
-            progress,
-            VirtRange { start: from, end: from.offset(n * PAGE_SIZE) },
-            false,
-        ) * PAGE_SIZE;
+        let source = VirtRange { start: from, end: from.offset(n * PAGE_SIZE) };
+        progress.done = really_moved(&self.pagemap, progress, source, false) * PAGE_SIZE;
         progress
     }
 
@@ -203,65 +217,63 @@ impl Installer {
     /// [`LoadedPages::from`].
     pub(crate) fn copy_page(
         &self,
-        mm: &Mm,
         record: Option<&mut BroughtPages>,
         page: PageNo,
         from: VirtAddr,
     ) -> Result<usize, Stop> {
-        self.may_fill(mm)?;
         // SAFETY: nothing writes to the page meanwhile.
         unsafe { BroughtPages::filling(record, page, from, 1, || self.copy_in(page, from, 1)) }
     }
 
-    /// Puts `len` loaded pages in their place, on the record if there is one: moves them there when
-    /// they lie in staging frames, else copies them. Gives how many, at least 1.
+    /// Puts loaded pages in their place, on the record if there is one: moves them there when they
+    /// lie in staging frames, else copies them. Gives how many, at least 1.
     pub(crate) fn install(
         &mut self,
+        placing: &Placing,
+        mut guard: Guard<'static, Mm>,
         record: Option<&mut BroughtPages>,
         tests: &mut HandlerFaults,
-        mm: &mut Mm,
         page: PageNo,
         loaded: LoadedPages,
-        len: usize,
-    ) -> Result<usize, Stop> {
-        if let Err(stop) = self.may_fill(mm) {
-            if let Some(run) = loaded.run {
-                mm.staging.run_used(run, 0);
-            }
-            return Err(stop);
+    ) -> (Guard<'static, Mm>, Result<usize, Stop>) {
+        let LoadedPages { from, run, len } = loaded;
+        let (mut moved, mut filled) = (0, self.may_fill(&guard).map(|()| 0));
+        if filled.is_ok() {
+            let fill =
+                || self.fill(page, LoadedPages { len: tests.part_of(len), ..loaded }, &mut moved);
+            // SAFETY: nothing writes to the pages meanwhile.
+            let put = || unsafe { BroughtPages::filling(record, page, from, len, fill) };
+            (guard, filled) = placing.put(guard, put);
         }
-        let fill = || self.fill(mm, page, loaded, tests.part_of(len));
-        // SAFETY: nothing writes to the pages meanwhile.
-        unsafe { BroughtPages::filling(record, page, loaded.from, len, fill) }
+        if let Some(run) = run {
+            guard.staging.run_used(run, moved);
+        }
+        (guard, filled)
     }
 
+    /// `moved`: how many of the frames went to the program.
     fn fill(
         &mut self,
-        mm: &mut Mm,
         page: PageNo,
-        LoadedPages { from, run }: LoadedPages,
-        mut len: usize,
+        LoadedPages { from, run, mut len }: LoadedPages,
+        moved: &mut usize,
     ) -> Result<usize, Stop> {
-        if let Some(run) = run {
-            let progress = self.move_in(mm, page, from, len);
+        if run.is_some() {
+            let progress = self.move_in(page, from, len);
             if progress.done > 0 || !matches!(progress.error, Some(Errno::INVAL | Errno::NOENT)) {
-                mm.staging.run_used(run, progress.done / PAGE_SIZE);
+                *moved = progress.done / PAGE_SIZE;
                 return finish_fill(progress);
             }
         }
         // A read-only mapping takes copies, not moves, and a fill must not reach into another
         // mapping.
-        let filled = loop {
-            // The pages are the handler's own, in frames or in its buffer.
+        loop {
+            // The pages are the thread's own, in frames or in its buffer.
             match self.copy_in(page, from, len) {
                 Err(Stop::Gone) if len > 1 => len = self.in_mapping(page, len),
-                filled => break filled,
+                filled => return filled,
             }
-        };
-        if let Some(run) = run {
-            mm.staging.run_used(run, 0);
         }
-        filled
     }
 
     /// How many of `len` pages from `page` on (more than 1) lie in its mapping; fewer than `len`.

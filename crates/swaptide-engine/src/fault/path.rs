@@ -16,12 +16,14 @@
 //! 4. When a fork through no hook is read meanwhile, the fault ends with [`Served::Again`]: nothing
 //!    was put in place, or all that belongs together.
 //!
-//! Locks: the memory lock, for a look or a fill.
+//! Locks: the memory lock, for a look or a fill, and the gate before it
+//! ([`crate::fault::placing`]).
 
 use std::sync::atomic::Ordering::Relaxed;
 
 use swaptide_ipc::Counter;
 use swaptide_sys::Errno;
+use swaptide_sys::lock::Guard;
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::{PAGE_SIZE, VirtRange};
 use swaptide_sys::thread::Nanos;
@@ -32,12 +34,14 @@ use crate::events::reader::UffdReader;
 use crate::fault::direct_reclaim;
 use crate::fault::install::{Installer, MIN_MOVE_PAGES, Stop};
 use crate::fault::load::Loader;
+use crate::fault::loading::Loading;
+use crate::fault::placing::Placing;
 use crate::fault::remote::InFlight;
 use crate::fault_injection::HandlerFaults;
 use crate::memcg::psi::Stall;
 use crate::memcg::swap_high::Throttle;
 use crate::mm::page_table::PageState;
-use crate::mm::types::{PageNo, pages_of, range_of};
+use crate::mm::types::{FillerNo, PageNo, pages_of, range_of};
 use crate::reclaim::worker::Worker;
 use crate::sched::handed::Fault;
 
@@ -57,6 +61,8 @@ pub(crate) enum Served {
     Unmanaged,
     /// The page was sent for: its thread is woken when it lands.
     InFlight,
+    /// Another thread brings the page in, and wakes who waits for it.
+    Taken,
     /// It is to be sent for when a buffer is free.
     NoBuffer,
 }
@@ -67,6 +73,9 @@ pub(crate) struct FaultPath {
     pub(crate) reader: UffdReader,
     pub(crate) installer: Installer,
     pub(crate) loader: Loader,
+    /// The load under way.
+    pub(super) loading: Loading,
+    filler: FillerNo,
     /// Pages that were sent for.
     pub(crate) remote: InFlight,
     /// What the handler reclaims with itself.
@@ -87,23 +96,32 @@ impl FaultPath {
     /// # Errors
     /// When memory or a file of /proc is refused.
     pub(crate) fn new(engine: &'static Engine) -> Result<FaultPath, EngineError> {
-        FaultPath::with(engine, UffdReader::new(engine)?)
+        FaultPath::with(engine, UffdReader::new(engine)?, FillerNo(0))
     }
 
     /// The same of a fault server.
     ///
     /// # Errors
     /// As for [`FaultPath::new`].
-    pub(crate) fn of_server(engine: &'static Engine) -> Result<FaultPath, EngineError> {
-        FaultPath::with(engine, UffdReader::of_server(engine))
+    pub(crate) fn of_server(
+        engine: &'static Engine,
+        filler: FillerNo,
+    ) -> Result<FaultPath, EngineError> {
+        FaultPath::with(engine, UffdReader::of_server(engine), filler)
     }
 
-    fn with(engine: &'static Engine, reader: UffdReader) -> Result<FaultPath, EngineError> {
+    fn with(
+        engine: &'static Engine,
+        reader: UffdReader,
+        filler: FillerNo,
+    ) -> Result<FaultPath, EngineError> {
         Ok(FaultPath {
             engine,
             installer: Installer::new(engine, reader.is_server)?,
             reader,
             loader: Loader::new(engine),
+            loading: Loading::new(filler),
+            filler,
             remote: InFlight::new(),
             worker: Worker::new(engine.devices.scheme),
             stall: Stall::new(&engine.serving.stalls),
@@ -122,6 +140,16 @@ impl FaultPath {
     pub(crate) fn make_room(&mut self, n: usize) -> Result<(), Stop> {
         direct_reclaim::make_room(&mut self.reader, &mut self.worker, &mut self.stall, n)
             .map_err(|_| Stop::Again)
+    }
+
+    /// From here on pages are put in place: without the memory lock, where servers are there and
+    /// the handler does not work alone. The memory lock must be free.
+    pub(super) fn begin_placing(&self) -> Placing {
+        if self.reader.is_alone() {
+            Placing::locked(self.engine)
+        } else {
+            Placing::inside(self.engine, self.filler)
+        }
     }
 
     /// True while something is sent for that a thread waits for, or a thread is held.
@@ -162,6 +190,10 @@ impl FaultPath {
             if is_of_program {
                 mm.grace.note(fault.tid, page, at);
             }
+            if let Some(other) = mm.busy.filler_of(page) {
+                mm.busy.want(other, page);
+                return Served::Taken;
+            }
             (mm.table.get(page), mm.regions.find(page.addr()))
         };
         let Some(region) = region else { return Served::Unmanaged };
@@ -188,6 +220,7 @@ impl FaultPath {
             Ok(()) => Served::Filled,
             Err(Stop::Again | Stop::Stale) => Served::Again,
             Err(Stop::Gone | Stop::Exists) => Served::Spurious,
+            Err(Stop::Taken) => Served::Taken,
             Err(Stop::NoBuffer) => Served::NoBuffer,
         }
     }
@@ -249,15 +282,24 @@ impl FaultPath {
         };
         let end = PageNo(pages_of(region).end);
         self.make_room(window)?;
+        let placing = self.begin_placing();
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
+        if let Some(other) = mm.busy.filler_of(page) {
+            mm.busy.want(other, page);
+            return Err(Stop::Taken);
+        }
         if mm.table.get(page) != PageState::Empty || mm.regions.find(page.addr()).is_none() {
             // An event that was read while room was made changed it; the thread faults again.
             return Err(Stop::Gone);
         }
+        self.installer.may_fill(mm)?;
         let window = self.within_room(mm, window);
+        let is_free = |page: PageNo| {
+            mm.table.get(page) == PageState::Empty && mm.busy.filler_of(page).is_none()
+        };
         let mut n = 1;
-        while n < window && page.plus(n) < end && mm.table.get(page.plus(n)) == PageState::Empty {
+        while n < window && page.plus(n) < end && is_free(page.plus(n)) {
             n += 1;
         }
         // Two and three pages are steps to larger windows, and are not filled.
@@ -265,17 +307,47 @@ impl FaultPath {
         if n < MIN_MOVE_PAGES {
             n = 1;
         }
+        if placing.is_inside() {
+            mm.busy.begin_filling(self.filler, page, n);
+        }
+        let (mut guard, done) = self.grow(&placing, guard, page, n);
+        let is_wanted = guard.busy.end_filling(self.filler);
+        engine.publish_usage(&guard);
+        drop(guard);
+        drop(placing);
+        if is_wanted {
+            let _ = self.reader.uffd.wake(range_of(page, n));
+        }
+        let done = done?;
+        let step = if step < MIN_MOVE_PAGES { step } else { done };
+        engine.serving.readahead.lock().locality.grew_as(page, done, step);
+        engine.charge.brought(done);
+        self.throttle.grew(done, engine.slot().control.throttle_us.load(Relaxed));
+        engine.count(Counter::Pgminfault, 1);
+        Ok(())
+    }
+
+    /// Fills `n` pages from `page` on, which nothing has touched, with zeros. Gives how many, at
+    /// least 1.
+    fn grow(
+        &mut self,
+        placing: &Placing,
+        mut guard: Guard<'static, Mm>,
+        page: PageNo,
+        mut n: usize,
+    ) -> (Guard<'static, Mm>, Result<usize, Stop>) {
         let mut done = 0;
         while done < n {
-            let filled = if n == 1 {
-                self.installer.copy_zeros(mm, page)
+            let filled;
+            (guard, filled) = if n == 1 {
+                placing.put(guard, || self.installer.copy_zeros(page))
             } else {
-                self.installer.move_zeros(mm, page.plus(done), n - done)
+                self.installer.move_zeros(placing, guard, page.plus(done), n - done)
             };
             match filled {
                 Ok(filled) => {
                     for k in done..done + filled {
-                        mm.mark_present(page.plus(k));
+                        guard.mark_present(page.plus(k));
                     }
                     done += filled;
                 }
@@ -292,19 +364,9 @@ impl FaultPath {
                 }
                 // The page asked for is in; the rest is readahead.
                 Err(_) if done > 0 => break,
-                Err(stop) => {
-                    engine.publish_usage(mm);
-                    return Err(stop);
-                }
+                Err(stop) => return (guard, Err(stop)),
             }
         }
-        engine.publish_usage(mm);
-        drop(guard);
-        let step = if step < MIN_MOVE_PAGES { step } else { done };
-        engine.serving.readahead.lock().locality.grew_as(page, done, step);
-        engine.charge.brought(done);
-        self.throttle.grew(done, engine.slot().control.throttle_us.load(Relaxed));
-        engine.count(Counter::Pgminfault, 1);
-        Ok(())
+        (guard, Ok(done))
     }
 }

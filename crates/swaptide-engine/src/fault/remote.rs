@@ -27,13 +27,13 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed};
 
-use swaptide_core::SwapEntry;
+use swaptide_core::{SlotContent as TableSlot, SwapEntry};
 use swaptide_store::Slot;
-use swaptide_store::file::{FileDevice, ServerId, Stamp};
+use swaptide_store::file::{ServerId, Stamp};
 use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::thread::{Nanos, now};
 
-use crate::backing::devices::NO_ENTRY;
+use crate::backing::devices::{AreaTier, NO_ENTRY};
 use crate::backing::remote_queue::{MAX_READERS, MAX_REMOTE_READS, RemoteRead};
 use crate::backing::snapshot::Snapshot;
 use crate::engine::{Engine, Mm};
@@ -66,11 +66,13 @@ impl InFlightRead {
         self.chunk.first().plus(k)
     }
 
-    /// True when a page's word and stamp are what they were.
-    pub(super) fn still_valid(&self, mm: &Mm, device: &FileDevice, k: usize) -> bool {
+    /// True when a page's word and stamp are what they were, and no other thread brings it in.
+    pub(super) fn still_valid(&self, mm: &Mm, areas: &AreaTier, k: usize) -> bool {
         let entry = self.entries[k];
+        let slot = areas.slots.lookup(entry.offset());
         mm.table.get(self.page(k)) == PageState::Swapped(entry)
-            && device.stamp(Slot(entry.offset().0)) == self.stamps[k]
+            && matches!(slot, TableSlot::Shadow { .. })
+            && areas.device.stamp(Slot(entry.offset().0)) == self.stamps[k]
     }
 }
 

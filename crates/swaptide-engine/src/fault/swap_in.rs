@@ -13,23 +13,27 @@
 //!    readahead is not waited for, and ends where there is no room.
 //! 3. Of a window a page may be left out, to see whether it is wanted
 //!    ([`crate::readahead::sampling`]).
-//! 4. Several pages are loaded without the memory lock, by a snapshot. A range that is another one
-//!    at the second look is dropped whole, counted (`swpin_stale`, `swpin_fallback`), and the page
-//!    asked for comes alone.
+//! 4. Pages are loaded without the memory lock, by a snapshot, and under a folio of this thread in
+//!    the swap cache ([`crate::fault::loading`]). What another thread brings in is left to it. A
+//!    range that is another one after the load is dropped whole, counted (`swpin_stale`,
+//!    `swpin_fallback`), and the page asked for comes alone.
 //!
-//! Locks: the memory lock, for a look or a fill; that of [`crate::readahead::Readahead`].
+//! Locks: the memory lock, for a look or a fill, and the gate before it
+//! ([`crate::fault::placing`]); that of [`crate::readahead::Readahead`].
 
 use swaptide_core::{SlotContent as TableSlot, SwapEntry};
 use swaptide_ipc::{Counter, OfOrder};
 use swaptide_store::Page;
+use swaptide_sys::lock::Guard;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 
-use crate::backing::devices::POOL;
+use crate::backing::devices::{POOL, filler_of};
 use crate::backing::snapshot::{self, PageLocation, Snapshot};
 use crate::engine::Mm;
 use crate::fault::direct_reclaim::has_room;
 use crate::fault::install::{LoadedPages, MIN_MOVE_PAGES, Stop};
 use crate::fault::load::readahead_limits;
+use crate::fault::loading::{NotBegun, other_filler};
 use crate::fault::path::{COPY_BYTES, FaultPath};
 use crate::mm::page_table::PageState;
 use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PageNo, pages_of, range_of};
@@ -47,6 +51,17 @@ const MAX_STALE_SNAPSHOTS: u32 = 8;
 /// the one that goes out for it, in nanoseconds.
 const FAULT_NS: u64 = 8_000;
 const POOL_NS: u64 = 6_000;
+
+/// Where a page that was put in place has come from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Origin {
+    /// A staging frame: it was on its way out.
+    Frame,
+    /// A server: its slot holds a shadow.
+    Server,
+    /// A device, as this page of the thread's load.
+    Load(usize),
+}
 
 impl FaultPath {
     /// Brings back what a fault asks for and what it foretells.
@@ -187,68 +202,120 @@ impl FaultPath {
     /// together.
     fn swap_in_page(&mut self, page: PageNo, most: usize) -> Result<(), Stop> {
         let engine = self.engine;
-        let (state, epoch) = {
-            let mm = engine.mm.lock();
-            (mm.table.get(page), mm.table.chunk(page.chunk()).epoch)
-        };
-        let entry = match state {
-            PageState::Swapped(entry) if entry.ty() == POOL => entry,
-            PageState::Swapped(_) if most > 1 && self.reads_around(page) => {
-                let (start, n) = self.around_on_area(page, most);
-                self.make_room(n)?;
-                if n == 1 || !has_room(engine, n) {
-                    return self.swap_in_range(page, 1);
+        let (state, is_begun) = {
+            let mut mm = engine.mm.lock();
+            let state = mm.table.get(page);
+            let is_begun = match state {
+                PageState::Swapped(entry) if entry.ty() == POOL => {
+                    self.begin_load(&mut mm, page, &[entry]).is_ok()
                 }
-                // What keeps a neighbour away is no reason for the page not to come.
-                match self.swap_in_range(start, n) {
-                    Err(Stop::Stale) => return self.swap_in_range(page, 1),
-                    Err(stop) if start == page => return Err(stop),
-                    Err(_) => return self.swap_in_range(page, 1),
-                    Ok(()) => {}
-                }
-                self.count_ahead(n - 1);
-                let mut swapped_in = SwappedIn::new(start);
-                swapped_in.add(start, n);
-                swapped_in.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
-                return Ok(());
-            }
-            _ => return self.swap_in_range(page, 1),
+                _ => false,
+            };
+            (state, is_begun)
         };
-        let (loaded, zero) = match engine.devices.pool_slots.lookup(entry.offset()) {
-            TableSlot::Shadow { zero: true, .. } => (true, true),
-            TableSlot::Shadow { .. } => {
-                // SAFETY: the buffer is the handler's own.
-                let out = unsafe { &mut *self.copy.as_ptr().cast::<Page>() };
-                (self.loader.load_pool(&[entry], std::slice::from_mut(out)) == 1, false)
+        match state {
+            PageState::Swapped(entry) if is_begun => self.swap_in_pooled(page, entry),
+            PageState::Swapped(entry)
+                if entry.ty() != POOL && most > 1 && self.reads_around(page) =>
+            {
+                self.swap_in_with_neighbours(page, most)
             }
-            _ => (false, false),
+            _ => self.swap_in_range(page, 1),
+        }
+    }
+
+    /// Brings in the page of a load of one page, which is in compressed memory.
+    fn swap_in_pooled(&mut self, page: PageNo, entry: SwapEntry) -> Result<(), Stop> {
+        let engine = self.engine;
+        let is_zero = self.loading.is_zero(0);
+        let is_loaded = is_zero || {
+            // SAFETY: the buffer is the thread's own.
+            let out = unsafe { &mut *self.copy.as_ptr().cast::<Page>() };
+            self.loader.load_pool(&[entry], std::slice::from_mut(out)) == 1
         };
+        let placing = self.begin_placing();
         let mut guard = engine.mm.lock();
-        let mm = &mut *guard;
-        // The same word may stand for other data where a server has brought the page in meanwhile.
-        let is_same = mm.table.get(page) == PageState::Swapped(entry)
-            && (!mm.handed.are_servers || mm.table.chunk(page.chunk()).epoch == epoch);
-        if !loaded || !is_same {
-            drop(guard);
+        if !is_loaded || self.loading.unchanged(&guard.table) == 0 {
+            self.end_load(guard);
+            drop(placing);
             return self.swap_in_range(page, 1);
         }
-        let from =
-            if zero { self.installer.zero_page() } else { VirtAddr(self.copy.as_ptr() as usize) };
-        match self.installer.copy_page(mm, self.reader.record(), page, from) {
-            Err(Stop::Exists) => {
-                return self.installer.resolve_mapped_twice(mm, page, entry).map(drop);
-            }
-            Err(stop) => return Err(stop),
-            Ok(_) => {}
+        let from = if is_zero {
+            self.installer.zero_page()
+        } else {
+            VirtAddr(self.copy.as_ptr() as usize)
+        };
+        let mut result = self.installer.may_fill(&guard).map(|()| 0);
+        if result.is_ok() {
+            let (installer, record) = (&self.installer, self.reader.record());
+            (guard, result) = placing.put(guard, || installer.copy_page(record, page, from));
         }
-        self.finish_swap_in(mm, page, entry);
-        self.loader.report_load_cost(mm);
-        mm.pool_sizer.fault(1);
-        engine.charge.brought(1);
-        engine.publish_usage(mm);
-        drop(guard);
-        engine.count(if zero { Counter::SwpinZero } else { Counter::Zswpin }, 1);
+        let mm = &mut *guard;
+        match result {
+            Ok(_) => {
+                self.finish_swap_in(mm, page, entry, Origin::Load(0));
+                self.loader.report_load_cost(mm);
+                mm.pool_sizer.fault(1);
+                engine.charge.brought(1);
+                engine.count(if is_zero { Counter::SwpinZero } else { Counter::Zswpin }, 1);
+            }
+            Err(Stop::Exists) => {
+                result = self.installer.resolve_mapped_twice(mm, page, entry);
+            }
+            Err(_) => {}
+        }
+        self.end_load(guard);
+        result.map(drop)
+    }
+
+    /// Brings in a page that is on a swap area, with its neighbours there.
+    fn swap_in_with_neighbours(&mut self, page: PageNo, most: usize) -> Result<(), Stop> {
+        let engine = self.engine;
+        let (start, n) = self.around_on_area(page, most);
+        self.make_room(n)?;
+        if n == 1 || !has_room(engine, n) {
+            return self.swap_in_range(page, 1);
+        }
+        // What keeps a neighbour away is no reason for the page not to come.
+        match self.swap_in_range(start, n) {
+            Err(Stop::Stale) => return self.swap_in_range(page, 1),
+            Err(stop) if start == page => return Err(stop),
+            Err(_) => return self.swap_in_range(page, 1),
+            Ok(()) => {}
+        }
+        self.count_ahead(n - 1);
+        let mut swapped_in = SwappedIn::new(start);
+        swapped_in.add(start, n);
+        swapped_in.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
         Ok(())
+    }
+
+    /// Begins a load of the pages from `first` on that still have these entries.
+    ///
+    /// # Errors
+    /// As for [`crate::fault::loading::Loading::begin`].
+    fn begin_load(
+        &mut self,
+        mm: &mut Mm,
+        first: PageNo,
+        entries: &[SwapEntry],
+    ) -> Result<usize, NotBegun> {
+        if self.installer.may_fill(mm).is_err() {
+            return Err(NotBegun::Refused);
+        }
+        let devices = &self.engine.devices;
+        self.loading.begin(devices, &mm.table, &mut mm.busy, first, entries)
+    }
+
+    /// Ends a load, and gives the memory lock back. Threads wake that wait for pages of it, and
+    /// whose faults others have left to this one.
+    fn end_load(&mut self, mut guard: Guard<'static, Mm>) {
+        let waiting = self.loading.end(&self.engine.devices, &mut guard.busy);
+        self.engine.publish_usage(&guard);
+        drop(guard);
+        if let Some((first, n)) = waiting {
+            let _ = self.reader.uffd.wake(range_of(first, n));
+        }
     }
 
     /// Whether what lies around a page on a swap area is worth bringing in with it.
@@ -359,12 +426,15 @@ impl FaultPath {
                     sent => at += sent?,
                 },
                 PageLocation::Cached => at += self.swap_in_cached(page.plus(at))?,
+                PageLocation::Loading if self.installer.asked == Some(page.plus(at)) => {
+                    self.leave_to_loader(page.plus(at), snapshot.entries()[0])?;
+                }
+                PageLocation::Loading => at += 1,
                 PageLocation::Pool | PageLocation::Area | PageLocation::Zero => {
-                    let filled = self.swap_in_stored(&snapshot);
-                    engine.publish_usage(&engine.mm.lock());
-                    match filled {
+                    match self.swap_in_stored(&snapshot) {
                         Err(Stop::Stale) if n == 1 && stale < MAX_STALE_SNAPSHOTS => stale += 1,
                         Err(Stop::Stale) if n == 1 => return Err(Stop::Again),
+                        Err(Stop::Taken) if self.installer.asked != Some(page.plus(at)) => at += 1,
                         filled => at += filled?,
                     }
                 }
@@ -387,6 +457,24 @@ impl FaultPath {
         Ok(())
     }
 
+    /// Another thread brings the page in that was asked for: its fault is left to that one, if it
+    /// is still so.
+    ///
+    /// # Errors
+    /// [`Stop::Taken`] then; [`Stop::Again`] where the page was moved since its load began, so that
+    /// it would not be woken here.
+    fn leave_to_loader(&self, page: PageNo, entry: SwapEntry) -> Result<(), Stop> {
+        let engine = self.engine;
+        let mut mm = engine.mm.lock();
+        match other_filler(&engine.devices, entry) {
+            Some(other) if mm.table.get(page) == PageState::Swapped(entry) => {
+                engine.count(Counter::SwpinExists, 1);
+                if mm.busy.want(other, page) { Err(Stop::Taken) } else { Err(Stop::Again) }
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Copies a page back that is in the swap cache, if it still is. Gives how many were.
     fn swap_in_cached(&mut self, page: PageNo) -> Result<usize, Stop> {
         let engine = self.engine;
@@ -397,10 +485,14 @@ impl FaultPath {
         else {
             return Ok(0);
         };
+        if filler_of(folio).is_some() {
+            return Ok(0);
+        }
         let frame = mm.frame_of(entry, folio);
         let from = mm.staging.addr(frame);
+        self.installer.may_fill(mm)?;
         // The frame is full and stays so while the memory lock is held.
-        let filled = self.installer.copy_page(mm, self.reader.record(), page, from);
+        let filled = self.installer.copy_page(self.reader.record(), page, from);
         let filled = match filled {
             Err(Stop::Exists) => {
                 let dropped = self.installer.resolve_mapped_twice(mm, page, entry);
@@ -411,15 +503,25 @@ impl FaultPath {
             Ok(filled) => filled,
         };
         engine.count(Counter::SwapCacheHit, 1);
-        self.finish_swap_in(mm, page, entry);
+        self.finish_swap_in(mm, page, entry, Origin::Frame);
         engine.publish_usage(mm);
         Ok(filled)
     }
 
     /// A swapped page is in the program: its heat is set, its slot released.
-    pub(crate) fn finish_swap_in(&mut self, mm: &mut Mm, page: PageNo, entry: SwapEntry) {
+    pub(crate) fn finish_swap_in(
+        &mut self,
+        mm: &mut Mm,
+        page: PageNo,
+        entry: SwapEntry,
+        origin: Origin,
+    ) {
         let engine = self.engine;
-        let distance = mm.refault_distance(&engine.devices, entry);
+        let distance = match origin {
+            Origin::Frame => None,
+            Origin::Server => mm.refault_distance(&engine.devices, entry),
+            Origin::Load(k) => Some(mm.age(self.loading.shadow(k))),
+        };
         // Where there is room, what comes back soon was sent out by the program itself.
         if mm.thrash.came_back(distance) && engine.charge.room() < engine.charge.goal() {
             engine.charge.grant_grace();
@@ -449,77 +551,110 @@ impl FaultPath {
         };
         if keeps {
             mm.mark_clean(page, entry);
-        } else {
-            mm.mark_present(page);
-            engine.release(mm, entry);
+            return;
+        }
+        mm.mark_present(page);
+        match origin {
+            Origin::Load(k) => self.loading.release(k),
+            Origin::Frame | Origin::Server => engine.release(mm, entry),
         }
     }
 
     /// Brings in the pages at the front of a snapshot that are on the devices: what is in
     /// compressed memory is loaded, what is on a swap area is read in one go. Gives how many, at
     /// least 1.
-    ///
-    /// The memory lock is not held while they are loaded. Where the handler alone serves faults,
-    /// the words of swapped pages are its own but for write-back, which gives them other entries: a
-    /// word that is found again stands for what was loaded. Where there are servers the epochs of
-    /// the chunks must be the same as well.
     fn swap_in_stored(&mut self, snapshot: &Snapshot) -> Result<usize, Stop> {
         let engine = self.engine;
         let page = snapshot.first();
-        let mut len = snapshot.stored();
-        let run = if len >= MIN_MOVE_PAGES {
-            let mut mm = engine.mm.lock();
-            if mm.staging.ready_frames() >= len { mm.staging.take_run(len) } else { None }
-        } else {
-            None
-        };
-        let from = match run {
-            Some(run) => {
-                len = len.min(run.len);
-                engine.mm.lock().staging.run_addr(run)
-            }
-            None => VirtAddr(self.copy.as_ptr() as usize),
-        };
-        // SAFETY: the frames of the run are full, free and not taken elsewhere; the copy buffer is
-        // the handler's own and as long.
-        let buffer = unsafe { std::slice::from_raw_parts_mut(from.as_ptr::<Page>(), len) };
-        let loaded = self.loader.load(&self.reader.cpu, snapshot, buffer);
-        let is_short = self.loader.was_short();
-        let injected = len > 1 && self.tests.is_stale();
-        let mut guard = engine.mm.lock();
-        let mm = &mut *guard;
-        let is_strict = mm.handed.are_servers;
-        let same = if injected { 0 } else { snapshot.still_valid(&mm.table, len, is_strict) };
-        if same < len || loaded == 0 {
-            if let Some(run) = run {
-                mm.staging.run_used(run, 0);
-            }
-            if same < len {
-                // Write-back moved a page to a swap area, or an event took it.
-                engine.count(Counter::SwpinStale, 1);
-                self.refused(len.ilog2() as u8);
+        let loaded = {
+            let mut guard = engine.mm.lock();
+            let mm = &mut *guard;
+            let entries = &snapshot.entries()[..snapshot.stored()];
+            let len = match self.begin_load(mm, page, entries) {
+                Ok(len) => len,
+                Err(NotBegun::Stale) => {
+                    self.count_stale(entries.len());
+                    return Err(Stop::Stale);
+                }
+                Err(NotBegun::Refused) => return Err(Stop::Again),
+                Err(NotBegun::Exists(other)) => {
+                    engine.count(Counter::SwpinExists, 1);
+                    if self.installer.asked == Some(page) && !mm.busy.want(other, page) {
+                        return Err(Stop::Again);
+                    }
+                    return Err(Stop::Taken);
+                }
+            };
+            // A slot that was freed and given out again since the snapshot may be another one.
+            let seen = self.loading.as_seen(|k| snapshot.place(k) == PageLocation::Zero);
+            if seen == 0 {
+                self.end_load(guard);
+                self.count_stale(entries.len());
                 return Err(Stop::Stale);
             }
-            if is_short {
-                return Err(Stop::Again);
+            self.loading.shorten(&engine.devices, seen);
+            let len = len.min(seen);
+            let run = match len {
+                MIN_MOVE_PAGES.. if mm.staging.ready_frames() >= len => mm.staging.take_run(len),
+                _ => None,
+            };
+            match run {
+                Some(run) => {
+                    self.loading.shorten(&engine.devices, run.len);
+                    let from = mm.staging.run_addr(run);
+                    LoadedPages { from, run: Some(run), len: len.min(run.len) }
+                }
+                None => LoadedPages { from: VirtAddr(self.copy.as_ptr() as usize), run: None, len },
             }
-            return self.installer.poison(mm, page, snapshot.entries()[0]);
+        };
+        // SAFETY: the frames of the run are full, free and not taken elsewhere; the copy buffer is
+        // the thread's own and as long.
+        let buffer =
+            unsafe { std::slice::from_raw_parts_mut(loaded.from.as_ptr::<Page>(), loaded.len) };
+        let n = self.loader.load(&self.reader.cpu, snapshot, buffer);
+        let is_short = self.loader.was_short();
+        let injected = loaded.len > 1 && self.tests.is_stale();
+        let placing = self.begin_placing();
+        let mut guard = engine.mm.lock();
+        let same = if injected { 0 } else { self.loading.unchanged(&guard.table) };
+        if same < loaded.len || n == 0 {
+            if let Some(run) = loaded.run {
+                guard.staging.run_used(run, 0);
+            }
+            let result = if same < loaded.len {
+                // The program has changed it.
+                self.count_stale(loaded.len);
+                Err(Stop::Stale)
+            } else if is_short {
+                Err(Stop::Again)
+            } else {
+                self.installer.poison(&mut guard, page, snapshot.entries()[0])
+            };
+            self.end_load(guard);
+            return result;
         }
-        let filled = self.installer.install(
-            self.reader.record(),
-            &mut self.tests,
-            mm,
-            page,
-            LoadedPages { from, run },
-            loaded,
-        );
+        let loaded = LoadedPages { len: n, ..loaded };
+        let (record, tests) = (self.reader.record(), &mut self.tests);
+        let (mut guard, filled) =
+            self.installer.install(&placing, guard, record, tests, page, loaded);
+        let mm = &mut *guard;
         let filled = match filled {
             Err(Stop::Exists) => {
-                return self.installer.resolve_mapped_twice(mm, page, snapshot.entries()[0]);
+                self.installer.resolve_mapped_twice(mm, page, snapshot.entries()[0])
             }
-            filled => filled?,
+            Ok(filled) => {
+                self.loader.report_load_cost(mm);
+                self.finish_stored(mm, snapshot, filled);
+                Ok(filled)
+            }
+            Err(stop) => Err(stop),
         };
-        self.loader.report_load_cost(mm);
+        self.end_load(guard);
+        filled
+    }
+
+    /// The first `filled` pages of a snapshot, which this thread has loaded, are in place.
+    fn finish_stored(&mut self, mm: &mut Mm, snapshot: &Snapshot, filled: usize) {
         // Those that were held have been counted when they were read.
         let held = std::mem::take(&mut self.loader.held_hits);
         let (mut pool, mut area) = (0, 0);
@@ -529,13 +664,20 @@ impl FaultPath {
                 PageLocation::Area => area += 1,
                 _ => {}
             }
-            self.finish_swap_in(mm, page.plus(k), snapshot.entries()[k]);
+            let (page, entry) = (snapshot.first().plus(k), snapshot.entries()[k]);
+            self.finish_swap_in(mm, page, entry, Origin::Load(k));
         }
         self.loader.held_came += held.min(area);
+        let engine = self.engine;
         engine.count(Counter::Zswpin, pool);
         engine.count(Counter::Pswpin, area - held.min(area));
         engine.count(Counter::SwpinZero, filled - pool - area);
-        Ok(filled)
+    }
+
+    /// A load of `n` pages is dropped.
+    fn count_stale(&self, n: usize) {
+        self.engine.count(Counter::SwpinStale, 1);
+        self.refused(n.ilog2() as u8);
     }
 
     /// Brings in what came after a page that came without a stream the last time it was asked for,

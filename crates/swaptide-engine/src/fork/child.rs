@@ -131,6 +131,7 @@ impl Engine {
             self.serving.stalls.force_unlock();
         }
         self.serving.servers.forked();
+        self.serving.gate.reset();
         self.workers.quiesce.store(0, Relaxed);
         self.workers.quiesced.store(0, Relaxed);
         self.workers.running.store(0, Relaxed);

@@ -24,7 +24,7 @@ use swaptide_sys::thread::{Nanos, now, sleep, yield_now};
 use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
 use swaptide_sys::{AsFd, Errno};
 
-use crate::backing::devices::POOL;
+use crate::backing::devices::{POOL, filler_of};
 use crate::backing::remote_queue::READ_RETRY_DELAYS;
 use crate::engine::{Engine, Mm};
 use crate::events::brought::Brought;
@@ -521,7 +521,9 @@ fn load_for_copy(
     // SAFETY: the buffer is the handler's own.
     let buffer = unsafe { path.copy.slice_mut(0, PAGE_SIZE) };
     let out: &mut Page = buffer.try_into().expect("a page's bytes");
-    if let TableSlot::Folio(folio) = devices.slots(entry.ty()).lookup(entry.offset()) {
+    if let TableSlot::Folio(folio) = devices.slots(entry.ty()).lookup(entry.offset())
+        && filler_of(folio).is_none()
+    {
         let frame = mm.frame_of(entry, folio);
         // SAFETY: the frame is full while the memory lock is held.
         out.copy_from_slice(unsafe { &*mm.staging.addr(frame).as_ptr::<Page>() });

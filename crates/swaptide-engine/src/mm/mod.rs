@@ -2,6 +2,7 @@
 //! out, and the frames between the program and the devices. Nothing here reads a userfaultfd.
 
 pub mod batch;
+pub(crate) mod busy;
 pub(crate) mod dontfork;
 pub(crate) mod grace;
 pub(crate) mod lru;

@@ -348,7 +348,8 @@ fn pagemap() -> Result<Pagemap, EngineError> {
     Pagemap::open_self().map_err(|e| EngineError::Memory("/proc/self/pagemap", e))
 }
 
-fn really_moved(
+/// Pages that a move really moved ([`Staging::moved`]).
+pub(crate) fn really_moved(
     pagemap: &Pagemap,
     progress: Progress,
     engine_side: VirtRange,

@@ -26,6 +26,13 @@ pub const MANAGED_END: VirtAddr = VirtAddr(1 << 47);
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
 pub struct PageNo(pub usize);
 
+/// A thread that puts pages in place: 0 is the handler, fault servers follow.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct FillerNo(pub(crate) u8);
+
+/// Threads that put pages in place, at most.
+pub(crate) const MAX_FILLERS: usize = 64;
+
 /// An aligned 64 KiB of the program: its address divided by 64 KiB.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
 pub struct ChunkNo(pub usize);

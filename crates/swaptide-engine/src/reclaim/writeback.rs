@@ -10,7 +10,7 @@
 //!
 //! Invariant: an entry is exchanged only if its chunk's epoch is what it was when the page was
 //! chosen; otherwise the page was brought in or given up meanwhile, what was copied may be another
-//! page's, and the copy on the swap area is dropped.
+//! page's, and the copy on the swap area is dropped. So is it while a thread brings the page in.
 
 use std::ops::Range;
 
@@ -192,6 +192,7 @@ impl Writeback {
             .map(|m| {
                 mm.table.get(m.page) == PageState::Swapped(m.old)
                     && mm.table.chunk(m.chunk).epoch == m.epoch
+                    && holds_shadow(engine, m.old)
             })
             .collect();
         let mut moved = 0;
@@ -209,6 +210,12 @@ impl Writeback {
         }
         moved
     }
+}
+
+/// False while a thread brings in what a slot of compressed memory holds.
+fn holds_shadow(engine: &Engine, entry: SwapEntry) -> bool {
+    let slot = engine.devices.pool_slots.lookup(entry.offset());
+    matches!(slot, TableSlot::Shadow { .. })
 }
 
 fn packed<'d>(

@@ -35,11 +35,12 @@ use swaptide_sys::wait_set::{WaitSet, Wakes};
 use swaptide_sys::{AsFd, Errno};
 
 use crate::fault_injection::Injection;
+use crate::mm::types::{FillerNo, MAX_FILLERS};
 use crate::sched::handed::Handed;
 use crate::sched::handler_cpu;
 
 /// Servers of a process at most.
-const MAX_SERVERS: u32 = 8;
+const MAX_SERVERS: u32 = MAX_FILLERS as u32 - 1;
 /// Bytes of the limit for each server but the first.
 const MIN_LIMIT_PER_SERVER: u64 = 64 << 20;
 /// As many as a test wants, whatever the CPUs.
@@ -149,11 +150,15 @@ impl FaultServers {
         self.refused.store(true, Relaxed);
     }
 
-    /// A server runs as this thread.
-    pub(crate) fn enlist(&self, tid: Tid) {
+    /// A server runs as this thread. Gives its number among those that put pages in place.
+    ///
+    /// # Panics
+    /// When there are more servers than are ever started.
+    pub(crate) fn enlist(&self, tid: Tid) -> FillerNo {
         let is_taken =
-            |place: &&AtomicU32| place.compare_exchange(0, tid.0, Relaxed, Relaxed).is_ok();
-        let _ = self.tids.iter().find(is_taken);
+            |place: &AtomicU32| place.compare_exchange(0, tid.0, Relaxed, Relaxed).is_ok();
+        let at = self.tids.iter().position(is_taken).expect("a place for each server");
+        FillerNo(at as u8 + 1)
     }
 
     /// False when one of them is gone.

@@ -16,6 +16,9 @@
 //! for a lock (the handler may hold it), call [`leave_sched_idle`], which puts it into the normal
 //! class; a thread that makes a request, and so waits for the handler, calls [`boost_once`] first.
 //!
+//! Where several threads fault and fault servers read as well, it follows none of them
+//! ([`HandlerCpu::among_servers`]).
+//!
 //! Owns: the CPU the handler is bound to, and its class; the CPU that workers keep away from.
 //!
 //! Where the thread runs is asked often at first and ever less often while the answer stays the
@@ -262,6 +265,8 @@ pub struct HandlerCpu {
     /// Messages that were waited for elsewhere, since the handler was last seen to be where the
     /// thread is.
     apart: u32,
+    /// Fault servers read next to it.
+    is_one_of_many: bool,
     /// When the last fault was answered.
     last: Nanos,
     crowd: CrowdWatch,
@@ -292,6 +297,7 @@ impl HandlerCpu {
             every: MIN_LOOK_FAULTS,
             row: 0,
             apart: 0,
+            is_one_of_many: false,
             last: Nanos(0),
             crowd: CrowdWatch {
                 own: None,
@@ -352,7 +358,7 @@ impl HandlerCpu {
 
     /// A fault of thread `tid` was read; it is `now`. `workers`: their ids; 0: none.
     pub fn follow(&mut self, tid: u32, now: Nanos, workers: &[AtomicU32]) {
-        if self.allowed.is_none() {
+        if self.allowed.is_none() || self.is_one_of_many {
             return;
         }
         self.row = if tid == self.tid { self.row.saturating_add(1) } else { 0 };
@@ -373,6 +379,20 @@ impl HandlerCpu {
         } else if BOOSTED.swap(false, Relaxed) {
             // In a crowd it would starve in that class with the request unread.
             self.leave_until(Nanos(now.0.saturating_add(CROWD_RETRY_NS)));
+        }
+    }
+
+    /// Fault servers read next to the handler from here on, or no longer; it is `now`. Meanwhile it
+    /// follows no thread: each fault is another one's, and to see where that runs and to go there
+    /// costs more than the answer.
+    pub(crate) fn among_servers(&mut self, is_one_of_many: bool, now: Nanos) {
+        if std::mem::replace(&mut self.is_one_of_many, is_one_of_many) == is_one_of_many {
+            return;
+        }
+        self.leave(now);
+        (self.tid, self.row) = (0, 0);
+        if let (Some(allowed), Some(_)) = (&self.allowed, self.bound.take()) {
+            let _ = clear_own_affinity(allowed);
         }
     }
 
