@@ -51,6 +51,7 @@ mod pager;
 pub mod readahead;
 pub mod reclaim;
 pub mod requests;
+pub mod scaling;
 pub mod sched;
 #[cfg(feature = "serial-part")]
 mod serial_part;

@@ -7,7 +7,7 @@ use std::fs;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
-use crate::experiments::{allocator, search_space, swap_table};
+use crate::experiments::{allocator, scaling, search_space, swap_table};
 use crate::plot::draw;
 use crate::programs::{preload, tiers, zswapin};
 use crate::report::LabReport;
@@ -64,6 +64,8 @@ enum Experiment {
     SearchSpace,
     /// The whole cycle of a page with 1 to 32 threads, metadata, BGSAVE
     SwapTable,
+    /// The engine's data structures under faults and reclaim of 1 to 64 threads
+    Scaling,
     /// Large swap-in, compared with order 0 only
     Zswapin,
     /// Cost of tiers and masks: memory walks and a compile job
@@ -87,6 +89,13 @@ pub fn main(args: &LabArgs) -> u8 {
         Experiment::Allocator => allocator::measure(args.quick),
         Experiment::SearchSpace => search_space::measure(args.quick),
         Experiment::SwapTable => swap_table::measure(args.quick),
+        Experiment::Scaling => match scaling::measure(args.quick) {
+            Ok(report) => report,
+            Err(error) => {
+                let _ = writeln!(errors, "swaptide lab: {error}");
+                return 1;
+            }
+        },
         Experiment::Zswapin | Experiment::Tiers | Experiment::Preload => match of_engine(args) {
             Ok(report) => report,
             Err(error) => {
