@@ -36,8 +36,8 @@ pub const MAX_THREADS: usize = MAX_FILLERS;
 /// What one step of a thread does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum StepKind {
-    /// All that a fault on a page in compressed memory does, and a sixteenth of what the reclaim of
-    /// a chunk does.
+    /// All that a fault on a page in compressed memory does, and what takes as many pages out
+    /// again.
     Whole,
     /// A word of the page table changes, and changes back, under the lock.
     PageTable,
@@ -73,8 +73,8 @@ pub struct StepThread<'a> {
     loading: Loading,
     unpacker: Unpacker,
     page: Box<Page>,
-    /// Faults since a chunk was reclaimed.
-    faults: usize,
+    /// Steps of the parts that count them.
+    steps: usize,
     random: u64,
 }
 
@@ -142,7 +142,7 @@ impl Structures {
             loading: Loading::new(FillerNo(number as u8)),
             unpacker: Unpacker::new(),
             page: Box::new([0; PAGE_SIZE]),
-            faults: 0,
+            steps: 0,
             random: (number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) + 1,
         }
     }
@@ -213,8 +213,8 @@ impl StepThread<'_> {
             StepKind::Whole => self.fault(),
             StepKind::PageTable => {
                 // Far from the pages of the others.
-                let page = PageNo(FIRST.0 * 2 + (self.number << 20) + self.faults % 4096);
-                self.faults += 1;
+                let page = PageNo(FIRST.0 * 2 + (self.number << 20) + self.steps % 4096);
+                self.steps += 1;
                 let mut tables = self.of.tables.lock();
                 tables.table.set(page, PageState::Present);
                 tables.table.set(page, PageState::Empty);
@@ -230,22 +230,28 @@ impl StepThread<'_> {
             }
             StepKind::Accounts => {
                 let slot = self.of.segment.slot(self.of.index);
-                self.of.charge.publish(self.faults, 0, 0);
+                self.of.charge.publish(self.steps, 0, 0);
                 self.of.charge.brought(1);
                 slot.count(Counter::Pgmajfault, 1);
                 slot.count(Counter::Zswpin, 1);
-                self.faults += 1;
+                self.steps += 1;
             }
         }
     }
 
-    /// Brings a page in, chosen at random; after as many as a chunk has, the chunk goes out that is
-    /// in longest.
+    /// Brings in a page that is out, chosen at random. While more than half are in, the chunk goes
+    /// out that is in longest.
     fn fault(&mut self) {
+        while !self.bring_in() {}
+        while self.of.tables.lock().table.present() > self.of.pages / 2 && self.reclaim() {}
+    }
+
+    /// False where the page that was chosen is not out, or another thread has it.
+    fn bring_in(&mut self) -> bool {
         let of = self.of;
         let page = FIRST.plus(self.next_random() % of.pages);
         let state = of.tables.lock().table.get(page);
-        let PageState::Swapped(entry) = state else { return };
+        let PageState::Swapped(entry) = state else { return false };
         let begun = {
             let mut guard = of.tables.lock();
             let tables = &mut *guard;
@@ -253,7 +259,7 @@ impl StepThread<'_> {
         };
         if begun.is_err() {
             // On its way out, or another thread's.
-            return;
+            return false;
         }
         let slot = Slot(entry.offset().0);
         of.devices.pool.load(slot, &mut self.page, &mut self.unpacker).expect("what was stored");
@@ -268,24 +274,25 @@ impl StepThread<'_> {
             of.publish(tables);
         }
         of.segment.slot(of.index).count(Counter::Pgmajfault, 1);
-        self.faults += 1;
-        if self.faults.is_multiple_of(PAGES_PER_CHUNK) {
-            self.reclaim();
-        }
+        true
     }
 
-    fn reclaim(&mut self) {
+    /// False when no chunk is in.
+    fn reclaim(&mut self) -> bool {
         let of = self.of;
         let (chunk, folios) = {
             let mut guard = of.tables.lock();
             let tables = &mut *guard;
-            let Some(chunk) = tables.queues.next_resident(&mut tables.table) else { return };
+            let Some(chunk) = tables.queues.next_resident(&mut tables.table) else {
+                return false;
+            };
             let folios = of.take(tables, chunk, self.number);
             of.publish(tables);
             (chunk, folios)
         };
         of.store(&folios);
         of.finish(chunk, &folios);
+        true
     }
 }
 
