@@ -326,7 +326,7 @@ impl UffdReader {
         if self.is_alone && !was_alone {
             self.await_loads();
         }
-        self.cpu.among_servers(self.sets.is_some() && self.is_crowd, now());
+        self.cpu.among_servers(self.sets.is_some() && self.is_crowd);
         if is_late && !met {
             self.read_late();
         }
@@ -373,9 +373,9 @@ impl UffdReader {
         false
     }
 
-    /// While several threads fault the next message comes soon, and to sleep until then costs two
-    /// wake-ups, on several CPUs of a sleeping one: waits a moment without sleeping, in which other
-    /// threads have the CPU. True when there is a message, or something was handed over.
+    /// While several threads fault, the next message comes soon, and to sleep until then costs two
+    /// wake-ups, perhaps of a CPU that has gone idle. So it polls for a moment, and yields the CPU
+    /// between two polls. True when there is a message, or something was handed over.
     pub(crate) fn wait_awake(&self) -> bool {
         let (engine, began) = (self.engine, now());
         while now().since(began) < CROWD_WAIT && !engine.is_quiescing() {

@@ -163,6 +163,12 @@ impl Loading {
         self.released |= 1 << k;
     }
 
+    /// The pages that are not in place, or whose copies are kept.
+    pub(crate) fn unreleased(&self) -> impl Iterator<Item = PageNo> {
+        let (first, released) = (self.first, self.released);
+        (0..self.len).filter(move |k| released >> k & 1 == 0).map(move |k| first.plus(k))
+    }
+
     /// Ends the load, if there is one: a slot that is needed no more is freed, the others get their
     /// shadows back. Gives the pages for which threads wait that others have left to this one: it
     /// is to wake them when it has given the memory lock back.
@@ -257,6 +263,7 @@ mod tests {
             assert_eq!(slot(&devices, *entry), TableSlot::Folio(folio_of(SERVER)));
         }
         [0, 1, 2, 4, 6].into_iter().for_each(|k| loading.release(k));
+        assert!(loading.unreleased().eq([3, 5, 7].map(|k| FIRST.plus(k))));
         assert_eq!(loading.end(&devices, &mut busy), None);
         assert!(!busy.is_any_loading());
         for (k, entry) in entries.iter().enumerate() {
@@ -322,6 +329,7 @@ mod tests {
         loading.shorten(&devices, 1);
         assert!(matches!(slot(&devices, entries[1]), TableSlot::Shadow { .. }));
         assert_eq!(loading.unchanged(&table), 1);
+        assert_eq!(loading.unreleased().collect::<Vec<_>>(), [FIRST]);
         loading.end(&devices, &mut busy);
         assert!(matches!(slot(&devices, entries[0]), TableSlot::Shadow { .. }));
     }

@@ -310,8 +310,15 @@ impl FaultPath {
     /// Ends a load, and gives the memory lock back. Threads wake that wait for pages of it, and
     /// whose faults others have left to this one.
     fn end_load(&mut self, mut guard: Guard<'static, Mm>) {
-        let waiting = self.loading.end(&self.engine.devices, &mut guard.busy);
-        self.engine.publish_usage(&guard);
+        let mm = &mut *guard;
+        for page in self.loading.unreleased() {
+            // Write-back may have passed it by, and its chunk stands in no queue then.
+            if matches!(mm.table.get(page), PageState::Swapped(entry) if entry.ty() == POOL) {
+                mm.queues.pooled(&mut mm.table, page.chunk());
+            }
+        }
+        let waiting = self.loading.end(&self.engine.devices, &mut mm.busy);
+        self.engine.publish_usage(mm);
         drop(guard);
         if let Some((first, n)) = waiting {
             let _ = self.reader.uffd.wake(range_of(first, n));

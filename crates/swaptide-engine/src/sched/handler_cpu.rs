@@ -382,14 +382,14 @@ impl HandlerCpu {
         }
     }
 
-    /// Fault servers read next to the handler from here on, or no longer; it is `now`. Meanwhile it
-    /// follows no thread: each fault is another one's, and to see where that runs and to go there
-    /// costs more than the answer.
-    pub(crate) fn among_servers(&mut self, is_one_of_many: bool, now: Nanos) {
+    /// Fault servers read next to the handler from here on, or no longer. Meanwhile it follows no
+    /// thread: each fault is another one's, and to see where that runs and to go there costs more
+    /// than the answer.
+    pub(crate) fn among_servers(&mut self, is_one_of_many: bool) {
         if std::mem::replace(&mut self.is_one_of_many, is_one_of_many) == is_one_of_many {
             return;
         }
-        self.leave(now);
+        self.leave(swaptide_sys::thread::now());
         (self.tid, self.row) = (0, 0);
         if let (Some(allowed), Some(_)) = (&self.allowed, self.bound.take()) {
             let _ = clear_own_affinity(allowed);
