@@ -67,6 +67,12 @@ static void confine(unsigned action) {
     MUST(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0);
 }
 
+/* A thread holds this while it allocates, and the main thread while it forks past libc: such a
+ * child gets libc's own locks as they are, and waits for ever in fork() for one that another thread
+ * held, with swaptide or without. For the same reason no thread ends before the last of them. */
+static pthread_mutex_t allocates = PTHREAD_MUTEX_INITIALIZER;
+static atomic_int forks_past_libc;
+
 static void *mover(void *number) {
     enum { PAGES = 512 };
     uint64_t random = mix(given.seed ^ (uintptr_t)number);
@@ -85,6 +91,7 @@ static void *mover(void *number) {
         }
         for (size_t page = 0; page < PAGES; page += 3)
             check_page(area + page * PAGE, key + page, "page of a mapping that has grown");
+        MUST(pthread_mutex_lock(&allocates) == 0);
         unsigned char *block = malloc(200000);
         MUST(block != NULL);
         memset(block, (int)turn, 200000);
@@ -92,15 +99,18 @@ static void *mover(void *number) {
         MUST(block != NULL && block[0] == (unsigned char)turn &&
              block[199999] == (unsigned char)turn);
         free(block);
+        MUST(pthread_mutex_unlock(&allocates) == 0);
         MUST(madvise(area, PAGE, MADV_DONTNEED) == 0 && area[0] == 0);
         MUST(munmap(area, (PAGES + 256) * PAGE) == 0);
     }
+    while (atomic_load(&forks_past_libc)) sched_yield();
     return NULL;
 }
 
 /* A fork past libc while there are threads: the child moves and grows memory, and forks. */
 static void bare_child(void) {
     long pid;
+    MUST(pthread_mutex_lock(&allocates) == 0);
     register long r10 __asm__("r10") = 0, r8 __asm__("r8") = 0;
     __asm__ volatile("syscall"
                      : "=a"(pid)
@@ -127,6 +137,7 @@ static void bare_child(void) {
         MUST(waitpid(child, &status, 0) == child && status == 0);
         _exit(0);
     }
+    MUST(pthread_mutex_unlock(&allocates) == 0);
     double end = now() + 30;
     int status = 0;
     pid_t ended;
@@ -242,8 +253,10 @@ int main(int count, char **words) {
                                                : SECCOMP_RET_KILL_PROCESS);
     if (strcmp(given.mode, "hole") == 0) hole();
     pthread_t thread[3];
+    atomic_store(&forks_past_libc, strcmp(given.mode, "bare") == 0);
     for (size_t i = 0; i < 3; i++) MUST(pthread_create(&thread[i], NULL, mover, (void *)i) == 0);
     for (int i = 0; strcmp(given.mode, "bare") == 0 && i < 3; i++) bare_child();
+    atomic_store(&forks_past_libc, 0);
     for (size_t i = 0; i < 3; i++) MUST(pthread_join(thread[i], NULL) == 0);
     for (int i = 0; strcmp(given.mode, "fork") == 0 && i < 3; i++) {
         pid_t child = fork();
