@@ -415,6 +415,8 @@ def kill_at_random(case, seconds):
     mirrored, plain = (server.url() for server in servers)
     swap = f'"zram:24M", "{mirrored},prio=9,mirror={place}", "{plain},prio=9", "file:{place}:2G"'
     daemon = Daemon(case, f'ram = "160M"\nswap = [{swap}]\n[groups."/a"]\nram.max = "96M"\n')
+    # Where no run is left the daemon begins afresh, and is refused while a server is away.
+    lasting = case.start(["sleep", "600"], env=daemon.env)
     away, killed = {}, 0
     chance = random.Random(case.seed)
     end = time.monotonic() + seconds
@@ -482,6 +484,8 @@ def kill_at_random(case, seconds):
         )
         finished += 1
     assert finished >= 5, f"only {finished} programs came to their end"
+    lasting.process.terminate()
+    lasting.process.wait()
     until(case, "no run", lambda: listed(daemon) == [])
     until(case, "no charge", lambda: daemon.ctl.value("/", "swap.current") == 0)
     used = [view["used_bytes"] for view in json.loads(daemon.ctl("devices", "--json"))]
