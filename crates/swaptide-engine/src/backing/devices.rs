@@ -34,6 +34,7 @@ use swaptide_store::nbd::{Dialer, Export, Flags};
 use swaptide_store::zram::Zram;
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
+use swaptide_sys::affinity::{current_cpu, own_affinity};
 use swaptide_sys::lock::Lock;
 use swaptide_sys::mem::{Advice, Mapping, advise};
 use swaptide_sys::page::{VirtAddr, VirtRange};
@@ -78,7 +79,8 @@ const LOADING: FolioId = FolioId(u32::MAX >> 10);
 
 /// The group of everything as long as a run has only one.
 const GROUP: GroupId = GroupId(0);
-const CPU: CpuId = CpuId(0);
+/// CPUs that allocate in clusters of their own; those beyond share them.
+const MAX_CPUS: u32 = 256;
 
 /// Asks the supervisor for the descriptor of an area. Fails with what this process lacks for that,
 /// or `NODEV`.
@@ -308,7 +310,16 @@ fn slot_device(ty: SwapType, mut slots: u32) -> Result<SwapDevice, EngineError> 
     // SAFETY: new private memory, hence zeros on whole pages; nothing else refers to it, and it
     // stays until the mapping is dropped.
     let memory = unsafe { TableMemory::new(start, len, Box::new(mapping)) };
-    Ok(SwapDevice::new_in(memory, ty, slots, 1, Kind::Solid).with_table_discard(give_back))
+    // By their numbers: some of these may not be the process's.
+    let last = own_affinity().ok().and_then(|cpus| cpus.iter().last()).unwrap_or(0);
+    let cpus = last.saturating_add(1).min(MAX_CPUS) as usize;
+    Ok(SwapDevice::new_in(memory, ty, slots, cpus, Kind::Solid).with_table_discard(give_back))
+}
+
+/// The CPU in whose cluster the calling thread allocates: should it go to another one meanwhile,
+/// that is no more than a lock waited for.
+fn this_cpu() -> CpuId {
+    CpuId(current_cpu() as u16)
 }
 
 /// Compressed memory and the swap areas, with the slots of both.
@@ -516,7 +527,7 @@ impl Devices {
     /// Slots for a folio of `2^order` pages in compressed memory.
     pub(crate) fn alloc_pool(&self, order: u8, folio: FolioId) -> Option<SwapEntry> {
         self.pool_slots
-            .alloc_folio(CPU, Order::new(order)?, folio, GROUP)
+            .alloc_folio(this_cpu(), Order::new(order)?, folio, GROUP)
             .ok()
             .map(|offset| SwapEntry::new(POOL, offset))
     }
@@ -525,7 +536,7 @@ impl Devices {
     pub(crate) fn alloc_area(&self, folio: FolioId) -> Option<SwapEntry> {
         self.areas
             .slots
-            .alloc_folio(CPU, Order::ZERO, folio, GROUP)
+            .alloc_folio(this_cpu(), Order::ZERO, folio, GROUP)
             .ok()
             .map(|offset| SwapEntry::new(AREA, offset))
     }
