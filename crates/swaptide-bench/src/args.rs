@@ -48,6 +48,9 @@ pub struct BenchArgs {
     /// swaptide's compressed memory has to fit into it
     #[arg(long)]
     pub strict_budget: bool,
+    /// Those of real.
+    #[command(flatten)]
+    pub real: RealArgs,
     /// Directory for the swap file of a kernel peer
     #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
     pub swap_dir: PathBuf,
@@ -57,6 +60,17 @@ pub struct BenchArgs {
     /// Draw the result to this file
     #[arg(long, value_name = "FILE")]
     pub svg: Option<PathBuf>,
+}
+
+/// Arguments of `swaptide bench real` alone.
+#[derive(Debug, Clone, Args)]
+pub struct RealArgs {
+    /// Programs of real, separated by commas [default: all]
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    pub program: Vec<String>,
+    /// Directory of real for what its programs need; it is made once, and kept
+    #[arg(long, value_name = "DIR", default_value = "/var/tmp/swaptide-real")]
+    pub work_dir: PathBuf,
 }
 
 /// What is measured.
@@ -88,6 +102,8 @@ pub enum Benchmark {
     Fork,
     /// Duration of a Redis background save with half of its data swapped out
     Bgsave,
+    /// Real programs in a half, a third and a quarter of their memory
+    Real,
 }
 
 /// Which kernel swap to compare with.

@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use crate::args::{BenchArgs, Benchmark, PeerArg};
-use crate::benchmarks::{costs, overhead, sweep, threads, throughput};
+use crate::benchmarks::{costs, overhead, real, sweep, threads, throughput};
 use crate::peers::kernel::KernelPeer;
 use crate::peers::restore::{Machine, Restorer};
 use crate::run::Runner;
@@ -35,6 +35,7 @@ fn bench(args: &BenchArgs) -> Result<(), Failed> {
     }
     let sweeps = args.name == Benchmark::Sweep;
     let threaded = args.name == Benchmark::Threads;
+    let is_real = args.name == Benchmark::Real;
     let flags = [
         (sweeps && args.ram.is_some(), "--ram: a sweep takes its budgets from --budgets"),
         (sweeps && args.strict_budget, "--strict-budget: a sweep measures the bare budget anyway"),
@@ -42,6 +43,10 @@ fn bench(args: &BenchArgs) -> Result<(), Failed> {
         (!sweeps && args.ratio.len() > 1, "--ratio: several only for sweep"),
         (!threaded && !args.threads.is_empty(), "--threads: only for threads"),
         (threaded && args.strict_budget, "--strict-budget: not for threads"),
+        (!is_real && !args.real.program.is_empty(), "--program: only for real"),
+        (is_real && args.ram.is_some(), "--ram: real takes a part of what a program has"),
+        (is_real && args.data.is_some(), "--data: real programs bring their own"),
+        (is_real && args.strict_budget, "--strict-budget: not for real"),
     ];
     if let Some((_, message)) = flags.iter().find(|(wrong, _)| *wrong) {
         return Err(Failed(2, (*message).into()));
@@ -75,6 +80,7 @@ fn bench(args: &BenchArgs) -> Result<(), Failed> {
         Benchmark::Cipher => costs::cipher(&session),
         Benchmark::Fork => costs::fork(&session),
         Benchmark::Bgsave => costs::bgsave(&session),
+        Benchmark::Real => real::real(&session),
     };
     session.runner.say("");
     let report = report?;

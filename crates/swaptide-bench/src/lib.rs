@@ -7,6 +7,7 @@
 //! | benchmarks | one function per benchmark |
 //! | run | one run of the workload: plain, under the kernel's swap, under swaptide |
 //! | workload | the measured program, started as `swaptide bench-work` |
+//! | real | real programs: what they are, what they need, one run of one |
 //! | peers | zram, zswap and swap files of the kernel; restoring the machine |
 //! | report | medians and ratios, as table, JSON and SVG |
 //!
@@ -16,6 +17,7 @@ mod args;
 mod benchmarks;
 mod command;
 mod peers;
+mod real;
 mod report;
 mod run;
 mod session;

@@ -202,7 +202,7 @@ impl Runner {
         )?;
         let before = written(self.restorer.machine());
         let scope = self.restorer.scope();
-        let group = Cgroup::create(&self.restorer, cgroups, limit)?;
+        let group = Cgroup::create(&self.restorer, cgroups, Some(limit))?;
         let mut outcome =
             self.work(self.command(None), job, Some(&group.procs()), |_| setup.held())?;
         outcome.pool_bytes = outcome.held.ram;
@@ -277,7 +277,13 @@ impl Runner {
         })
     }
 
-    fn report_file(&self) -> Result<PathBuf, String> {
+    /// This program's own file.
+    pub(crate) fn exe(&self) -> &Path {
+        &self.exe
+    }
+
+    /// A file for the report of a run.
+    pub(crate) fn report_file(&self) -> Result<PathBuf, String> {
         let path = self.dir.join(format!("swaptide-bench-{}.json", std::process::id()));
         self.restorer.change(Undo::RemoveFile(path.clone()), |_| Ok(path))
     }

@@ -16,7 +16,9 @@ use serde_json::json;
 use crate::args::BenchArgs;
 use crate::peers::cgroup::Hierarchy;
 use crate::peers::kernel::{self, Folios, KernelPeer};
-use crate::report::comparison::{BenchReport, Better, Pairing, SWAPTIDE, Side, Spread, human};
+use crate::report::comparison::{
+    BenchReport, Better, Pairing, SWAPTIDE, Side, Spread, Unpaired, human,
+};
 use crate::report::svg;
 use crate::run::{RunOutcome, Runner, Workload};
 use crate::workload::phases::{PAGE, PageContent, Phase};
@@ -242,7 +244,7 @@ impl Session<'_> {
             cut_short.extend(capped.then_some(peer));
         }
         if self.peers.is_empty() {
-            report.alone = Some(self.ours(job, self.ram, value)?.side(None)?);
+            report.unpaired.usual = Some(self.ours(job, self.ram, value)?.side(None)?);
         }
         Ok(cut_short)
     }
@@ -301,11 +303,11 @@ impl Session<'_> {
             budget: self.ram,
             data,
             runs: self.runs,
-            alone: None,
-            strict: None,
+            unpaired: Unpaired::default(),
             pairs: vec![],
             points: vec![],
             threads: vec![],
+            real: vec![],
             machine: json!({
                 "kernel": kernel, "cpu": cpu, "cpus": cpus, "memory_bytes": kib.map(|k| k * 1024),
                 "cgroup_version": cgroup, "load_before": load,

@@ -2,6 +2,7 @@
 
 pub(crate) mod costs;
 pub(crate) mod overhead;
+pub(crate) mod real;
 pub(crate) mod sweep;
 pub(crate) mod threads;
 pub(crate) mod throughput;

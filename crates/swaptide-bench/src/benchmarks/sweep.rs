@@ -83,7 +83,7 @@ pub(crate) fn sweep(session: &Session<'_>) -> Result<BenchReport, Failed> {
             pairs.push(Pairing { name, peer, other: None, absent: None, swaptide });
         }
     }
-    (report.alone, report.pairs) = (alone, pairs);
+    (report.unpaired.usual, report.pairs) = (alone, pairs);
     session.note_peers(&mut report);
     Ok(report)
 }

@@ -34,7 +34,7 @@ pub(crate) fn memory(
     let cut_short = session.compare(&mut report, &job, &value)?;
     note_cut_short(&mut report, &cut_short, &job);
     if args.strict_budget {
-        report.strict = Some(session.ours(&job, session.ram, &value)?.side(None)?);
+        report.unpaired.bare = Some(session.ours(&job, session.ram, &value)?.side(None)?);
     }
     session.note_peers(&mut report);
     Ok(report)

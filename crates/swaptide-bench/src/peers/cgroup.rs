@@ -4,6 +4,9 @@
 //! group is removed through the [`Restorer`], so also after a signal.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::peers::restore::{Machine, Restorer, Undo};
 
@@ -59,8 +62,12 @@ pub struct Cgroup {
 }
 
 impl Cgroup {
-    /// Makes a group that may hold `limit` bytes of resident memory.
-    pub fn create(restorer: &Restorer, hierarchy: &Hierarchy, limit: u64) -> Result<Self, String> {
+    /// Makes a group that may hold `limit` bytes of resident memory, if there is a limit.
+    pub fn create(
+        restorer: &Restorer,
+        hierarchy: &Hierarchy,
+        limit: Option<u64>,
+    ) -> Result<Self, String> {
         let name = format!("swaptide-bench-{}", std::process::id());
         let (parent, limit_file) = match hierarchy {
             Hierarchy::V1(dir) => (dir, "memory.limit_in_bytes"),
@@ -78,13 +85,41 @@ impl Cgroup {
             std::fs::create_dir(m.path(&dir))
                 .map_err(|e| format!("making the cgroup {}: {e}", dir.display()))
         })?;
-        restorer.machine().write(dir.join(limit_file), &limit.to_string())?;
+        if let Some(limit) = limit {
+            restorer.machine().write(dir.join(limit_file), &limit.to_string())?;
+        }
         Ok(Cgroup { dir })
     }
 
     /// The file a process writes `0` to in order to join.
     pub(crate) fn procs(&self) -> PathBuf {
         self.dir.join("cgroup.procs")
+    }
+
+    /// Bytes of anonymous memory that the group has now.
+    pub(crate) fn anonymous(&self, machine: &Machine) -> u64 {
+        let stat = machine.read(self.dir.join("memory.stat")).unwrap_or_default();
+        // Version 1 names it `rss`, and has no line `anon`.
+        let of = |name: &str| {
+            stat.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok())
+        };
+        of("anon ").or_else(|| of("rss ")).unwrap_or(0)
+    }
+
+    /// Kills the processes of the group: each was started by this benchmark.
+    pub(crate) fn kill_all(&self, machine: &Machine) {
+        for _ in 0..100 {
+            let procs = machine.read(self.procs()).unwrap_or_default();
+            let pids = || procs.lines().filter_map(|line| Pid::from_raw(line.parse().ok()?));
+            if pids().next().is_none() {
+                return;
+            }
+            for pid in pids() {
+                // One that has just ended is no failure.
+                let _ = kill_process(pid, Signal::KILL);
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
     }
 
     /// The most memory the group held, in bytes, where the kernel says.

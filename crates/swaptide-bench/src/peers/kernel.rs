@@ -171,6 +171,13 @@ impl Setup {
         Ok(Setup { codec, pool, machine: restorer.machine().clone(), _scope: scope })
     }
 
+    /// The most RAM that a pool of its own has taken so far; 0 where the kernel does not say.
+    pub(crate) fn most_ram(&self) -> u64 {
+        let PeerPool::Zram(id) = self.pool else { return 0 };
+        let stat = self.machine.read(format!("/sys/block/zram{id}/mm_stat")).unwrap_or_default();
+        MmStat::parse(&stat).map_or(0, |stat| stat.most_used)
+    }
+
     /// What the compressed pool holds now.
     pub fn held(&self) -> PoolUsage {
         match self.pool {
@@ -274,14 +281,18 @@ pub struct MmStat {
     pub compressed: u64,
     /// Bytes of RAM the device takes.
     pub used: u64,
+    /// The most that it has taken.
+    pub most_used: u64,
 }
 
 impl MmStat {
-    /// Reads the first three columns; later kernels append more.
+    /// Reads the first three columns and the fifth; later kernels append more.
     pub fn parse(text: &str) -> Option<Self> {
         let mut numbers = text.split_whitespace().map(|n| n.parse().ok());
         let mut next = || numbers.next().flatten();
-        Some(MmStat { original: next()?, compressed: next()?, used: next()? })
+        let (original, compressed, used) = (next()?, next()?, next()?);
+        let (_limit, most_used) = (next()?, next()?);
+        Some(MmStat { original, compressed, used, most_used })
     }
 }
 
@@ -306,10 +317,16 @@ mod tests {
                   0";
         assert_eq!(
             MmStat::parse(text),
-            Some(MmStat { original: 808730624, compressed: 212493564, used: 216604672 })
+            Some(MmStat {
+                original: 808730624,
+                compressed: 212493564,
+                used: 216604672,
+                most_used: 216604672
+            })
         );
-        assert_eq!(MmStat::parse("1 2 3"), Some(MmStat { original: 1, compressed: 2, used: 3 }));
-        for bad in ["", "1 2", "1 two 3", "-1 2 3"] {
+        let least = MmStat { original: 1, compressed: 2, used: 3, most_used: 5 };
+        assert_eq!(MmStat::parse("1 2 3 4 5"), Some(least));
+        for bad in ["", "1 2", "1 two 3 4 5", "-1 2 3 4 5", "1 2 3 4"] {
             assert_eq!(MmStat::parse(bad), None, "{bad:?}");
         }
     }

@@ -188,7 +188,7 @@ fn cgroup_v2_is_found_limited_and_removed() {
     let hierarchy = Hierarchy::find(&fake.machine).unwrap();
     assert_eq!(hierarchy, Hierarchy::V2("/sys/fs/cgroup".into()));
     let scope = restorer.scope();
-    let group = Cgroup::create(&restorer, &hierarchy, 1 << 28).unwrap();
+    let group = Cgroup::create(&restorer, &hierarchy, Some(1 << 28)).unwrap();
     assert_eq!(fake.text("/sys/fs/cgroup/cgroup.subtree_control"), "+memory");
     let dir = fake.machine.path(group.procs().parent().unwrap());
     let limit = std::fs::read_to_string(dir.join("memory.max")).unwrap();

@@ -9,6 +9,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::report::points::{self, Point};
+use crate::report::real::{self, RealRow};
 pub(crate) use crate::report::side::SWAPTIDE;
 pub use crate::report::side::{Side, Spread, human};
 use crate::report::side::{digits, round};
@@ -27,6 +28,15 @@ pub struct Pairing {
     pub absent: Option<String>,
     /// swaptide in those runs.
     pub swaptide: Side,
+}
+
+/// swaptide in runs that alternated with no peer.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Unpaired {
+    /// With the budget asked for, where there is no peer (and at the smallest budget of a sweep).
+    pub usual: Option<Side>,
+    /// With the bare budget, where it was asked for.
+    pub bare: Option<Side>,
 }
 
 /// Which way is better.
@@ -68,16 +78,16 @@ pub struct BenchReport {
     pub data: u64,
     /// Runs of each side.
     pub runs: u32,
-    /// swaptide alone, where there is no peer (and at the smallest budget of a sweep).
-    pub alone: Option<Side>,
-    /// swaptide with the bare budget, where it was asked for.
-    pub strict: Option<Side>,
+    /// swaptide without a peer.
+    pub unpaired: Unpaired,
     /// A row for each peer that was measured.
     pub pairs: Vec<Pairing>,
     /// The budgets of a sweep.
     pub points: Vec<Point>,
     /// Each phase with each number of threads.
     pub threads: Vec<ThreadsRow>,
+    /// Each real program in each part of its memory.
+    pub real: Vec<RealRow>,
     /// CPUs, memory and kernel of the machine, as JSON.
     pub machine: Value,
     /// What a reader must know.
@@ -111,7 +121,7 @@ impl BenchReport {
             peer.insert("ratio".into(), json!(round(self.ratio(pair))));
             peers.insert(pair.name.clone(), peer.into());
         }
-        let ours = self.best().map(|p| &p.swaptide).or(self.alone.as_ref());
+        let ours = self.best().map(|p| &p.swaptide).or(self.unpaired.usual.as_ref());
         let mut all = json!({
             "name": self.name,
             "unit": self.unit,
@@ -127,7 +137,7 @@ impl BenchReport {
             "notes": self.notes,
             "failed": self.failed,
         });
-        if let Some(strict) = &self.strict {
+        if let Some(strict) = &self.unpaired.bare {
             all["swaptide_strict"] = strict.json(true).into();
         }
         if !self.points.is_empty() {
@@ -135,6 +145,12 @@ impl BenchReport {
         }
         if !self.threads.is_empty() {
             all["threads"] = self.threads.iter().map(ThreadsRow::json).collect();
+        }
+        if !self.real.is_empty() {
+            all["real"] = self.real.iter().map(RealRow::json).collect();
+            let mean = real::mean_and_worst(&self.real);
+            all["geometric_mean"] = json!(mean.map(|(mean, ..)| round(mean)));
+            all["least_ratio"] = json!(mean.map(|(_, least, _)| round(least)));
         }
         all
     }
@@ -146,6 +162,8 @@ impl BenchReport {
             points::table(&self.points, &mut out);
         } else if !self.threads.is_empty() {
             threads::table(&self.threads, &mut out);
+        } else if !self.real.is_empty() {
+            real::table(&self.real, &mut out);
         } else {
             self.rows(&mut out);
         }
@@ -168,9 +186,10 @@ impl BenchReport {
             );
             rows.push((swaptide_label(&pair.swaptide), &pair.swaptide, true));
         }
-        rows.extend(self.alone.as_ref().map(|side| (swaptide_label(side), side, true)));
+        rows.extend(self.unpaired.usual.as_ref().map(|side| (swaptide_label(side), side, true)));
         rows.extend(
-            self.strict
+            self.unpaired
+                .bare
                 .as_ref()
                 .map(|side| (format!("{} (bare budget)", swaptide_label(side)), side, true)),
         );

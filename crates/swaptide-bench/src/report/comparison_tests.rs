@@ -26,11 +26,11 @@ fn report(better: Better, pairs: Vec<Pairing>) -> BenchReport {
         budget: 256 << 20,
         data: 1 << 30,
         runs: 3,
-        alone: None,
-        strict: None,
+        unpaired: Unpaired::default(),
         pairs,
         points: vec![],
         threads: vec![],
+        real: vec![],
         machine: json!({"kernel": "6.18"}),
         notes: vec!["a note".into()],
         failed: vec![],
@@ -93,7 +93,8 @@ fn less_is_better_turns_the_ratio_round() {
 #[test]
 fn without_a_peer_swaptide_stands_alone() {
     let mut report = report(Better::Higher, vec![]);
-    report.alone = Some(Side { resident: Some(250 << 20), ..side(900.0, 256 << 20, 100 << 20) });
+    report.unpaired.usual =
+        Some(Side { resident: Some(250 << 20), ..side(900.0, 256 << 20, 100 << 20) });
     let json = report.json();
     assert_eq!(json["swaptide"]["median"], 900.0);
     assert_eq!(json["swaptide"]["total_bytes"], 250 << 20);

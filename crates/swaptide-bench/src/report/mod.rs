@@ -2,6 +2,7 @@
 
 pub(crate) mod comparison;
 pub(crate) mod points;
+pub(crate) mod real;
 pub(crate) mod side;
 pub(crate) mod svg;
 pub(crate) mod threads;

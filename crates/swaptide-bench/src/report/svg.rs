@@ -7,6 +7,7 @@ use plotters::prelude::*;
 
 use crate::report::comparison::{BenchReport, SWAPTIDE, Side, human};
 use crate::report::points::{self, Point};
+use crate::report::real::{RealRow, RealSide};
 use crate::report::threads::{self, ThreadsRow, ThreadsSide};
 
 const INK: RGBColor = RGBColor(40, 44, 52);
@@ -24,12 +25,18 @@ pub fn draw(report: &BenchReport) -> Result<String, String> {
         let panels =
             points::contents(&report.points).len() + threads::phases(&report.threads).len();
         let width = if panels == 0 { 820 } else { 410 * (panels as u32).max(2) };
-        let area = SVGBackend::with_string(&mut text, (width, 430)).into_drawing_area();
+        let (width, height) = match report.real.len() as u32 {
+            0 => (width, 430),
+            rows => (1100, 130 + 46 * rows.div_ceil(divisors(&report.real).len() as u32)),
+        };
+        let area = SVGBackend::with_string(&mut text, (width, height)).into_drawing_area();
         let drawn = area.fill(&WHITE).map_err(Into::into).and_then(|()| {
             if !report.points.is_empty() {
                 curves(&area, report)
             } else if !report.threads.is_empty() {
                 by_threads(&area, report)
+            } else if !report.real.is_empty() {
+                by_program(&area, report)
             } else {
                 bars(&area, report)
             }
@@ -61,8 +68,10 @@ fn bars(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
         );
         rows.push((ours(&pair.swaptide), &pair.swaptide, OURS));
     }
-    rows.extend(report.alone.as_ref().map(|side| (ours(side), side, OURS)));
-    rows.extend(report.strict.as_ref().map(|side| (format!("{}, bare", ours(side)), side, OURS)));
+    rows.extend(report.unpaired.usual.as_ref().map(|side| (ours(side), side, OURS)));
+    rows.extend(
+        report.unpaired.bare.as_ref().map(|side| (format!("{}, bare", ours(side)), side, OURS)),
+    );
     let most = rows.iter().map(|r| r.1.stats.max).fold(f64::MIN_POSITIVE, f64::max) * 1.12;
     let count = rows.len();
     let mut chart = ChartBuilder::on(area)
@@ -257,10 +266,81 @@ fn by_threads(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
     Ok(())
 }
 
+/// The parts of their memory that programs had, the largest first.
+fn divisors(rows: &[RealRow]) -> Vec<u64> {
+    let mut divisors: Vec<u64> = rows.iter().map(|row| row.divisor).collect();
+    divisors.sort_unstable();
+    divisors.dedup();
+    divisors
+}
+
+/// Most times longer than without a limit that a bar shows.
+const MAX_SLOWDOWN: f64 = 10.0;
+
+/// A panel for each part of the memory, with two bars for each program: how many times longer it
+/// takes than without a limit.
+fn by_program(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
+    let title = "Time of real programs in a part of their memory, without a limit = 1 (lower is \
+        better)";
+    let area = area.titled(title, ("sans-serif", 20))?;
+    let divisors = divisors(&report.real);
+    for (panel, divisor) in area.split_evenly((1, divisors.len())).iter().zip(divisors) {
+        let rows: Vec<&RealRow> = report.real.iter().filter(|row| row.divisor == divisor).collect();
+        let mut chart = ChartBuilder::on(panel)
+            .caption(format!("1/{divisor} of the memory"), ("sans-serif", 16, &INK))
+            .margin(10)
+            .x_label_area_size(40)
+            .y_label_area_size(78)
+            .build_cartesian_2d(0.0..MAX_SLOWDOWN * 1.1, 0.0..rows.len() as f64)?;
+        chart
+            .configure_mesh()
+            .disable_y_mesh()
+            .disable_y_axis()
+            .x_desc("times the time without a limit")
+            .x_label_formatter(&tick)
+            .label_style(("sans-serif", 14, &INK))
+            .light_line_style(WHITE)
+            .draw()?;
+        for (at, row) in rows.iter().enumerate() {
+            let y = (rows.len() - 1 - at) as f64;
+            let (left, middle) = chart.backend_coord(&(0.0, y + 0.5));
+            let style = ("sans-serif", 14, &INK).into_text_style(panel).pos(right_middle());
+            panel.draw_text(&row.program, &style, (left - 8, middle))?;
+            let sides = [(Some(&row.ours), OURS, 0.5), (row.theirs.as_ref(), THEIRS[0], 0.1)];
+            for (side, colour, foot) in sides {
+                let Some(side) = side else { continue };
+                let slowdown = slowdown_of(side, &row.alone);
+                let end = slowdown.unwrap_or(0.0).min(MAX_SLOWDOWN);
+                let corners = [(0.0, y + foot), (end, y + foot + 0.38)];
+                chart.draw_series([Rectangle::new(corners, colour.filled())])?;
+                let shown = match slowdown {
+                    Some(slowdown) => format!("{slowdown:.1}"),
+                    None => side.ending.clone().unwrap_or_default(),
+                };
+                let place = chart.backend_coord(&(end, y + foot + 0.19));
+                let style = ("sans-serif", 12, &INK).into_text_style(panel).pos(left_middle());
+                panel.draw_text(&shown, &style, (place.0 + 5, place.1))?;
+            }
+        }
+        for (name, colour) in [(SWAPTIDE, OURS), ("the kernel's zram", THEIRS[0])] {
+            let none = std::iter::empty::<Rectangle<(f64, f64)>>();
+            chart.draw_series(none)?.label(name).legend(move |(x, y)| {
+                Rectangle::new([(x, y - 5), (x + 22, y + 5)], colour.filled())
+            });
+        }
+        legend(&mut chart)?;
+    }
+    Ok(())
+}
+
+fn slowdown_of(side: &RealSide, alone: &RealSide) -> Option<f64> {
+    Some(side.seconds()? / alone.seconds()?)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::comparison::{Better, Pairing, Spread};
+    use crate::report::comparison::{Better, Pairing, Spread, Unpaired};
     use crate::workload::phases::{PageContent, Phase};
 
     fn side(median: f64, limit: u64) -> Side {
@@ -286,11 +366,11 @@ mod tests {
             budget: 1 << 28,
             data: 1 << 30,
             runs: 1,
-            alone: None,
-            strict: None,
+            unpaired: Unpaired::default(),
             pairs: vec![],
             points: vec![],
             threads: vec![],
+            real: vec![],
             machine: serde_json::Value::Null,
             notes: vec![],
             failed: vec![],
@@ -338,6 +418,36 @@ mod tests {
             assert!(svg.contains(text), "{text} is not in the plot");
         }
         assert!(!svg.contains("64K"));
+    }
+
+    #[test]
+    fn each_real_program_has_its_bars() {
+        let side = |name: &str, seconds: f64, ending: Option<&str>| RealSide {
+            name: name.into(),
+            wall_s: vec![seconds],
+            cpu_s: vec![seconds],
+            allowed: 1 << 28,
+            peak: 0,
+            ending: ending.map(str::to_owned),
+            figures: Default::default(),
+        };
+        let mut report = report();
+        for divisor in [2, 3] {
+            for program in ["sort", "node"] {
+                report.real.push(RealRow {
+                    program: program.into(),
+                    what: String::new(),
+                    divisor,
+                    alone: side("alone", 2.0, None),
+                    ours: side(SWAPTIDE, 5.0, None),
+                    theirs: Some(side("kernel-zram 4K", 6.0, Some("killed"))),
+                });
+            }
+        }
+        let svg = draw(&report).unwrap();
+        for text in ["sort", "node", "1/2 of", "1/3 of", "2.5", "killed", "swaptide"] {
+            assert!(svg.contains(text), "{text} is not in the plot");
+        }
     }
 
     #[test]
