@@ -69,6 +69,7 @@ fn keep(segment: &'static Segment, groups: GroupTree, areas: &Arc<Areas>) -> Sav
         group: None,
         max: None,
         strict: true,
+        stall: Default::default(),
     };
     thread.add_run(run);
     let (controller, requests) = mpsc::channel();

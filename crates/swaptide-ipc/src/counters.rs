@@ -253,9 +253,52 @@ impl FaultHistogram {
     }
 }
 
+/// Number of buckets of [`RefaultHistogram`]: four to each power of two from 64 pages to 4 TiB.
+pub const REFAULT_BUCKETS: usize = 96;
+
+/// How many resident pages would have kept a page that came back, in logarithmic buckets: those
+/// there were, and those that went out between its going and its coming.
+#[repr(C)]
+pub struct RefaultHistogram {
+    /// Pages in each bucket.
+    pub pages: [AtomicU64; REFAULT_BUCKETS],
+}
+
+impl RefaultHistogram {
+    /// The bucket of a number of resident pages.
+    pub fn bucket(resident: u64) -> usize {
+        let resident = resident.max(64);
+        let exponent = 63 - resident.leading_zeros() as usize;
+        let quarter = ((resident >> (exponent - 2)) & 3) as usize;
+        ((exponent - 6) * 4 + quarter).min(REFAULT_BUCKETS - 1)
+    }
+
+    /// The number of resident pages from which on none of a bucket would have gone out.
+    pub fn bound(bucket: usize) -> u64 {
+        let exponent = bucket / 4 + 6;
+        let quarter = (bucket % 4) as u64;
+        (1u64 << exponent) + (quarter + 1) * (1u64 << (exponent - 2))
+    }
+
+    /// Counts a page that came back and would have stayed with `resident` resident pages.
+    pub fn record(&self, resident: u64) {
+        self.pages[Self::bucket(resident)].fetch_add(1, Relaxed);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_number_of_pages_is_within_the_bounds_of_its_bucket() {
+        for resident in [1, 64, 79, 80, 5_000, 77_777, 1 << 24, (1 << 29) + 7] {
+            let bucket = RefaultHistogram::bucket(resident);
+            assert!(resident < RefaultHistogram::bound(bucket), "{resident}");
+            assert!(bucket == 0 || resident >= RefaultHistogram::bound(bucket - 1), "{resident}");
+        }
+        assert_eq!(RefaultHistogram::bucket(u64::MAX), REFAULT_BUCKETS - 1);
+    }
 
     #[test]
     fn every_time_falls_into_the_bucket_of_its_bounds() {

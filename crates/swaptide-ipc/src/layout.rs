@@ -11,14 +11,14 @@ use swaptide_sys::mem::SharedMap;
 use swaptide_sys::thread::Nanos;
 
 use crate::area::{Area, MAX_AREAS};
-use crate::counters::{Counter, FaultHistogram};
+use crate::counters::{Counter, FaultHistogram, RefaultHistogram};
 use crate::group::Groups;
 use crate::ids::{ExtentId, MAX_EXTENTS, SlotIndex};
 
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 16;
+pub const VERSION: u32 = 17;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// The limit of a process that is being released.
@@ -172,6 +172,8 @@ pub struct ProcSlot {
     pub counters: [AtomicU64; COUNTERS],
     /// Fault times.
     pub faults: FaultHistogram,
+    /// What would have kept the pages that came back.
+    pub refaults: RefaultHistogram,
     /// Extents that the process holds, a bit each.
     pub held: [AtomicU64; MAX_EXTENTS / 64],
 }
@@ -513,6 +515,9 @@ impl Segment {
             bucket.store(0, Relaxed);
         }
         slot.faults.max_ns.store(0, Relaxed);
+        for bucket in &slot.refaults.pages {
+            bucket.store(0, Relaxed);
+        }
         slot.control.clear();
         slot.usage.clear();
         slot.usage.peak_footprint_bytes.store(0, Relaxed);
@@ -601,7 +606,10 @@ mod tests {
                 &["Header", "PoolConfig", "SwapInConfig", "InjectionConfig", "AreaTable"][..],
             ),
             ("Areas", &["Area", "AreaSpan", "ExportWords", "Segment"]),
-            ("Slots", &["ProcSlot", "ProcControl", "ProcUsage", "FaultHistogram"]),
+            (
+                "Slots",
+                &["ProcSlot", "ProcControl", "ProcUsage", "FaultHistogram", "RefaultHistogram"],
+            ),
             ("Groups", &["GroupSlot", "Groups"]),
         ] {
             let begins = format!("\n## {heading}");

@@ -32,7 +32,10 @@ pub use area::{
     Area, AreaId, AreaMask, AreaState, ExportFacts, ExtentPlace, MAX_AREAS, NewArea, Spot,
     Transport,
 };
-pub use counters::{Counter, FIRST_ORDER, FaultHistogram, HISTOGRAM_BUCKETS, LAST_ORDER, OfOrder};
+pub use counters::{
+    Counter, FIRST_ORDER, FaultHistogram, HISTOGRAM_BUCKETS, LAST_ORDER, OfOrder, REFAULT_BUCKETS,
+    RefaultHistogram,
+};
 pub use group::{GroupIndex, GroupSlot, MAX_GROUPS};
 pub use ids::{EXTENT_BYTES, ExtentId, MAX_EXTENTS, SlotIndex};
 pub use layout::{

@@ -16,6 +16,7 @@ use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use swaptide_host::control::agent_api::Users;
 use swaptide_host::daemon::server::{self, DaemonConfig};
+use swaptide_host::memctl::stall::{OnStall, StallPolicy};
 use swaptide_host::run::doctor;
 use swaptide_host::run::supervise::{self, RunConfig};
 
@@ -82,13 +83,15 @@ struct RunArgs {
     /// Write a JSON report to this file when the run ends
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
-    /// Print no summary at the end
+    /// Print no summary and no advice
     #[arg(long)]
     quiet: bool,
     /// Kill the run (status 137) when its memory stays more than 5% and 4M above the budget for 5
     /// seconds, or is more than 5% above it when swap space is full
     #[arg(long)]
     strict: bool,
+    #[command(flatten)]
+    stall: StallArgs,
     /// Which processes get a userfaultfd that also serves faults in system calls: those of all
     /// users in the run, or of this user only; the others are then not managed [default: all]
     #[arg(long, value_name = "all|same-user")]
@@ -124,6 +127,28 @@ struct RunArgs {
     /// Program and arguments
     #[arg(value_name = "CMD", trailing_var_arg = true, required = true)]
     command: Vec<OsString>,
+}
+
+/// What is done about a process that hardly gets anywhere.
+#[derive(Args)]
+struct StallArgs {
+    /// What to do when a process spends nearly all of its time waiting for memory: only say so,
+    /// stop the run, or kill it (status 124) [default: continue]
+    #[arg(long, value_name = "continue|stop|kill")]
+    on_stall: Option<OnStall>,
+    /// How much of 10 seconds, in percent, it has to wait for that [default: 90]
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u8).range(10..=99))]
+    max_stall: Option<u8>,
+}
+
+impl StallArgs {
+    fn policy(&self) -> StallPolicy {
+        let usual = StallPolicy::default();
+        StallPolicy {
+            then: self.on_stall.unwrap_or(usual.then),
+            percent: self.max_stall.unwrap_or(usual.percent),
+        }
+    }
 }
 
 #[derive(Args)]
@@ -180,6 +205,7 @@ fn run(args: RunArgs) -> ExitCode {
         report,
         quiet,
         strict,
+        stall,
         userfaultfd,
         shared,
         page_cluster,
@@ -196,6 +222,7 @@ fn run(args: RunArgs) -> ExitCode {
         report,
         quiet,
         strict,
+        stall: stall.policy(),
         userfaultfd,
         shared,
         page_cluster,

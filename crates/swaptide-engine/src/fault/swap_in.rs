@@ -541,6 +541,7 @@ impl FaultPath {
             return;
         };
         engine.count(Counter::WorkingsetRefault, 1);
+        engine.slot().refaults.record(mm.table.present() as u64 + distance);
         mm.pool_sizer.refault(distance, entry.ty() != POOL);
         if (distance as usize) < mm.table.present() / 2 {
             mm.table.update(page.chunk(), |c| c.hot = 1);

@@ -220,8 +220,14 @@ mod tests {
 
     #[test]
     fn a_daemon_is_waited_for_as_long_as_it_waits_for_its_controller() {
-        let run =
-            || Join { front: 1, group: None, program: String::new(), max: None, strict: false };
+        let run = || Join {
+            front: 1,
+            group: None,
+            program: String::new(),
+            max: None,
+            strict: false,
+            stall: Default::default(),
+        };
         for (question, asks) in
             [(Question::Look(run()), 1), (Question::Join(run()), 2), (Question::Totals, 1)]
         {

@@ -28,6 +28,7 @@ use crate::cgroup::tree::GroupView;
 use crate::client_conn::clients;
 use crate::control::agent_api::Users;
 use crate::memctl::controller::{self, MemoryController};
+use crate::memctl::stall::StallPolicy;
 use crate::report::totals::{Totals, View};
 use crate::swap::areas::{AreaError, AreaView, Areas};
 use crate::swap::circular;
@@ -129,6 +130,9 @@ pub struct Join {
     pub max: Option<u64>,
     /// They are killed when they have more than they may for long, or swap space is out.
     pub strict: bool,
+    /// What is done where one of them hardly gets anywhere for want of memory.
+    #[serde(default)]
+    pub stall: StallPolicy,
 }
 
 /// What a run has that a daemon keeps.

@@ -47,7 +47,7 @@ use crate::control::server::{
     Answer, Join, Joined, MAX_CLIENTS, Question, REQUEST_TIMEOUT, RequestHandler, ending,
     read_line, send_answer,
 };
-use crate::memctl::controller::{self, MemoryController};
+use crate::memctl::controller::{self, MemoryController, SayToRun};
 use crate::memctl::policy::MIN_BUDGET_BYTES;
 use crate::report::totals::View;
 use crate::signals;
@@ -137,7 +137,8 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
     if state.as_ref().is_none_or(|state| state.config != file.digest) {
         file.apply(&mut groups, owner).map_err(DaemonError::Groups)?;
     }
-    let mut controller = MemoryController::new(segment, Arc::clone(&areas), groups, budget);
+    let mut controller =
+        MemoryController::new(segment, Arc::clone(&areas), groups, budget).saying(log_of_runs());
     controller.set_idle(file.idle);
     if let Some(state) = &state {
         state.restore_runs(&mut controller, segment, segment_id);
@@ -416,7 +417,7 @@ impl ClientShared {
             }
             let group =
                 Some(controller.groups().ensure(&path, uid).map_err(|error| error.to_string())?);
-            let Join { front, program, max, strict, .. } = join;
+            let Join { front, program, max, strict, stall, .. } = join;
             controller.add_run(controller::ManagedRun {
                 root: pid,
                 front,
@@ -426,6 +427,7 @@ impl ClientShared {
                 group,
                 max,
                 strict,
+                stall,
             });
             Ok(())
         };
@@ -565,4 +567,18 @@ fn send_with(client: &UnixStream, answer: &Answer, fd: BorrowedFd<'_>) -> io::Re
     text.push(b'\n');
     Conn::from_fd(client.try_clone()?.into()).send(&text, &[fd])?;
     Ok(())
+}
+
+/// Has the controller's lines about runs logged, by another thread: a log that takes no more must
+/// not keep it from its work.
+fn log_of_runs() -> Box<SayToRun> {
+    let (lines, said) = mpsc::sync_channel::<String>(64);
+    // Without that thread nothing is logged.
+    let _ = std::thread::Builder::new().name("log".into()).spawn(move || {
+        said.iter().for_each(|line| log_line(&line));
+    });
+    Box::new(move |run, line| {
+        let program = run.program.replace(char::is_control, "?");
+        let _ = lines.try_send(format!("{program} (run {}): {line}", run.front));
+    })
 }

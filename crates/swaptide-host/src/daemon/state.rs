@@ -506,6 +506,7 @@ impl SavedState {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memctl::stall::{OnStall, StallPolicy};
     use crate::testing::Scratch;
 
     #[test]
@@ -619,6 +620,7 @@ mod tests {
             group: Some(index),
             max: Some(5),
             strict: true,
+            stall: StallPolicy { then: OnStall::Kill, percent: 70 },
         };
         controller.add_run(run);
         let text = serde_json::to_vec(&SavedState::of(&mut controller, 9, 1)).expect("JSON");
@@ -634,8 +636,8 @@ mod tests {
         state.restore_runs(&mut again, segment, SegmentId::of(other).expect("identity"));
         let run = again.runs().next().expect("the run").clone();
         assert_eq!(
-            (run.root, run.front, run.group, run.max, run.strict),
-            (me, 7, Some(index), Some(5), true)
+            (run.root, run.front, run.group, run.max, run.strict, run.stall.percent),
+            (me, 7, Some(index), Some(5), true, 70)
         );
         assert_eq!(
             segment.slot(foreign).pid.load(Relaxed),

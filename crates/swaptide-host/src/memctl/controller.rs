@@ -49,6 +49,7 @@ use crate::memctl::proactive::IdleReclaim;
 use crate::memctl::processes::{Life, ProcessTree, life};
 pub use crate::memctl::reclaim_requests::ReclaimOutcome;
 use crate::memctl::shared_pager::SharedPager;
+use crate::memctl::stall::OnStall;
 use crate::memctl::strict::Reason;
 use crate::report::totals::{ProcessView, Totals, View};
 use crate::swap::areas::Areas;
@@ -109,7 +110,12 @@ pub struct MemoryController {
     runs: Runs,
     watches: Watches,
     last_tick: Instant,
+    /// Tells the user of a run something.
+    say: Box<SayToRun>,
 }
+
+/// Tells the user of a run, by its root, something in one line.
+pub(crate) type SayToRun = dyn Fn(&ManagedRun, &str) + Send;
 
 impl MemoryController {
     /// A controller without runs.
@@ -131,7 +137,13 @@ impl MemoryController {
             runs: Runs::new(),
             watches: Watches::new(segment),
             last_tick: Instant::now(),
+            say: Box::new(|_, _| ()),
         }
+    }
+
+    /// Has `say` tell the users of runs what they must know at once.
+    pub(crate) fn saying(self, say: Box<SayToRun>) -> MemoryController {
+        MemoryController { say, ..self }
     }
 
     /// Counts shared memory, too.
@@ -252,9 +264,12 @@ impl MemoryController {
         });
         for root in self.runs.iter().map(|run| run.root).collect::<Vec<_>>() {
             self.enforce(root, &members, &processes);
+            self.look_for_stalls(root, &members);
         }
         self.runs.forget_ended(&mut self.tree);
-        policy::interval(&bounds, &counted).min(self.groups.reclaims.step(&self.groups.tree))
+        policy::interval(&bounds, &counted)
+            .min(self.groups.reclaims.step(&self.groups.tree))
+            .min(self.runs.stall_interval().unwrap_or(Duration::MAX))
     }
 
     /// What is known of a process; one without gets its group.
@@ -318,6 +333,46 @@ impl MemoryController {
         }
         if used <= most {
             kept.swap_full = full;
+        }
+    }
+
+    /// Tells of processes of a run that hardly get anywhere for want of memory, and does what is to
+    /// be done then (see [`stall`](crate::memctl::stall)).
+    fn look_for_stalls(&mut self, root: u32, members: &[TickMember]) {
+        let Some(kept) = self.runs.get_mut(root) else { return };
+        if kept.totals.waits.is_killed {
+            // Also the processes that it has started since.
+            self.tree.kill_all(root);
+            return;
+        }
+        let (policy, at) = (kept.run.stall, Instant::now());
+        let own = members.iter().filter(|member| member.run == root);
+        kept.stalls.keep_only(|pid| self.tree.contains(pid));
+        let mut found = Vec::new();
+        for member in own {
+            let Some(slot) = member.slot.map(|index| self.segment.slot(index)) else { continue };
+            if slot.state() == ProcState::Engaged {
+                found.extend(kept.stalls.look(member.pid, slot, policy, at));
+            }
+        }
+        let waits = &mut kept.totals.waits;
+        waits.lost_us = waits.lost_us.max(kept.stalls.most_lost_us());
+        if found.is_empty() {
+            return;
+        }
+        waits.stalls.count += found.len() as u64;
+        waits.stalls.last = found.last().cloned();
+        waits.is_killed |= policy.then == OnStall::Kill;
+        let run = kept.run.clone();
+        // Of a run under a daemon nobody chose the budget.
+        let budget = run.max.is_none().then(|| self.most_of(&run));
+        for verdict in found {
+            (self.say)(&run, &(verdict.describe(budget) + policy.then.what_is_done()));
+        }
+        match policy.then {
+            OnStall::Continue => {}
+            OnStall::Stop => self.tree.signal_all(root, libc::SIGSTOP),
+            OnStall::Kill => self.tree.kill_all(root),
         }
     }
 
@@ -395,6 +450,7 @@ impl MemoryController {
                 .map(|counter| (counter.name().to_owned(), totals.get(*counter)))
                 .collect(),
             fault_us: totals.fault_times(),
+            stalls: totals.waits.stalls.clone(),
             ..View::default()
         }
     }

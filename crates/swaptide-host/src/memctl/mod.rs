@@ -9,4 +9,5 @@ pub(crate) mod proactive;
 pub mod processes;
 mod reclaim_requests;
 pub(crate) mod shared_pager;
+pub mod stall;
 pub(crate) mod strict;

@@ -372,12 +372,17 @@ impl ProcessTree {
 
     /// Kills every member of a root's tree.
     pub(crate) fn kill_all(&self, root: u32) {
+        self.signal_all(root, libc::SIGKILL);
+    }
+
+    /// Sends a signal to every member of a root's tree.
+    pub(crate) fn signal_all(&self, root: u32, signal: i32) {
         // The root itself is a member where it is the pager of shared memory.
         for (_, member) in
             self.members.iter().filter(|(pid, member)| member.root == root && **pid != root)
         {
             // One that is gone already is no error.
-            let _ = pidfd_send_signal(member.pidfd.as_fd(), libc::SIGKILL);
+            let _ = pidfd_send_signal(member.pidfd.as_fd(), signal);
         }
     }
 }

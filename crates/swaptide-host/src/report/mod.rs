@@ -1,3 +1,5 @@
 //! What a run tells at its end, and what it shows while it runs.
 
+pub(crate) mod stalls;
 pub mod totals;
+pub(crate) mod working_set;

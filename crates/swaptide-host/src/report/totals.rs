@@ -19,6 +19,7 @@ use swaptide_store::codec::Scheme;
 use swaptide_sys::PAGE_SIZE;
 
 use crate::cgroup::tree::GroupView;
+use crate::report::stalls::{BudgetAdvice, MemoryWaits, StallReport};
 use crate::swap::areas::AreaView;
 use crate::swap::spec::PoolAcceptance;
 use crate::units::{human, human_count};
@@ -52,6 +53,9 @@ pub struct Totals {
     /// swap space was out.
     #[serde(default)]
     pub strict_used: Option<u64>,
+    /// Processes that waited for memory.
+    #[serde(default)]
+    pub waits: MemoryWaits,
 }
 
 impl Default for Totals {
@@ -69,6 +73,7 @@ impl Default for Totals {
             refused: 0,
             strict_kill: false,
             strict_used: None,
+            waits: MemoryWaits::default(),
         }
     }
 }
@@ -83,6 +88,7 @@ impl Totals {
             *sum = sum.saturating_add(bucket.load(Relaxed));
         }
         self.longest_fault_ns = self.longest_fault_ns.max(slot.faults.max_ns.load(Relaxed));
+        self.waits.add(slot);
     }
 
     /// The sum of a counter over all processes, those that have ended included.
@@ -157,6 +163,10 @@ pub struct Report {
     pub groups: Vec<GroupView>,
     /// What went wrong, in numbers.
     pub errors: BTreeMap<&'static str, u64>,
+    /// Processes that hardly got anywhere for want of memory.
+    pub stalls: StallReport,
+    /// What the run would have done with more memory; `null` where it waited little for it.
+    pub advice: Option<BudgetAdvice>,
 }
 
 /// A run as it is at a moment.
@@ -184,6 +194,9 @@ pub struct View {
     pub stats: BTreeMap<String, u64>,
     /// How long threads waited for faults.
     pub fault_us: FaultTimes,
+    /// Processes that hardly got anywhere for want of memory.
+    #[serde(default)]
+    pub stalls: StallReport,
 }
 
 /// A process of a run at a moment.
@@ -263,7 +276,13 @@ pub struct ReportFile {
 
 impl Report {
     /// The report of a run that ends now.
-    pub fn new(frame: &ReportFile, totals: &Totals, exit_status: u8, wall_s: f64) -> Report {
+    pub fn new(
+        frame: &ReportFile,
+        totals: &Totals,
+        exit_status: u8,
+        wall_s: f64,
+        advice: Option<BudgetAdvice>,
+    ) -> Report {
         let ReportFile { pool_cap: size_bytes, acceptance, .. } = *frame;
         let Scheme { choice, level } = frame.codec;
         let zstd_level = choice.has_zstd().then_some(level.get());
@@ -297,6 +316,8 @@ impl Report {
                 ("processes_refused", totals.refused),
                 ("past_budget_bytes", past_budget(frame, totals)),
             ]),
+            stalls: totals.waits.stalls.clone(),
+            advice,
         }
     }
 }
@@ -494,7 +515,7 @@ mod tests {
 
     #[test]
     fn the_report_has_the_documented_keys() {
-        let report = Report::new(&frame(), &swapped_totals(), 3, 1.5);
+        let report = Report::new(&frame(), &swapped_totals(), 3, 1.5, None);
         let json: serde_json::Value = serde_json::to_value(&report).expect("json");
         let keys: Vec<&str> =
             json.as_object().expect("object").keys().map(String::as_str).collect();
@@ -546,7 +567,8 @@ mod tests {
         let path = scratch.path("out.json");
         for status in [1, 2] {
             let mut sink = Sink::open(&path).expect("writable");
-            sink.write(&Report::new(&frame(), &Totals::default(), status, 0.1)).expect("written");
+            sink.write(&Report::new(&frame(), &Totals::default(), status, 0.1, None))
+                .expect("written");
             let json: serde_json::Value =
                 serde_json::from_slice(&std::fs::read(&path).expect("read")).expect("json");
             assert_eq!(json["exit_status"], status);

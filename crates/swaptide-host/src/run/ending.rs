@@ -229,9 +229,23 @@ fn next_look(before: Option<(u32, u64)>, waits: u64) -> u32 {
 
 /// Kills a descendant of `root`.
 fn kill(pid: u32, root: u32) -> bool {
+    signal_descendant(pid, root, libc::SIGKILL)
+}
+
+/// Sends a signal to `pid`, if it descends from `root`.
+fn signal_descendant(pid: u32, root: u32, signal: i32) -> bool {
     let Ok(process) = pidfd_open(pid) else { return false };
     // The number cannot come to mean another process any more.
-    descends(pid, root) && pidfd_send_signal(process.as_fd(), libc::SIGKILL).is_ok()
+    descends(pid, root) && pidfd_send_signal(process.as_fd(), signal).is_ok()
+}
+
+/// Sends a signal to all that descends from `root`.
+pub(super) fn signal_descendants(root: u32, signal: i32) {
+    for process in processes().unwrap_or_default() {
+        if !process.zombie && descends(process.pid, root) {
+            signal_descendant(process.pid, root, signal);
+        }
+    }
 }
 
 #[cfg(test)]

@@ -46,6 +46,7 @@ use crate::control::Users;
 use crate::control::daemon_client::{self as client, RemoteAreas};
 use crate::control::server::{Join, Joined};
 use crate::memctl::policy::MIN_BUDGET_BYTES;
+use crate::memctl::stall::StallPolicy;
 use crate::report::totals::{ReportFile, Sink, program_name};
 use crate::run::agent::find_agent;
 use crate::run::channel::Channel;
@@ -85,6 +86,8 @@ pub struct RunConfig {
     pub quiet: bool,
     /// `--strict`.
     pub strict: bool,
+    /// `--on-stall` and `--max-stall`.
+    pub stall: StallPolicy,
     /// `--userfaultfd`.
     pub userfaultfd: Option<Users>,
     /// `--shared`: large anonymous shared mappings are swapped, too.
@@ -216,6 +219,7 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         report,
         quiet: config.quiet,
         strict: config.strict,
+        stall: config.stall,
         users,
         shared: config.shared,
         fail: wanted_failure(),
@@ -283,6 +287,7 @@ fn look_for_daemon(
         group: config.group.clone(),
         max,
         strict: config.strict,
+        stall: config.stall,
     };
     let Some((joined, segment)) = client::look(&join).map_err(RunError::Daemon)? else {
         return Ok(None);

@@ -16,6 +16,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use rustix::net::{SendFlags, send};
 use swaptide_ipc::{ENV_SOCKET, GroupIndex, Segment};
 use swaptide_sys::process::set_child_subreaper;
 use swaptide_sys::ptrace;
@@ -26,14 +27,15 @@ use crate::control::agent_api::{AgentServer, Users};
 use crate::control::daemon_client::{self as client, RemoteAreas};
 use crate::control::fork_tracer::{self, TracedForks};
 use crate::control::server::{self, ControlSocket, Join, ServedRun};
-use crate::memctl::controller::{self, MemoryController};
+use crate::memctl::controller::{self, MemoryController, SayToRun};
 use crate::memctl::shared_pager::SharedPager;
+use crate::memctl::stall::{OnStall, StallPolicy};
 use crate::report::totals::{Report, ReportFile, Sink, summary};
 use crate::run::channel::{Channel, LauncherMessage, PassOn};
 use crate::run::descriptors::{
     leave_directory, raise_descriptor_limit, raise_file_size_limit, release_streams,
 };
-use crate::run::ending::Ending;
+use crate::run::ending::{Ending, signal_descendants};
 use crate::run::inheritance::Inheritance;
 use crate::run::target::Target;
 use crate::signals::{self, ChildStatus, Inherited, Signals};
@@ -45,6 +47,8 @@ use crate::units::human;
 const SAME_SIGNAL_TIME: Duration = Duration::from_secs(2);
 /// How often clients are looked at when there are more than can be waited for.
 const CROWDED_POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// The exit status of a run that was killed because it hardly got anywhere.
+const STALL_STATUS: u8 = 124;
 
 /// The controller of a run.
 pub(super) enum RunMode {
@@ -80,6 +84,7 @@ pub(super) struct Prepared {
     pub(super) report: Option<(PathBuf, Sink)>,
     pub(super) quiet: bool,
     pub(super) strict: bool,
+    pub(super) stall: StallPolicy,
     pub(super) users: Users,
     pub(super) shared: bool,
     /// What a test wants to fail. As for `follows_forks`, what the segment says does not count.
@@ -113,7 +118,7 @@ impl Prepared {
 
     /// Starts the controller of a run that is alone, and opens its control socket; and what a pager
     /// of shared memory needs.
-    fn keep(&mut self, front: u32) -> SideServices {
+    fn keep(&mut self, front: u32, channel: &Channel) -> SideServices {
         raise_descriptor_limit();
         if self.shared {
             raise_file_size_limit();
@@ -134,7 +139,8 @@ impl Prepared {
             self.place.frame.budget,
         )
         .with_shared(shared)
-        .within_cgroups();
+        .within_cgroups()
+        .saying(say_to_front(channel, self.quiet));
         let uid = rustix::process::geteuid().as_raw();
         let run = controller::ManagedRun {
             root,
@@ -145,6 +151,7 @@ impl Prepared {
             group: *group,
             max: None,
             strict: self.strict,
+            stall: self.stall,
         };
         thread.add_run(run);
         let thread = std::thread::Builder::new()
@@ -214,7 +221,7 @@ impl Supervisor {
         };
         release_streams(&prepared.inherited_fds, &[0, 1, 2]);
         leave_directory();
-        let kept = prepared.keep(front);
+        let kept = prepared.keep(front, &channel);
         let followed = TracedForks::new(prepared.follows_forks);
         let back = Supervisor {
             prepared,
@@ -379,10 +386,14 @@ impl Supervisor {
                         channel.send(&LauncherMessage::Stopped);
                     }
                 }
-                ChildStatus::Continued(pid)
-                    if Some(pid) == self.program && self.channel.is_some() =>
-                {
-                    signals::send(self.front, libc::SIGCONT);
+                ChildStatus::Continued(pid) if Some(pid) == self.program => {
+                    if self.channel.is_some() {
+                        signals::send(self.front, libc::SIGCONT);
+                    }
+                    if self.prepared.stall.then == OnStall::Stop {
+                        // The whole tree was stopped.
+                        signal_descendants(std::process::id(), libc::SIGCONT);
+                    }
                 }
                 ChildStatus::Nothing => break true,
                 ChildStatus::NoChild => break false,
@@ -407,7 +418,11 @@ impl Supervisor {
         let told = totals.is_some();
         let totals = totals.unwrap_or_default();
         let wall_s = self.prepared.started.elapsed().as_secs_f64();
-        let status = if totals.strict_kill { 137 } else { status };
+        let status = match (totals.strict_kill, totals.waits.is_killed) {
+            (true, _) => 137,
+            (false, true) => STALL_STATUS,
+            (false, false) => status,
+        };
         let frame = &self.prepared.place.frame;
         let mut lines = Vec::new();
         if totals.strict_kill {
@@ -425,13 +440,28 @@ impl Supervisor {
                 ),
             });
         }
+        let then = self.prepared.stall.then;
+        if let (RunMode::Daemon { .. }, Some(last)) =
+            (&self.prepared.place.mode, &totals.waits.stalls.last)
+            && (!self.prepared.quiet || then != OnStall::Continue)
+        {
+            // Its daemon has told its own log alone.
+            let line = last.describe(None) + then.what_is_done();
+            lines.push(format!("{}: {line}", frame.program));
+        }
+        let is_killed = totals.strict_kill || totals.waits.is_killed || status >= 128;
+        let is_alone = matches!(self.prepared.place.mode, RunMode::Alone { .. });
+        let advice = (is_alone && !is_killed)
+            .then(|| totals.waits.advice(frame.budget, wall_s, least_seconds()))
+            .flatten();
         if !told {
             lines.push(format!("{}: no daemon to ask what was swapped", frame.program));
         } else if !self.prepared.quiet {
             lines.push(summary(frame, &totals, wall_s));
+            lines.extend(advice.map(|advice| advice.describe(&frame.program)));
         }
         if let Some((path, sink)) = &mut self.prepared.report
-            && let Err(error) = sink.write(&Report::new(frame, &totals, status, wall_s))
+            && let Err(error) = sink.write(&Report::new(frame, &totals, status, wall_s, advice))
         {
             lines.push(format!("--report: {}: not written: {error}", path.display()));
         }
@@ -439,6 +469,34 @@ impl Supervisor {
             channel.send(&LauncherMessage::Ended { status, lines, stays });
         }
     }
+}
+
+/// Has a thread tell the front something, and so the user; where that wants `quiet`, only what was
+/// done to the run.
+fn say_to_front(channel: &Channel, quiet: bool) -> Box<SayToRun> {
+    // Each message is one small write: those of two threads do not mix.
+    let stream = channel.stream.try_clone().ok();
+    Box::new(move |run, line| {
+        if quiet && run.stall.then == OnStall::Continue {
+            return;
+        }
+        let line = format!("{}: {line}", run.program);
+        let Ok(mut message) = serde_json::to_vec(&LauncherMessage::Said(line)) else { return };
+        message.push(b'\n');
+        // A front that is stopped reads nothing, and limits must be kept: the line is lost then.
+        let _ = stream.as_ref().map(|stream| send(stream, &message, SendFlags::DONTWAIT));
+    })
+}
+
+/// The time that the processes of the run would take at least: their CPU time in user mode, on all
+/// CPUs at the same time.
+fn least_seconds() -> f64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    // Of the children that were waited for: the 16th field, the 14th behind the name.
+    let ticks = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(13));
+    let ticks: u64 = ticks.and_then(|ticks| ticks.parse().ok()).unwrap_or(0);
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    ticks as f64 / rustix::param::clock_ticks_per_second().max(1) as f64 / cpus as f64
 }
 
 /// Starts the program, which tells the front its own number before it begins: however early this

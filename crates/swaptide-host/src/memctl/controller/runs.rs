@@ -14,6 +14,7 @@ use swaptide_sys::sock::poll_readable;
 use super::TickMember;
 use crate::memctl::policy::Process;
 use crate::memctl::processes::ProcessTree;
+use crate::memctl::stall::{StallPolicy, StallWatch};
 use crate::memctl::strict::Excess;
 use crate::report::totals::Totals;
 
@@ -41,6 +42,9 @@ pub struct ManagedRun {
     pub max: Option<u64>,
     /// They are killed when they have more than they may for long, or swap space is out.
     pub strict: bool,
+    /// What is done where one of them hardly gets anywhere.
+    #[serde(default)]
+    pub stall: StallPolicy,
 }
 
 /// A run, and what it did so far.
@@ -53,6 +57,7 @@ pub(super) struct RunRecord {
     /// Of times that swap space was out, those before it was last within its budget.
     pub(super) swap_full: u64,
     pub(super) excess: Excess,
+    pub(super) stalls: StallWatch,
 }
 
 /// The runs, by the process whose descendants theirs are.
@@ -69,8 +74,15 @@ impl Runs {
 
     pub(super) fn add(&mut self, run: ManagedRun) {
         let pidfd = pidfd_open(run.root).ok();
-        let (totals, excess) = (Totals::default(), Excess::default());
-        self.records.insert(run.root, RunRecord { run, pidfd, totals, swap_full: 0, excess });
+        let record = RunRecord {
+            pidfd,
+            totals: Totals::default(),
+            swap_full: 0,
+            excess: Excess::default(),
+            stalls: StallWatch::default(),
+            run,
+        };
+        self.records.insert(record.run.root, record);
     }
 
     pub(super) fn get(&self, root: u32) -> Option<&RunRecord> {
@@ -83,6 +95,11 @@ impl Runs {
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &ManagedRun> {
         self.records.values().map(|record| &record.run)
+    }
+
+    /// When processes that wait much are to be looked at again at the latest.
+    pub(super) fn stall_interval(&self) -> Option<Duration> {
+        self.records.values().filter_map(|record| record.stalls.interval()).min()
     }
 
     /// The root of the run, where there is only one.

@@ -33,6 +33,7 @@ fn controller(
         group: None,
         max: None,
         strict,
+        stall: Default::default(),
     });
     controller
 }

@@ -1,0 +1,458 @@
+//! Programs that hardly get anywhere for want of memory, and what is done about them.
+//!
+//! A process *stalls* where over ten seconds nearly all of its time went to waiting for memory.
+//! What the engine counts is not enough for that: it does not see how long a thread waits before
+//! the handler looks at its fault. So of a process that waits much by that count, the threads are
+//! looked at again and again (those of the engine apart): a thread that runs, or stands in a
+//! fault, has something to do. Of this time only what the kernel counts as CPU time in user mode
+//! gets the program on; and a good part of it must be time in faults, or it is CPU time that it
+//! lacks.
+//!
+//! Owns what was seen of each process that waits much.
+//!
+//! Locks: none; the controller's thread alone.
+
+use std::collections::{HashMap, VecDeque};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use swaptide_ipc::{Counter, ProcSlot};
+use swaptide_sys::thread::now;
+
+use crate::report::stalls::StallVerdict;
+use crate::report::working_set::{
+    ProcMemory, ROUND_TRIP_US, RefaultCounts, WorkingSet, refaults_since,
+};
+
+/// The time that is judged.
+const WINDOW: Duration = Duration::from_secs(10);
+/// How often a process is looked at.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// A process that goes on stalling is told of again after this time.
+const SAY_INTERVAL: Duration = Duration::from_secs(60);
+/// A process that waits for less of its time than this is not looked at any closer, in percent.
+const SUSPECT_PERCENT: u64 = 20;
+/// How often the threads of the others are looked at.
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(40);
+/// Of the time in which threads have something to do, so much must be spent in faults, in percent.
+const MIN_FAULTING_PERCENT: u64 = 30;
+/// No more than this many times as fast is foretold.
+const MAX_SPEEDUP: u64 = 100;
+/// After so long without a look the time before does not count: nothing may have run.
+const MAX_GAP: Duration = Duration::from_secs(3);
+/// Processes with more threads are not looked at closer: each would be read.
+const MAX_THREADS: usize = 256;
+/// How the names of the engine's threads begin, and the signals that they block: all. (The file
+/// tells of 31 alone, among them SIGKILL and SIGSTOP, which no thread blocks.)
+const ENGINE_THREAD: &str = "swaptide";
+const ENGINE_BLOCKS: &str = "2147221247";
+
+/// What is done with a run in which a process stalls.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum OnStall {
+    /// It is told, and nothing else.
+    #[default]
+    Continue,
+    /// All its processes are stopped.
+    Stop,
+    /// All its processes are killed.
+    Kill,
+}
+
+impl OnStall {
+    /// What is done, at the end of a line.
+    pub(crate) fn what_is_done(self) -> &'static str {
+        match self {
+            OnStall::Continue => "",
+            OnStall::Stop => "; stopped: kill -CONT lets it continue",
+            OnStall::Kill => "; killed",
+        }
+    }
+}
+
+impl FromStr for OnStall {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<OnStall, String> {
+        match text {
+            "continue" => Ok(OnStall::Continue),
+            "stop" => Ok(OnStall::Stop),
+            "kill" => Ok(OnStall::Kill),
+            _ => Err("give continue, stop or kill".into()),
+        }
+    }
+}
+
+/// When a process stalls, and what is done then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StallPolicy {
+    /// What is done.
+    pub then: OnStall,
+    /// Of a hundred, the part of its time that goes to waiting.
+    pub percent: u8,
+}
+
+impl Default for StallPolicy {
+    fn default() -> StallPolicy {
+        StallPolicy { then: OnStall::default(), percent: 90 }
+    }
+}
+
+/// What was seen of a process in about a second.
+#[derive(Clone, Copy, Default)]
+struct Slice {
+    time: Duration,
+    /// CPU time of the program's threads in user mode.
+    own_us: u64,
+    /// Looks at the threads.
+    samples: u64,
+    /// How many threads had something to do, added up over the looks, and how many of these stood
+    /// in a fault.
+    active: u64,
+    faulting: u64,
+}
+
+/// A process that waits much.
+struct Suspect {
+    slices: VecDeque<Slice>,
+    /// What comes next.
+    slice: Slice,
+    /// CPU time of the program's threads at the last look.
+    own_us: u64,
+    sampled: Instant,
+    /// The pages that had come back when it was first looked at.
+    refaults: RefaultCounts,
+}
+
+/// The processes of a run.
+#[derive(Default)]
+pub(super) struct StallWatch {
+    /// When each was looked at, and how long it had waited then.
+    looked: HashMap<u32, (Instant, u64)>,
+    suspects: HashMap<u32, Suspect>,
+    said: HashMap<u32, Instant>,
+    /// What each process has lost by waiting so far, in microseconds.
+    lost: HashMap<u32, u64>,
+}
+
+/// A thread, as its file `stat` has it.
+#[derive(Debug, PartialEq, Eq)]
+struct WatchedThread {
+    user_ticks: u64,
+    runs: bool,
+    is_engine: bool,
+}
+
+impl WatchedThread {
+    /// Of the text of that file; also of a process's, whose time is that of all its threads.
+    fn parse(stat: &str) -> Option<WatchedThread> {
+        let (name, rest) = stat.split_once('(')?.1.rsplit_once(')')?;
+        let mut fields = rest.split_whitespace();
+        let runs = fields.next()? == "R";
+        let user_ticks = fields.by_ref().nth(10)?.parse().ok()?;
+        let is_engine = name.starts_with(ENGINE_THREAD) && fields.nth(17) == Some(ENGINE_BLOCKS);
+        Some(WatchedThread { user_ticks, runs, is_engine })
+    }
+
+    fn read(path: &Path) -> Option<WatchedThread> {
+        WatchedThread::parse(&std::fs::read_to_string(path.join("stat")).ok()?)
+    }
+}
+
+/// The directories of a process's threads; `None` when it is gone, or has too many.
+fn tasks(pid: u32) -> Option<Vec<PathBuf>> {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).ok()?;
+    let tasks: Vec<_> = tasks.filter_map(|entry| Some(entry.ok()?.path())).collect();
+    (tasks.len() <= MAX_THREADS).then_some(tasks)
+}
+
+/// CPU time in user mode of a process, without that of the engine's threads, in microseconds.
+fn own_cpu_us(pid: u32) -> Option<u64> {
+    let all = WatchedThread::read(Path::new(&format!("/proc/{pid}")))?.user_ticks;
+    // Threads that have ended are in the process's time alone; those of the engine do not end.
+    let engine: u64 = tasks(pid)?
+        .iter()
+        .filter_map(|task| WatchedThread::read(task))
+        .filter_map(|thread| thread.is_engine.then_some(thread.user_ticks))
+        .sum();
+    let tick_us = 1_000_000 / rustix::param::clock_ticks_per_second().max(1);
+    Some(all.saturating_sub(engine) * tick_us)
+}
+
+/// How many of a process's threads have something to do, and how many of these stand in a fault.
+fn threads_at_work(pid: u32) -> Option<(u64, u64)> {
+    let (mut active, mut faulting) = (0, 0);
+    for task in tasks(pid)? {
+        match WatchedThread::read(&task) {
+            Some(thread) if thread.is_engine => {}
+            Some(thread) if thread.runs => active += 1,
+            _ => {
+                let waits_in = std::fs::read_to_string(task.join("wchan")).unwrap_or_default();
+                let is_in_fault = waits_in.starts_with("handle_userfault");
+                // 0: it runs by now. (Where that may not be read, no thread is seen to fault.)
+                active += u64::from(is_in_fault || waits_in == "0");
+                faulting += u64::from(is_in_fault);
+            }
+        }
+    }
+    Some((active, faulting))
+}
+
+/// Of a hundred, what `part` is of the time.
+fn percent(part_us: u64, time: Duration) -> u64 {
+    (u128::from(part_us) * 100 / time.as_micros().max(1)).min(100) as u64
+}
+
+impl StallWatch {
+    /// Looks at a process, if it is time. `Some` when it stalls and that was not told a short time
+    /// ago.
+    pub(super) fn look(
+        &mut self,
+        pid: u32,
+        slot: &ProcSlot,
+        policy: StallPolicy,
+        at: Instant,
+    ) -> Option<StallVerdict> {
+        if let Some(suspect) = self.suspects.get_mut(&pid) {
+            suspect.sample(pid, at);
+        }
+        let waited_us = slot
+            .stalled_us(now())
+            .saturating_add(slot.counted(Counter::Pgmajfault).saturating_mul(ROUND_TRIP_US));
+        let (then, before) = *self.looked.entry(pid).or_insert((at, waited_us));
+        let time = at.duration_since(then);
+        if time < INTERVAL {
+            return None;
+        }
+        self.looked.insert(pid, (at, waited_us));
+        // One that is held back for `swap.high` waits for its group, not for memory.
+        if time > MAX_GAP || slot.control.throttle_us.load(Relaxed) != 0 {
+            self.suspects.remove(&pid);
+            return None;
+        }
+        if percent(waited_us.saturating_sub(before), time) < SUSPECT_PERCENT {
+            self.suspects.remove(&pid);
+            return None;
+        }
+        let own_us = own_cpu_us(pid)?;
+        let Some(suspect) = self.suspects.get_mut(&pid) else {
+            let refaults = refaults_since(slot, None);
+            self.suspects.insert(pid, Suspect::new(own_us, refaults, at));
+            return None;
+        };
+        *self.lost.entry(pid).or_default() += suspect.end_slice(own_us, time);
+        let found = suspect.judge(policy)?;
+        let refaults = refaults_since(slot, Some(&suspect.refaults));
+        // What comes next is judged afresh.
+        self.suspects.remove(&pid);
+        let was_said = self.said.get(&pid).is_some_and(|said| {
+            at.duration_since(*said) < SAY_INTERVAL && policy.then != OnStall::Kill
+        });
+        if was_said {
+            return None;
+        }
+        self.said.insert(pid, at);
+        let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        Some(StallVerdict {
+            pid,
+            name: name.trim_end().replace(char::is_control, "?"),
+            waiting_percent: found.waits,
+            speedup: found.speedup,
+            working_set: WorkingSet::estimate(&refaults, &ProcMemory::of(slot)),
+        })
+    }
+
+    /// The most that a process has lost by waiting so far, in microseconds.
+    pub(super) fn most_lost_us(&self) -> u64 {
+        self.lost.values().copied().max().unwrap_or(0)
+    }
+
+    /// When the next look is due at the latest.
+    pub(super) fn interval(&self) -> Option<Duration> {
+        (!self.suspects.is_empty()).then_some(SAMPLE_INTERVAL)
+    }
+
+    /// Forgets the processes that are gone.
+    pub(super) fn keep_only(&mut self, lives: impl Fn(u32) -> bool) {
+        self.looked.retain(|pid, _| lives(*pid));
+        self.suspects.retain(|pid, _| lives(*pid));
+        self.said.retain(|pid, _| lives(*pid));
+        self.lost.retain(|pid, _| lives(*pid));
+    }
+}
+
+/// What a window came to.
+#[derive(Debug, PartialEq, Eq)]
+struct StallWindow {
+    waits: u64,
+    speedup: u64,
+}
+
+impl Suspect {
+    fn new(own_us: u64, refaults: RefaultCounts, at: Instant) -> Suspect {
+        let (slices, slice) = (VecDeque::new(), Slice::default());
+        Suspect { slices, slice, own_us, sampled: at, refaults }
+    }
+
+    /// Looks at the threads, if it is time.
+    fn sample(&mut self, pid: u32, at: Instant) {
+        if at.duration_since(self.sampled) < SAMPLE_INTERVAL / 2 {
+            return;
+        }
+        self.sampled = at;
+        if let Some((active, faulting)) = threads_at_work(pid) {
+            self.slice.samples += 1;
+            self.slice.active += active;
+            self.slice.faulting += faulting;
+        }
+    }
+
+    /// The time since the last call is over. Gives what the process has lost in it: the time in
+    /// which a thread had something to do, but for its CPU time, in microseconds.
+    fn end_slice(&mut self, own_us: u64, time: Duration) -> u64 {
+        let slice = std::mem::take(&mut self.slice);
+        let used_us = own_us.saturating_sub(std::mem::replace(&mut self.own_us, own_us));
+        self.slices.push_back(Slice { time, own_us: used_us, ..slice });
+        let is_faulting = slice.faulting * 100 >= slice.active * MIN_FAULTING_PERCENT;
+        let busy = (slice.active as f64 / slice.samples.max(1) as f64).min(1.0);
+        let busy_us = (time.as_micros() as f64 * busy) as u64;
+        if is_faulting { busy_us.saturating_sub(used_us) } else { 0 }
+    }
+
+    /// Judges the last [`WINDOW`], if there was such a long time.
+    fn judge(&mut self, policy: StallPolicy) -> Option<StallWindow> {
+        let time = |slices: &VecDeque<Slice>| slices.iter().map(|slice| slice.time).sum();
+        let mut all: Duration = time(&self.slices);
+        while let Some(first) = self.slices.front().map(|slice| slice.time)
+            && all >= WINDOW + first
+        {
+            self.slices.pop_front();
+            all = time(&self.slices);
+        }
+        if all < WINDOW {
+            return None;
+        }
+        let sum = |of: fn(&Slice) -> u64| self.slices.iter().map(of).sum::<u64>();
+        let (samples, active, faulting) =
+            (sum(|slice| slice.samples), sum(|slice| slice.active), sum(|slice| slice.faulting));
+        let (own_us, bound) = (sum(|slice| slice.own_us), u64::from(policy.percent));
+        // The time in which its threads had something to do, all added up.
+        let busy_us = (all.as_micros() as u64).saturating_mul(active) / samples.max(1);
+        let waits = 100 - (own_us.saturating_mul(100) / busy_us.max(1)).min(100);
+        let has_work = busy_us >= all.as_micros() as u64 / 100 * bound;
+        let faults = faulting * 100 >= active * MIN_FAULTING_PERCENT;
+        if !has_work || !faults || waits < bound {
+            return None;
+        }
+        Some(StallWindow { waits, speedup: (busy_us / own_us.max(1)).clamp(1, MAX_SPEEDUP) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use swaptide_ipc::REFAULT_BUCKETS;
+
+    /// Judges seconds, each with milliseconds of CPU time, and of ten looks how many threads had
+    /// something to do and how many stood in a fault.
+    fn judged(policy: StallPolicy, seconds: &[(u64, u64, u64)]) -> Vec<Option<StallWindow>> {
+        let mut suspect = Suspect::new(0, [0; REFAULT_BUCKETS], Instant::now());
+        let mut own_us = 0;
+        let mut second = |(own_ms, active, faulting): &(u64, u64, u64)| {
+            own_us += own_ms * 1000;
+            suspect.slice =
+                Slice { samples: 10, active: *active, faulting: *faulting, ..Slice::default() };
+            suspect.end_slice(own_us, Duration::from_secs(1));
+            suspect.judge(policy)
+        };
+        seconds.iter().map(&mut second).collect()
+    }
+
+    fn usual(seconds: &[(u64, u64, u64)]) -> Vec<Option<StallWindow>> {
+        judged(StallPolicy::default(), seconds)
+    }
+
+    #[test]
+    fn ten_seconds_of_waiting_are_a_verdict_and_nine_are_none() {
+        let verdicts = usual(&[(20, 10, 7); 12]);
+        assert!(verdicts[..9].iter().all(Option::is_none), "{verdicts:?}");
+        assert_eq!(verdicts[9], Some(StallWindow { waits: 98, speedup: 50 }));
+        assert!(verdicts[11].is_some());
+        // Eight threads that all wait.
+        assert_eq!(usual(&[(100, 80, 60); 10])[9].as_ref().map(|found| found.waits), Some(99));
+    }
+
+    #[test]
+    fn a_program_that_gets_on_has_no_verdict() {
+        let is_left = |seconds: &[(u64, u64, u64)]| usual(seconds).iter().all(Option::is_none);
+        assert!(is_left(&[(1500, 80, 20); 30]), "several threads, and two CPUs have work");
+        assert!(is_left(&[(300, 10, 6); 30]), "it waits for two thirds of its time");
+        assert!(is_left(&[(10, 5, 5); 30]), "it sleeps half of its time");
+        assert!(is_left(&[(20, 10, 1); 30]), "it is CPU time that it lacks");
+        assert!(is_left(&[(0, 0, 0); 30]), "it sleeps");
+        let mut seconds = [(10, 10, 8); 40];
+        seconds.iter_mut().step_by(5).for_each(|second| *second = (900, 10, 1));
+        assert!(is_left(&seconds), "it works for a second of each five");
+    }
+
+    #[test]
+    fn the_bound_may_be_another() {
+        let policy = StallPolicy { then: OnStall::Kill, percent: 50 };
+        let seconds = [(400, 10, 6); 10];
+        assert_eq!(judged(policy, &seconds)[9], Some(StallWindow { waits: 60, speedup: 2 }));
+        assert_eq!(usual(&seconds)[9], None);
+    }
+
+    #[test]
+    fn the_engines_threads_do_not_count() {
+        let stat = |name: &str, blocks: &str| {
+            format!(
+                "7 ({name}) S 1 7 7 0 -1 4194560 10 20 30 40 500 60 7000 800 20 0 1 0 99 1000 10 \
+                18446744073709551615 1 2 3 0 0 0 {blocks} 4096 0 1 0 0 17 1 0 0 0"
+            )
+        };
+        let parsed = |name: &str, blocks: &str| {
+            let thread = WatchedThread::parse(&stat(name, blocks)).expect("a thread");
+            (thread.user_ticks, thread.runs, thread.is_engine)
+        };
+        assert_eq!(parsed("python3", "0"), (500, false, false));
+        assert_eq!(parsed("a) b (c", ENGINE_BLOCKS), (500, false, false));
+        assert_eq!(parsed("swaptide", "0"), (500, false, false), "a program of that name");
+        assert_eq!(parsed("swaptide-work", ENGINE_BLOCKS), (500, false, true));
+        assert_eq!(WatchedThread::parse("damaged"), None);
+        let (active, faulting) = threads_at_work(std::process::id()).expect("this process");
+        assert!(active > 0 && faulting == 0, "this thread runs: {active}, {faulting}");
+        let me = own_cpu_us(std::process::id()).expect("this process lives");
+        assert!(me < 3_600_000_000, "{me}");
+        assert_eq!(own_cpu_us(u32::MAX), None);
+    }
+
+    #[test]
+    fn the_time_of_threads_that_have_ended_counts() {
+        let before = own_cpu_us(std::process::id()).expect("this process lives");
+        let burn = || {
+            let end = Instant::now() + Duration::from_millis(400);
+            while Instant::now() < end {
+                std::hint::black_box(());
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(burn);
+            }
+        });
+        let after = own_cpu_us(std::process::id()).expect("this process lives");
+        assert!(after > before + 50_000, "{before} us, then {after}");
+    }
+
+    #[test]
+    fn what_is_done_has_three_names() {
+        assert_eq!("kill".parse(), Ok(OnStall::Kill));
+        assert_eq!("stop".parse(), Ok(OnStall::Stop));
+        assert_eq!("continue".parse(), Ok(OnStall::Continue));
+        assert!("Kill".parse::<OnStall>().is_err());
+    }
+}

@@ -1,0 +1,117 @@
+"""Programs that hardly get on for want of memory: they are told of, stopped or ended, and no others
+are; and the advice at the end of a run holds."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from harness import Failure, full
+
+BUDGET = 32
+SAID = re.compile(
+    r"swaptide: stall: process \d+ \(stall\) hardly gets on: (\d+) % of its time goes to waiting "
+    r"for memory; it works on about (\d+)M, and with --ram (\d+)M it would be up to (\d+) times"
+)
+
+
+def said(done):
+    lines = [line for line in done.errors().splitlines() if "hardly gets on" in line]
+    found = [SAID.match(line) for line in lines]
+    assert all(found), f"not the line that was expected: {lines}"
+    return [tuple(int(number) for number in match.groups()) for match in found]
+
+
+def stalled(case, mode, *, seconds=13, megabytes=512, status=0, options=()):
+    argv = [case.binary("stall"), megabytes, seconds, case.seed, mode]
+    began = time.monotonic()
+    program = case.start(argv, quiet=False, options=options)
+    done = program.finish(status)
+    return done, said(done), time.monotonic() - began
+
+
+@pytest.mark.swaptide(budget=BUDGET, allowance=8, native=False, complaint="swaptide: stall")
+@pytest.mark.parametrize("mode", ["same", full("noise")])
+def test_stall_kill(case, mode):
+    """A program that touches 16 times its budget at random is ended, soon after 10 s."""
+    done, verdicts, took = stalled(
+        case, mode, seconds=60, status=124, options=["--on-stall", "kill"]
+    )
+    assert len(verdicts) == 1, verdicts
+    # It fills its memory first, and is looked at once a second.
+    assert 10 < took < 25, f"it was ended after {took:.1f} s"
+    percent, works_on, budget, faster = verdicts[0]
+    assert percent >= 90 and faster >= 5, verdicts
+    assert works_on > 256 and 128 < budget < 640, verdicts
+    assert done.report["stalls"]["count"] == 1, done.report["stalls"]
+
+
+@pytest.mark.full
+@pytest.mark.swaptide(budget=BUDGET, allowance=8, native=False, complaint="swaptide: stall")
+@pytest.mark.parametrize("turn", range(10))
+@pytest.mark.parametrize("mode", ["same", "noise"])
+def test_stall_told(case, mode, turn):
+    """It is told of, once, and continues to its end."""
+    done, verdicts, _ = stalled(case, mode, seconds=14, megabytes=512 + turn)
+    assert len(verdicts) == 1, verdicts
+    assert done.text().splitlines()[-1] == f"OK stall {mode}"
+
+
+@pytest.mark.full
+@pytest.mark.swaptide(budget=BUDGET, allowance=8, native=False, complaint="swaptide: stall")
+def test_stall_stop(case):
+    """It is stopped, continues when it is told to, and comes to its end."""
+    argv = [case.binary("stall"), 512, 20, case.seed, "same"]
+    program = case.start(argv, quiet=False, options=["--on-stall", "stop"])
+    # The process that the user started stops with the program.
+    stat = Path(f"/proc/{program.process.pid}/stat")
+    end = time.monotonic() + 30
+    while stat.read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < end, "it was not stopped"
+        time.sleep(0.1)
+    time.sleep(1)
+    os.kill(program.process.pid, signal.SIGCONT)
+    done = program.finish(0)
+    assert done.text().splitlines()[-1] == "OK stall same"
+
+
+@pytest.mark.full
+@pytest.mark.swaptide(budget=BUDGET, allowance=8, native=False, complaint="swaptide: stall")
+def test_stall_not(case):
+    """A program that swaps all the time and computes is left alone."""
+    done, verdicts, _ = stalled(case, "work", seconds=14, options=["--on-stall", "kill"])
+    assert verdicts == [], verdicts
+    assert done.report["stats"]["pgmajfault"] > 5000, "it did not swap"
+
+
+@pytest.mark.swaptide(budget=BUDGET, allowance=8, native=False, complaint="swaptide: stall")
+def test_stall_advice(case):
+    """A run that waited much is told which budget would have done, and then takes as long as was
+    foretold."""
+
+    def run(budget):
+        argv = [case.binary("stall"), 192, 1500, case.seed, "hot"]
+        began = time.monotonic()
+        done = case.start(argv, quiet=False, budget=budget).finish(None)
+        return done, time.monotonic() - began
+
+    done, took = run(BUDGET)
+    advice = done.report["advice"]
+    if not advice:
+        raise Failure(f"no advice after {took:.1f} s: {done.errors()}")
+    budget = advice["ram_bytes"] >> 20
+    assert f"with --ram {budget}M this would have taken about" in done.errors(), done.errors()
+    assert BUDGET < budget < 200, advice
+    case.budget = budget
+    again, seconds = run(budget)
+    foretold = advice["seconds"]
+    refaults = [run.report["stats"]["workingset_refault_anon"] for run in (done, again)]
+    assert seconds < 0.6 * took, f"{took:.1f} s, then {seconds:.1f} s with {budget}M"
+    # What is foretold is what would be saved of the waiting, not all of it.
+    assert seconds < foretold * 1.5 + 0.5 and foretold < 0.6 * took, (
+        f"{took:.1f} s, foretold {foretold:.1f} s with {budget}M, it took {seconds:.1f} s"
+    )
+    assert refaults[1] < refaults[0] / 4, f"{refaults} pages came back"
