@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use swaptide_core::{Expect, FolioId, SharedGate, SlotContent as TableSlot, SwapEntry};
 use swaptide_ipc::{Counter, OfOrder, ProcSlot, Segment, SlotIndex};
-use swaptide_sys::lock::{Guard, Lock, futex};
+use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::sock::Conn;
 use swaptide_sys::thread::{now, yield_now};
@@ -45,9 +45,6 @@ use crate::requests::fork_control::ForkControl;
 use crate::sched::fault_servers::FaultServers;
 use crate::sched::handed::Handed;
 use crate::sched::handler_cpu::leave_sched_idle;
-
-/// How often a thread that gives the memory lock away yields, until another one has it.
-const MAX_YIELDS_TO_OTHERS: usize = 16;
 
 /// How long no page is written to swap areas after they took nothing.
 const FILE_FULL_BACKOFF: Duration = Duration::from_millis(100);
@@ -389,24 +386,6 @@ impl Engine {
         }
     }
 
-    /// Gives the memory lock to a thread that waits for it, and takes it again. Gives whether one
-    /// waited: anything may have changed then.
-    pub(crate) fn let_others<'e>(&'e self, guard: Guard<'e, Mm>) -> (Guard<'e, Mm>, bool) {
-        if !self.mm.is_wanted() {
-            return (guard, false);
-        }
-        drop(guard);
-        // One that sleeps is on its way now; on this CPU it has its turn here. The lock is not
-        // fair: at once it would be this thread's again.
-        for _ in 0..MAX_YIELDS_TO_OTHERS {
-            yield_now();
-            if self.mm.is_locked() || !self.mm.is_wanted() {
-                break;
-            }
-        }
-        (self.mm.lock(), true)
-    }
-
     /// Publishes the account after a change under the lock, and calls the workers when little is
     /// left.
     pub(crate) fn publish_usage(&self, mm: &Mm) {
@@ -422,7 +401,7 @@ impl Engine {
 
     /// True when a worker shall take a batch out.
     pub(crate) fn is_reclaim_due(&self, mm: &Mm) -> bool {
-        self.charge.room() + ((mm.jobs.coming() * PAGE_SIZE) as i64) < self.charge.due()
+        self.charge.room() + ((mm.jobs.in_flight * PAGE_SIZE) as i64) < self.charge.due()
     }
 
     /// A fork has left all pages shared with another process. The memory lock must be free.

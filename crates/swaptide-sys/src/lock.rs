@@ -8,8 +8,6 @@
 //! 1. A thread that takes a free word by 0 -> 1 or by swapping in 2 holds the lock.
 //! 2. A thread sleeps only while the word is 2; a thread that frees a word that was 2 wakes one
 //!    sleeper.
-//! 3. `waiting` counts the threads that spin or sleep: a holder that can do with a pause asks
-//!    ([`Lock::is_wanted`]). It is a hint: no thread's turn depends on it.
 
 use core::cell::UnsafeCell;
 use core::fmt;
@@ -49,7 +47,6 @@ fn late() {
 /// A mutual exclusion lock around a `T`. Not recursive, not fair, no poisoning.
 pub struct Lock<T: ?Sized> {
     word: AtomicU32,
-    waiting: AtomicU32,
     #[cfg(feature = "serial-part")]
     held: held::HeldTime,
     value: UnsafeCell<T>,
@@ -66,7 +63,6 @@ impl<T> Lock<T> {
     pub const fn new(value: T) -> Lock<T> {
         Lock {
             word: AtomicU32::new(FREE),
-            waiting: AtomicU32::new(0),
             #[cfg(feature = "serial-part")]
             held: held::HeldTime::new(),
             value: UnsafeCell::new(value),
@@ -104,12 +100,6 @@ impl<T: ?Sized> Lock<T> {
         self.word.load(Ordering::Relaxed) != FREE
     }
 
-    /// Whether a thread waits for the lock at this moment.
-    #[inline]
-    pub fn is_wanted(&self) -> bool {
-        self.waiting.load(Ordering::Relaxed) != 0
-    }
-
     /// How many nanoseconds the lock was held so far, and how often.
     #[cfg(feature = "serial-part")]
     pub fn held(&self) -> (u64, u64) {
@@ -137,21 +127,11 @@ impl<T: ?Sized> Lock<T> {
     /// No thread of this process holds the lock: it was taken by a thread of the parent that the
     /// fork did not copy, and the value is whole or will be made so before it is used.
     pub unsafe fn force_unlock(&self) {
-        self.waiting.store(0, Ordering::Relaxed);
         self.word.store(FREE, Ordering::Release);
     }
 
     #[cold]
     fn lock_slow(&self) {
-        self.waiting.fetch_add(1, Ordering::Relaxed);
-        self.wait();
-        // A lock that was freed by force has it at 0.
-        let one_less = |waiting: u32| waiting.checked_sub(1);
-        let _ = self.waiting.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less);
-    }
-
-    /// Spins, then sleeps, until the calling thread holds the lock.
-    fn wait(&self) {
         for _ in 0..SPINS {
             core::hint::spin_loop();
             let word = self.word.load(Ordering::Relaxed);
@@ -374,23 +354,6 @@ mod tests {
         });
         assert_eq!(*lock.lock(), (160_000, 160_000));
         assert!(!lock.is_locked());
-    }
-
-    #[test]
-    fn a_lock_is_wanted_while_a_thread_waits_for_it() {
-        let lock = Lock::new(0);
-        let mut guard = lock.lock();
-        assert!(!lock.is_wanted());
-        std::thread::scope(|s| {
-            let waiter = s.spawn(|| *lock.lock());
-            while !lock.is_wanted() {
-                std::thread::yield_now();
-            }
-            *guard = 5;
-            drop(guard);
-            assert_eq!(waiter.join().unwrap(), 5);
-        });
-        assert!(!lock.is_wanted());
     }
 
     #[test]

@@ -15,12 +15,8 @@ use crate::mm::staging::{FrameNo, SlabNo};
 use crate::mm::types::{ChunkNo, PAGES_PER_LEAF, PageNo};
 
 /// Moves of one batch at most: each costs about a microsecond, more where another CPU runs the
-/// program.
+/// program, and all happen under the lock.
 pub(crate) const MAX_MOVES_PER_BATCH: usize = 128;
-/// Moves under one hold of the memory lock, about.
-pub(crate) const MAX_MOVES_PER_HOLD: usize = 8;
-/// Folios that a batch gives back under one hold of the memory lock.
-pub(crate) const MAX_FOLIOS_PER_HOLD: usize = 32;
 
 /// A chunk of the batch: its pages lie one after the other from `place` on.
 #[derive(Clone, Copy)]
@@ -32,13 +28,6 @@ pub(crate) struct TakenChunk {
     pub(crate) moved: u16,
     /// Place in the slab of the first planned page.
     pub(crate) place: usize,
-}
-
-impl TakenChunk {
-    /// The place behind its last planned page.
-    pub(crate) fn end(&self) -> usize {
-        self.place + self.planned.count_ones() as usize
-    }
 }
 
 /// A folio on its way out.
@@ -96,7 +85,6 @@ impl Places {
 pub struct Batch {
     pub(crate) slab: Option<SlabNo>,
     pub(crate) chunks: Vec<TakenChunk>,
-    /// Those of the hold of the lock that is under way.
     pub(crate) runs: Vec<MoveRun>,
     pub(crate) leaving: Vec<OutgoingFolio>,
     /// How many pages were moved to frames.
@@ -140,19 +128,12 @@ pub struct Jobs {
     pub(crate) spare: Vec<Box<Batch>>,
     /// Pages between take and finish.
     pub in_flight: usize,
-    /// Pages that batches which are being taken may have in the end, at most.
-    pub(crate) planned: usize,
 }
 
 impl Jobs {
     /// The batch that waits longest.
     pub(crate) fn longest_waiting(&mut self) -> Option<Box<Batch>> {
         self.waiting.pop_front()
-    }
-
-    /// Pages that are on their way, or soon will be.
-    pub(crate) fn coming(&self) -> usize {
-        self.in_flight + self.planned
     }
 
     /// True when a batch waits.

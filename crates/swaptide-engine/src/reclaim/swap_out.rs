@@ -3,7 +3,7 @@
 //! Owns: one slab of staging frames while pages are in it, and what is known of those pages.
 //!
 //! A batch has three parts: [`Batch::take`] (memory lock held: choose chunks, move their pages to
-//! the frames of one slab, one after the other, give them slots in the swap cache),
+//! the frames of one slab, one after the other without gaps, give them slots in the swap cache),
 //! [`Batch::store`] (no lock: compress from the frames; a touch now finds the folio in the swap
 //! cache and copies the page back), [`Batch::finish`] (memory lock held: what was not cancelled
 //! becomes a shadow; the frames are free). Taking and storing may be done by two threads:
@@ -15,9 +15,6 @@
 //! 2. A page is moved out only while its word is `Present` and the memory lock is held, and only of
 //!    a mapping that was seen to be armed in this batch ([`crate::reclaim::unarmed`]).
 //! 3. A page that no device takes stays in compressed memory's raw form: it is never dropped.
-//! 4. Taking and finishing give the memory lock away where another thread waits for it, between
-//!    chunks: every page that was moved has its entry then, and counts as in flight; every folio
-//!    that left the swap cache has its shadow.
 
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
@@ -26,7 +23,6 @@ use swaptide_ipc::{Counter, OfOrder};
 use swaptide_store::codec::{Compressor, Packed, Unpacker};
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
-use swaptide_sys::lock::Guard;
 use swaptide_sys::page::{PAGE_SIZE, VirtRange};
 use swaptide_sys::thread::now;
 use swaptide_sys::uffd::MoveFlags;
@@ -34,8 +30,7 @@ use swaptide_sys::uffd::MoveFlags;
 use crate::backing::devices::{AREA, POOL, entry_plus};
 use crate::engine::{Engine, Mm};
 use crate::mm::batch::{
-    BackingPage, Batch, MAX_FOLIOS_PER_HOLD, MAX_MOVES_PER_BATCH, MAX_MOVES_PER_HOLD, MoveRun,
-    OutgoingFolio, Places, TakenChunk,
+    BackingPage, Batch, MAX_MOVES_PER_BATCH, MoveRun, OutgoingFolio, Places, TakenChunk,
 };
 use crate::mm::page_table::{PageState, UNMOVABLE};
 use crate::mm::staging::{FrameNo, SlabNo};
@@ -46,18 +41,6 @@ use crate::sched::handler_cpu::YieldEvery;
 
 /// Fewer pages than this in a move, on average, make a batch a scattered one.
 const DENSE_PAGES_PER_MOVE: usize = 8;
-/// Chunks that are looked at for one batch.
-const MAX_SCANNED_CHUNKS: usize = 4096;
-
-/// How far the taking of a batch goes.
-struct Plan {
-    /// Chunks at most.
-    want: usize,
-    /// Chunks that may still be looked at.
-    left: usize,
-    /// Moves so far.
-    moves: usize,
-}
 
 impl BackingPage {
     /// A page that is to go to a swap area. Packed bytes are added to `bytes`.
@@ -136,51 +119,13 @@ impl Batch {
     /// empty as before.
     ///
     /// At most `want` chunks are chosen.
-    pub(crate) fn take<'e>(
+    pub(crate) fn take(
         &mut self,
-        engine: &'e Engine,
-        mut guard: Guard<'e, Mm>,
+        engine: &Engine,
+        mm: &mut Mm,
         seen: &mut Seen,
         want: usize,
-    ) -> (Guard<'e, Mm>, usize) {
-        self.clear();
-        seen.clear();
-        if !self.may_take(&guard) {
-            return (guard, 0);
-        }
-        let Some(slab) = guard.staging.take_empty() else { return (guard, 0) };
-        self.tried = true;
-        let mut plan = Plan {
-            want: want.min(CHUNKS_PER_LEAF),
-            left: guard.queues.resident_len().min(MAX_SCANNED_CHUNKS),
-            moves: 0,
-        };
-        let planned = plan.want * PAGES_PER_CHUNK;
-        guard.jobs.planned += planned;
-        while self.take_some(engine, &mut guard, seen, slab, &mut plan) {
-            let was_given;
-            (guard, was_given) = engine.let_others(guard);
-            if was_given {
-                seen.clear();
-                // Others may have taken what there is room for at the end, too.
-                if engine.is_quiescing() || !self.may_take(&guard) || engine.is_full(&guard) {
-                    (self.refused, self.tried) = (self.pages == 0, self.pages > 0);
-                    break;
-                }
-            }
-        }
-        guard.jobs.planned -= planned;
-        if self.pages == 0 {
-            guard.staging.give_back(slab);
-            return (guard, 0);
-        }
-        self.slab = Some(slab);
-        engine.charge.set_scattered(self.pages < DENSE_PAGES_PER_MOVE * plan.moves);
-        (guard, self.pages)
-    }
-
-    /// Makes the batch empty.
-    fn clear(&mut self) {
+    ) -> usize {
         self.chunks.clear();
         self.runs.clear();
         self.leaving.clear();
@@ -190,60 +135,49 @@ impl Batch {
         self.zeros = Places::NONE;
         self.unchanged = Places::NONE;
         self.kept.clear();
+        seen.clear();
         (self.refused, self.tried) = (false, false);
         self.pages = 0;
-    }
-
-    /// False while a change of mappings is to be applied first: what a server has read the kernel
-    /// does not refuse moves for.
-    fn may_take(&mut self, mm: &Mm) -> bool {
+        // What a server has read is applied first; the kernel does not refuse moves for it.
         self.refused = mm.handed.has_event();
-        !mm.changes.behind && !self.refused
-    }
-
-    /// Takes what one hold of the memory lock is good for. False when the batch is full, or there
-    /// is nothing more to take.
-    fn take_some(
-        &mut self,
-        engine: &Engine,
-        mm: &mut Mm,
-        seen: &mut Seen,
-        slab: SlabNo,
-        plan: &mut Plan,
-    ) -> bool {
-        let (first, before) = (self.chunks.len(), self.pages);
+        if mm.changes.behind || self.refused {
+            return 0;
+        }
+        let Some(slab) = mm.staging.take_empty() else { return 0 };
+        self.tried = true;
         // Before the first look at what is pinned.
         engine.workers.taking.fetch_add(1, SeqCst);
-        self.choose(engine, mm, plan);
+        self.choose(engine, mm, want.min(CHUNKS_PER_LEAF));
+        let mut moves = 0;
         for index in 0..self.runs.len() {
             if self.refused {
                 break;
             }
-            self.pages += self.move_out(engine, mm, seen, slab, self.runs[index], &mut plan.moves);
+            self.pages += self.move_out(engine, mm, seen, slab, self.runs[index], &mut moves);
         }
         engine.workers.taking.fetch_add(1, SeqCst);
-        for index in first..self.chunks.len() {
+        for index in 0..self.chunks.len() {
             self.give_slots(engine, mm, slab, index);
         }
-        mm.jobs.in_flight += self.pages - before;
-        mm.clocks.evicted += (self.pages - before) as u64;
-        !self.refused
-            && first < self.chunks.len()
-            && self.chunks.len() < plan.want
-            && plan.moves < MAX_MOVES_PER_BATCH
+        if self.pages == 0 {
+            mm.staging.give_back(slab);
+            return 0;
+        }
+        self.slab = Some(slab);
+        mm.jobs.in_flight += self.pages;
+        engine.charge.set_scattered(self.pages < DENSE_PAGES_PER_MOVE * moves);
+        mm.clocks.evicted += self.pages as u64;
+        self.pages
     }
 
-    /// Chooses the next chunks that go and plans their moves: pages that neighbour each other in
-    /// the program go in one, also across chunks.
-    fn choose(&mut self, engine: &Engine, mm: &mut Mm, plan: &mut Plan) {
-        self.runs.clear();
+    /// Chooses the chunks that go and plans their moves: pages that neighbour each other in the
+    /// program go in one, also across chunks.
+    fn choose(&mut self, engine: &Engine, mm: &mut Mm, want: usize) {
         let mut scanned = 0;
-        let mut place = self.chunks.last().map_or(0, TakenChunk::end);
+        let bound = mm.queues.resident_len().min(4096);
+        let mut place = 0;
         let now = now();
-        while self.chunks.len() < plan.want
-            && self.runs.len() < MAX_MOVES_PER_HOLD
-            && scanned < plan.left
-        {
+        while self.chunks.len() < want && self.runs.len() < MAX_MOVES_PER_BATCH && scanned < bound {
             let Some(chunk) = mm.queues.next_resident(&mut mm.table) else { break };
             scanned += 1;
             let info = mm.table.chunk(chunk);
@@ -276,7 +210,6 @@ impl Batch {
                 }
             }
         }
-        plan.left -= scanned;
         engine.count(Counter::Pgscan, scanned * PAGES_PER_CHUNK);
     }
 
@@ -569,31 +502,16 @@ impl Batch {
         engine.count(Counter::Zswpout, self.to_area.len() - written);
     }
 
-    /// What was not cancelled becomes a shadow; the frames are free.
+    /// What was not cancelled becomes a shadow; the frames are free. The memory lock is held.
     ///
     /// # Panics
     /// When nothing was taken.
-    pub(crate) fn finish<'e>(
-        &mut self,
-        engine: &'e Engine,
-        mut guard: Guard<'e, Mm>,
-    ) -> Guard<'e, Mm> {
+    pub fn finish(&mut self, engine: &Engine, mm: &mut Mm) {
         let slab = self.slab.take().expect("a batch that was taken");
-        self.finish_on_areas(engine, &mut guard);
-        for first in (0..self.leaving.len()).step_by(MAX_FOLIOS_PER_HOLD) {
-            guard = engine.let_others(guard).0;
-            self.finish_some(engine, &mut guard, slab, first);
-        }
-        guard.jobs.in_flight -= self.pages;
-        guard.staging.give_back(slab);
-        guard
-    }
-
-    /// Finishes the folios from the `first` on that one hold of the memory lock is good for.
-    fn finish_some(&self, engine: &Engine, mm: &mut Mm, slab: SlabNo, first: usize) {
+        self.finish_on_areas(engine, mm);
         let devices = &engine.devices;
         let shadow = mm.shadow();
-        for leaving in self.leaving[first..].iter().take(MAX_FOLIOS_PER_HOLD) {
+        for leaving in &self.leaving {
             let n = 1usize << leaving.order;
             let folio = FolioId(slab.frame(leaving.place).0);
             let plain = (0..n).all(|k| {
@@ -642,6 +560,8 @@ impl Batch {
                 }
             }
         }
+        mm.jobs.in_flight -= self.pages;
+        mm.staging.give_back(slab);
     }
 
     /// The page is what its old slot holds: it gets that entry again.

@@ -15,8 +15,7 @@
 //! 3. What is forgotten is in no list and has no word. Its slots are released: the mapping that
 //!    they belonged to is gone. The next look for memory finds what is mapped there.
 //!
-//! Locks: none of its own. What was seen holds as long as the memory lock is held; where a batch
-//! gives it away, it is asked again.
+//! Locks: none of its own; the memory lock is held throughout a batch.
 
 use swaptide_ipc::Counter;
 use swaptide_sys::maps::vma_at;

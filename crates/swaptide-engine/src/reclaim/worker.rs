@@ -23,7 +23,7 @@ use std::time::Duration;
 use swaptide_ipc::Counter;
 use swaptide_store::codec::{Compressor, Scheme, Unpacker};
 use swaptide_sys::AsFd;
-use swaptide_sys::lock::{Guard, futex};
+use swaptide_sys::lock::futex;
 use swaptide_sys::mem::{Advice, Mapping, advise};
 use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::process::StatmFd;
@@ -137,19 +137,16 @@ impl Worker {
 
     /// The same, with at most `want` chunks in a batch.
     pub(crate) fn step_of(&mut self, engine: &Engine, want: usize) -> Step {
-        let mut mm = engine.mm.lock();
-        let batch = match mm.jobs.longest_waiting() {
-            Some(batch) => batch,
-            None => {
-                let taken;
-                (mm, taken) = self.take(engine, mm, want);
-                match taken {
+        let batch = {
+            let mut mm = engine.mm.lock();
+            match mm.jobs.longest_waiting() {
+                Some(batch) => batch,
+                None => match self.take(engine, &mut mm, want) {
                     Ok(batch) => batch,
                     Err(step) => return step,
-                }
+                },
             }
         };
-        drop(mm);
         Step::Took(self.store(engine, batch))
     }
 
@@ -174,13 +171,11 @@ impl Worker {
         }
         let mut mm = engine.mm.lock();
         let urgent = charge.room() < charge.goal() / 2
-            && mm.jobs.coming() < MAX_QUEUED_BATCHES * crate::mm::types::PAGES_PER_LEAF;
-        if mm.jobs.coming() > 0 && !urgent {
+            && mm.jobs.in_flight < MAX_QUEUED_BATCHES * crate::mm::types::PAGES_PER_LEAF;
+        if mm.jobs.in_flight > 0 && !urgent {
             return;
         }
-        let taken;
-        (mm, taken) = self.take(engine, mm, charge.batch_chunks());
-        if let Ok(batch) = taken {
+        if let Ok(batch) = self.take(engine, &mut mm, charge.batch_chunks()) {
             mm.jobs.push(batch);
             engine.publish_usage(&mm);
             drop(mm);
@@ -188,33 +183,27 @@ impl Worker {
         }
     }
 
-    /// Takes a batch; the memory lock may be given away in between.
-    fn take<'e>(
-        &mut self,
-        engine: &'e Engine,
-        mut mm: Guard<'e, Mm>,
-        want: usize,
-    ) -> (Guard<'e, Mm>, Result<Box<Batch>, Step>) {
+    fn take(&mut self, engine: &Engine, mm: &mut Mm, want: usize) -> Result<Box<Batch>, Step> {
         self.tried = false;
-        if engine.is_full(&mm) {
-            return (mm, Err(Step::Nothing));
+        if engine.is_full(mm) {
+            return Err(Step::Nothing);
         }
         let mut batch = mm.jobs.blank();
-        let taken;
-        (mm, taken) = batch.take(engine, mm, &mut self.seen, want);
+        let taken = batch.take(engine, mm, &mut self.seen, want);
         self.tried = batch.tried();
         let refused = batch.refused();
         if taken > 0 {
-            return (mm, Ok(batch));
+            return Ok(batch);
         }
         mm.jobs.retire(batch);
-        (mm, Err(if refused { Step::Again } else { Step::Nothing }))
+        Err(if refused { Step::Again } else { Step::Nothing })
     }
 
     fn store(&mut self, engine: &Engine, mut batch: Box<Batch>) -> usize {
         let pages = batch.pages();
         batch.store(engine, &mut self.compressor, &mut self.unpacker);
-        let mut mm = batch.finish(engine, engine.mm.lock());
+        let mut mm = engine.mm.lock();
+        batch.finish(engine, &mut mm);
         mm.jobs.retire(batch);
         while let Some(discard) = mm.staging.spare(engine.charge.keep_frames()) {
             engine.publish_usage(&mm);
