@@ -1,5 +1,5 @@
-"""Programs that hardly get on for want of memory: they are told of, stopped or ended, and no others
-are; and the advice at the end of a run holds."""
+"""Programs that make almost no progress for lack of memory: they are reported, stopped or ended,
+and no others are; and the advice at the end of a run holds."""
 
 import os
 import re
@@ -13,13 +13,14 @@ from harness import Failure, full
 
 BUDGET = 32
 SAID = re.compile(
-    r"swaptide: stall: process \d+ \(stall\) hardly gets on: (\d+) % of its time goes to waiting "
-    r"for memory; it works on about (\d+)M, and with --ram (\d+)M it would be up to (\d+) times"
+    r"swaptide: stall: process \d+ \(stall\) makes almost no progress: it waits for memory (\d+) % "
+    r"of the time; its working set is about (\d+)M; with --ram (\d+)M it could run up to (\d+) "
+    r"times"
 )
 
 
 def said(done):
-    lines = [line for line in done.errors().splitlines() if "hardly gets on" in line]
+    lines = [line for line in done.errors().splitlines() if "almost no progress" in line]
     found = [SAID.match(line) for line in lines]
     assert all(found), f"not the line that was expected: {lines}"
     return [tuple(int(number) for number in match.groups()) for match in found]
@@ -54,7 +55,7 @@ def test_stall_kill(case, mode):
 @pytest.mark.parametrize("turn", range(10))
 @pytest.mark.parametrize("mode", ["same", "noise"])
 def test_stall_told(case, mode, turn):
-    """It is told of, once, and continues to its end."""
+    """It is reported, once, and continues to its end."""
     done, verdicts, _ = stalled(case, mode, seconds=14, megabytes=512 + turn)
     assert len(verdicts) == 1, verdicts
     assert done.text().splitlines()[-1] == f"OK stall {mode}"

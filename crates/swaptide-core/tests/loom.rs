@@ -3,6 +3,8 @@
 //! slots here, orders go from 0 to 2.
 #![cfg(loom)]
 
+mod interleavings;
+
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 use swaptide_core::*;
@@ -16,19 +18,7 @@ fn device(slots: u32) -> SwapDevice {
 /// Runs a model. Where everything is under one lock there are few interleavings; `at_least` tells
 /// that the races are there.
 fn model(at_least: usize, f: impl Fn() + Sync + Send + 'static) {
-    let mut builder = loom::model::Builder::new();
-    // Switches that no thread asks for: more of them only repeat, and take hours.
-    builder.preemption_bound = Some(3);
-    // A device of two slots is long to walk.
-    builder.max_branches = 10_000;
-    let runs = std::sync::atomic::AtomicUsize::new(0);
-    let runs: &'static std::sync::atomic::AtomicUsize = Box::leak(Box::new(runs));
-    builder.check(move || {
-        runs.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        f();
-    });
-    let runs = runs.load(std::sync::atomic::Ordering::Relaxed);
-    println!("{runs} interleavings");
+    let runs = interleavings::all_of(f);
     assert!(runs >= at_least, "{runs} interleavings: the model has no race");
 }
 

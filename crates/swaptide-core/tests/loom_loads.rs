@@ -5,6 +5,8 @@
 //! Each model is also run with one of its rules broken, and must fail then.
 #![cfg(loom)]
 
+mod interleavings;
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use loom::cell::UnsafeCell;
@@ -314,20 +316,8 @@ impl Engine {
 /// Runs a model as it is, where it must hold in `at_least` interleavings or more, and with each
 /// of these rules broken, where it must fail.
 fn model(at_least: usize, rules: &[Broken], run: impl Fn(Broken) + Copy + Send + Sync + 'static) {
-    let check = move |broken| {
-        let mut builder = loom::model::Builder::new();
-        builder.preemption_bound = Some(3);
-        builder.max_branches = 10_000;
-        let runs = std::sync::atomic::AtomicUsize::new(0);
-        let runs: &'static std::sync::atomic::AtomicUsize = Box::leak(Box::new(runs));
-        builder.check(move || {
-            runs.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            run(broken);
-        });
-        runs.load(std::sync::atomic::Ordering::Relaxed)
-    };
+    let check = move |broken| interleavings::all_of(move || run(broken));
     let runs = check(Broken::Nothing);
-    println!("{runs} interleavings");
     assert!(runs >= at_least, "{runs} interleavings: the model has no race");
     for &rule in rules {
         let broken = catch_unwind(AssertUnwindSafe(|| check(rule)));

@@ -215,6 +215,21 @@ impl OfOrder {
     }
 }
 
+/// The bucket of a value where there are four to each power of two, from the `lowest` power on.
+fn log_bucket(value: u64, lowest: usize) -> usize {
+    let value = value.max(1 << lowest);
+    let exponent = 63 - value.leading_zeros() as usize;
+    let quarter = ((value >> (exponent - 2)) & 3) as usize;
+    (exponent - lowest) * 4 + quarter
+}
+
+/// The upper bound of such a bucket.
+fn log_bound(bucket: usize, lowest: usize) -> u64 {
+    let exponent = bucket / 4 + lowest;
+    let quarter = (bucket % 4) as u64;
+    (1u64 << exponent) + (quarter + 1) * (1u64 << (exponent - 2))
+}
+
 /// Number of buckets of [`FaultHistogram`]: four to each power of two from 1 us to 16 s.
 pub const HISTOGRAM_BUCKETS: usize = 96;
 
@@ -230,17 +245,12 @@ pub struct FaultHistogram {
 impl FaultHistogram {
     /// The bucket of a time in nanoseconds.
     pub fn bucket(ns: u64) -> usize {
-        let ns = ns.max(1024);
-        let exponent = 63 - ns.leading_zeros() as usize;
-        let quarter = ((ns >> (exponent - 2)) & 3) as usize;
-        ((exponent - 10) * 4 + quarter).min(HISTOGRAM_BUCKETS - 1)
+        log_bucket(ns, 10).min(HISTOGRAM_BUCKETS - 1)
     }
 
     /// The upper bound of a bucket, in nanoseconds.
     pub fn bound(bucket: usize) -> u64 {
-        let exponent = bucket / 4 + 10;
-        let quarter = (bucket % 4) as u64;
-        (1u64 << exponent) + (quarter + 1) * (1u64 << (exponent - 2))
+        log_bound(bucket, 10)
     }
 
     /// Counts one fault of `ns` nanoseconds.
@@ -267,17 +277,12 @@ pub struct RefaultHistogram {
 impl RefaultHistogram {
     /// The bucket of a number of resident pages.
     pub fn bucket(resident: u64) -> usize {
-        let resident = resident.max(64);
-        let exponent = 63 - resident.leading_zeros() as usize;
-        let quarter = ((resident >> (exponent - 2)) & 3) as usize;
-        ((exponent - 6) * 4 + quarter).min(REFAULT_BUCKETS - 1)
+        log_bucket(resident, 6).min(REFAULT_BUCKETS - 1)
     }
 
     /// The number of resident pages from which on none of a bucket would have gone out.
     pub fn bound(bucket: usize) -> u64 {
-        let exponent = bucket / 4 + 6;
-        let quarter = (bucket % 4) as u64;
-        (1u64 << exponent) + (quarter + 1) * (1u64 << (exponent - 2))
+        log_bound(bucket, 6)
     }
 
     /// Counts a page that came back and would have stayed with `resident` resident pages.

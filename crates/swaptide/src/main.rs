@@ -129,7 +129,7 @@ struct RunArgs {
     command: Vec<OsString>,
 }
 
-/// What is done about a process that hardly gets anywhere.
+/// What is done about a process that makes almost no progress.
 #[derive(Args)]
 struct StallArgs {
     /// What to do when a process spends nearly all of its time waiting for memory: only say so,

@@ -1,4 +1,4 @@
-/* Programs that hardly get on for want of memory, and some that do.
+/* Programs that make almost no progress for lack of memory, and some that do make progress.
  *
  * MODE  same    touches pages at random, each of one repeated word
  *       noise   the same, pages that do not compress

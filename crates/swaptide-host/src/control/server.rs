@@ -130,7 +130,7 @@ pub struct Join {
     pub max: Option<u64>,
     /// They are killed when they have more than they may for long, or swap space is out.
     pub strict: bool,
-    /// What is done where one of them hardly gets anywhere for want of memory.
+    /// What is done when one of them makes almost no progress for lack of memory.
     #[serde(default)]
     pub stall: StallPolicy,
 }

@@ -569,8 +569,8 @@ fn send_with(client: &UnixStream, answer: &Answer, fd: BorrowedFd<'_>) -> io::Re
     Ok(())
 }
 
-/// Has the controller's lines about runs logged, by another thread: a log that takes no more must
-/// not keep it from its work.
+/// Logs the controller's lines about runs in a thread of its own: a log that blocks must not block
+/// the controller.
 fn log_of_runs() -> Box<SayToRun> {
     let (lines, said) = mpsc::sync_channel::<String>(64);
     // Without that thread nothing is logged.

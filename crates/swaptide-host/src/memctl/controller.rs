@@ -110,11 +110,11 @@ pub struct MemoryController {
     runs: Runs,
     watches: Watches,
     last_tick: Instant,
-    /// Tells the user of a run something.
+    /// Reports to the user of a run.
     say: Box<SayToRun>,
 }
 
-/// Tells the user of a run, by its root, something in one line.
+/// Reports one line to the user of a run.
 pub(crate) type SayToRun = dyn Fn(&ManagedRun, &str) + Send;
 
 impl MemoryController {
@@ -141,7 +141,7 @@ impl MemoryController {
         }
     }
 
-    /// Has `say` tell the users of runs what they must know at once.
+    /// Reports by `say` what the user of a run must know at once.
     pub(crate) fn saying(self, say: Box<SayToRun>) -> MemoryController {
         MemoryController { say, ..self }
     }
@@ -336,8 +336,8 @@ impl MemoryController {
         }
     }
 
-    /// Tells of processes of a run that hardly get anywhere for want of memory, and does what is to
-    /// be done then (see [`stall`](crate::memctl::stall)).
+    /// Reports processes of a run that make almost no progress for lack of memory, and does what
+    /// `--on-stall` says (see [`stall`](crate::memctl::stall)).
     fn look_for_stalls(&mut self, root: u32, members: &[TickMember]) {
         let Some(kept) = self.runs.get_mut(root) else { return };
         if kept.totals.waits.is_killed {
@@ -364,8 +364,7 @@ impl MemoryController {
         waits.stalls.last = found.last().cloned();
         waits.is_killed |= policy.then == OnStall::Kill;
         let run = kept.run.clone();
-        // Of a run under a daemon nobody chose the budget.
-        let budget = run.max.is_none().then(|| self.most_of(&run));
+        let budget = self.chosen_budget(&run);
         for verdict in found {
             (self.say)(&run, &(verdict.describe(budget) + policy.then.what_is_done()));
         }
@@ -374,6 +373,12 @@ impl MemoryController {
             OnStall::Stop => self.tree.signal_all(root, libc::SIGSTOP),
             OnStall::Kill => self.tree.kill_all(root),
         }
+    }
+
+    /// The budget that the user of a run has chosen: what `--ram` said under a daemon, or the whole
+    /// budget where the run has this controller for itself.
+    fn chosen_budget(&self, run: &ManagedRun) -> Option<u64> {
+        run.max.or_else(|| (run.root == std::process::id()).then_some(self.budget))
     }
 
     /// The most that a run may have.

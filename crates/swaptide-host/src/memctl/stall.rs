@@ -1,4 +1,4 @@
-//! Programs that hardly get anywhere for want of memory, and what is done about them.
+//! Programs that make almost no progress for lack of memory, and what is done about them.
 //!
 //! A process *stalls* where over ten seconds nearly all of its time went to waiting for memory.
 //! What the engine counts is not enough for that: it does not see how long a thread waits before
@@ -31,7 +31,7 @@ use crate::report::working_set::{
 const WINDOW: Duration = Duration::from_secs(10);
 /// How often a process is looked at.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// A process that goes on stalling is told of again after this time.
+/// A process that continues to stall is reported again after this time.
 const SAY_INTERVAL: Duration = Duration::from_secs(60);
 /// A process that waits for less of its time than this is not looked at any closer, in percent.
 const SUSPECT_PERCENT: u64 = 20;
@@ -53,7 +53,7 @@ const ENGINE_BLOCKS: &str = "2147221247";
 /// What is done with a run in which a process stalls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OnStall {
-    /// It is told, and nothing else.
+    /// It is reported, and nothing else.
     #[default]
     Continue,
     /// All its processes are stopped.
@@ -207,8 +207,8 @@ fn percent(part_us: u64, time: Duration) -> u64 {
 }
 
 impl StallWatch {
-    /// Looks at a process, if it is time. `Some` when it stalls and that was not told a short time
-    /// ago.
+    /// Looks at a process, if it is time. `Some` when it stalls and that was not reported a short
+    /// time ago.
     pub(super) fn look(
         &mut self,
         pid: u32,

@@ -1,4 +1,4 @@
-//! How long processes waited for memory, and those that hardly got anywhere.
+//! How long processes waited for memory, and those that made almost no progress.
 //!
 //! Owns the shapes in which that is reported, and the advice at the end of a run.
 
@@ -34,23 +34,21 @@ impl StallVerdict {
     pub(crate) fn describe(&self, budget: Option<u64>) -> String {
         let StallVerdict { pid, name, waiting_percent, speedup, .. } = self;
         let mut line = format!(
-            "process {pid} ({name}) hardly gets on: {waiting_percent} % of its time goes to \
-            waiting for memory"
+            "process {pid} ({name}) makes almost no progress: it waits for memory \
+            {waiting_percent} % of the time"
         );
         if let Some(set) = &self.working_set {
-            line += &format!("; it works on about {}", human(set.bytes));
+            line += &format!("; its working set is about {}", human(set.bytes));
         }
         if let Some(ram) = self.working_set.and_then(|set| set.budget(budget?)) {
-            line += &format!(
-                ", and with --ram {} it would be up to {speedup} times as fast",
-                human(ram)
-            );
+            line +=
+                &format!("; with --ram {} it could run up to {speedup} times as fast", human(ram));
         }
         line
     }
 }
 
-/// Processes that hardly got anywhere.
+/// Processes that made almost no progress.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StallReport {
     /// How often one was found.
@@ -82,7 +80,7 @@ impl MemoryWait {
 /// What the processes of a run waited.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct MemoryWaits {
-    /// Those that hardly got anywhere.
+    /// Those that made almost no progress.
     pub stalls: StallReport,
     /// The tree was killed for that.
     pub is_killed: bool,
@@ -153,14 +151,14 @@ mod tests {
             working_set: None,
         };
         let text =
-            "process 7 (python3) hardly gets on: 97 % of its time goes to waiting for memory";
+            "process 7 (python3) makes almost no progress: it waits for memory 97 % of the time";
         assert_eq!(verdict.describe(Some(64 << 20)), text);
         verdict.working_set =
             Some(WorkingSet { bytes: 200 << 20, needed: 250 << 20, limit: 90 << 20 });
         let line = verdict.describe(Some(100 << 20));
         assert!(line.starts_with(text), "{line}");
         assert!(
-            line.ends_with("about 200M, and with --ram 273M it would be up to 30 times as fast")
+            line.ends_with("is about 200M; with --ram 273M it could run up to 30 times as fast")
         );
     }
 

@@ -163,7 +163,7 @@ pub struct Report {
     pub groups: Vec<GroupView>,
     /// What went wrong, in numbers.
     pub errors: BTreeMap<&'static str, u64>,
-    /// Processes that hardly got anywhere for want of memory.
+    /// Processes that made almost no progress for lack of memory.
     pub stalls: StallReport,
     /// What the run would have done with more memory; `null` where it waited little for it.
     pub advice: Option<BudgetAdvice>,
@@ -194,7 +194,7 @@ pub struct View {
     pub stats: BTreeMap<String, u64>,
     /// How long threads waited for faults.
     pub fault_us: FaultTimes,
-    /// Processes that hardly got anywhere for want of memory.
+    /// Processes that made almost no progress for lack of memory.
     #[serde(default)]
     pub stalls: StallReport,
 }

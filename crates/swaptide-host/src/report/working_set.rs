@@ -50,7 +50,7 @@ impl WorkingSet {
     /// or a cgroup, have a part of the budget; or where the machine has not as much.
     pub(crate) fn budget(&self, budget: u64) -> Option<u64> {
         let more = self.needed.checked_sub(self.limit).filter(|more| *more > 0)?;
-        if self.limit / 10 < budget / 10 / 10 * MIN_PART_OF_BUDGET_X10 {
+        if self.limit < budget / 10 * MIN_PART_OF_BUDGET_X10 {
             return None;
         }
         let wanted = budget.saturating_add(more);

@@ -47,7 +47,7 @@ use crate::units::human;
 const SAME_SIGNAL_TIME: Duration = Duration::from_secs(2);
 /// How often clients are looked at when there are more than can be waited for.
 const CROWDED_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// The exit status of a run that was killed because it hardly got anywhere.
+/// The exit status of a run that was killed because it made almost no progress.
 const STALL_STATUS: u8 = 124;
 
 /// The controller of a run.
@@ -418,10 +418,11 @@ impl Supervisor {
         let told = totals.is_some();
         let totals = totals.unwrap_or_default();
         let wall_s = self.prepared.started.elapsed().as_secs_f64();
-        let status = match (totals.strict_kill, totals.waits.is_killed) {
-            (true, _) => 137,
-            (false, true) => STALL_STATUS,
-            (false, false) => status,
+        let status = match status {
+            _ if totals.strict_kill => 137,
+            // A program that came to its end just before keeps its status.
+            137 if totals.waits.is_killed => STALL_STATUS,
+            _ => status,
         };
         let frame = &self.prepared.place.frame;
         let mut lines = Vec::new();
@@ -445,7 +446,7 @@ impl Supervisor {
             (&self.prepared.place.mode, &totals.waits.stalls.last)
             && (!self.prepared.quiet || then != OnStall::Continue)
         {
-            // Its daemon has told its own log alone.
+            // So far it stands in the daemon's log alone.
             let line = last.describe(None) + then.what_is_done();
             lines.push(format!("{}: {line}", frame.program));
         }
@@ -471,10 +472,9 @@ impl Supervisor {
     }
 }
 
-/// Has a thread tell the front something, and so the user; where that wants `quiet`, only what was
-/// done to the run.
+/// Sends lines to the front, which prints them. With `--quiet`, only what was done to the run.
 fn say_to_front(channel: &Channel, quiet: bool) -> Box<SayToRun> {
-    // Each message is one small write: those of two threads do not mix.
+    // A message is one small write: it goes whole or not at all, and two threads' do not mix.
     let stream = channel.stream.try_clone().ok();
     Box::new(move |run, line| {
         if quiet && run.stall.then == OnStall::Continue {

@@ -42,7 +42,7 @@ pub struct ManagedRun {
     pub max: Option<u64>,
     /// They are killed when they have more than they may for long, or swap space is out.
     pub strict: bool,
-    /// What is done where one of them hardly gets anywhere.
+    /// What is done when one of them makes almost no progress for lack of memory.
     #[serde(default)]
     pub stall: StallPolicy,
 }

@@ -48,6 +48,18 @@ fn end(mut child: Child) {
 }
 
 #[test]
+fn a_budget_is_advised_only_where_the_user_has_chosen_one() {
+    let (segment, child) = (segment(), sleeper());
+    let controller = controller(&child, segment, no_areas(segment), 64 << 20, false);
+    let of_daemon = controller.runs().next().expect("the run").clone();
+    let with_ram = ManagedRun { max: Some(7 << 20), ..of_daemon.clone() };
+    let alone = ManagedRun { root: std::process::id(), ..of_daemon.clone() };
+    let budgets = [&of_daemon, &with_ram, &alone].map(|run| controller.chosen_budget(run));
+    assert_eq!(budgets, [None, Some(7 << 20), Some(64 << 20)]);
+    end(child);
+}
+
+#[test]
 fn a_process_that_dies_leaves_its_counters_and_no_extent() {
     let segment = segment();
     let areas = no_areas(segment);
