@@ -155,6 +155,16 @@ static void *other(void *x) {
     return x;
 }
 
+/* It holds no lock: the thread that does may give it while this one is served. */
+static void *third(void *x) {
+    uint64_t state = given.seed + 5;
+    for (; !over; usleep(300)) {
+        size_t page = below(&state, given.pages);
+        check_page(arena + page * PAGE, key_of(given.seed, page, 1), "by a third thread");
+    }
+    return x;
+}
+
 static void *watch(void *x) {
     long before = -1;
     for (int idle = 0; !over; usleep(250000)) {
@@ -575,7 +585,7 @@ int main(int count, char **words) {
     fill_small();
     fill_all();
     check_all("before");
-    pthread_t threads[2];
+    pthread_t threads[3];
     /* With one thread no other takes a signal. */
     int is_alone = !strcmp(given.mode, "once") || !strcmp(given.mode, "handles");
     if (!is_alone) pthread_create(&threads[1], NULL, watch, NULL);
@@ -642,6 +652,7 @@ int main(int count, char **words) {
     } else {
         in_handlers = 1;
         pthread_create(&threads[0], NULL, other, NULL);
+        pthread_create(&threads[2], NULL, third, NULL);
         double end = now() + given.seconds;
         while (now() < end || forks < 3) {
             one_fork("with a lock", 0);
@@ -649,6 +660,7 @@ int main(int count, char **words) {
         }
         over = 1;
         pthread_join(threads[0], NULL);
+        pthread_join(threads[2], NULL);
         MUST(turns > 0);
     }
     over = 1;

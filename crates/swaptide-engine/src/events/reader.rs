@@ -561,8 +561,9 @@ impl UffdReader {
         self.engine.workers.tids.iter().any(|tid| tid.load(Relaxed) == fault.tid)
     }
 
-    /// A fault is answered, and its thread about to be woken. Nothing that a fork copies is changed
-    /// after this, and the forking thread may wait for just that thread: so it is looked at now.
+    /// A fault, a fence or a hint is done, and its thread about to be woken. Nothing that a fork
+    /// copies is changed after this, and the forking thread may wait for just that thread: so it is
+    /// looked at now.
     pub(crate) fn is_about_to_wake(&mut self) {
         if self.fork.phase.is_deferring() {
             self.fork.seen_waiting = waits_outside_fork(self.engine.fork.forker.load(Acquire));

@@ -9,10 +9,10 @@
 //! Invariants
 //! 1. Hints that may be dropped are answered at once and are not done. What was mapped is found at
 //!    the next look, which is due when the fork is over.
-//! 2. Everything else changes the engine's memory. It is done only while the forking thread waits
-//!    in a system call that is no fork, or has used [`SPIN_CPU_TIME`] of CPU time and no fork is
-//!    under way by the kernel's word. If it is not seen waiting before and after, the copy counts
-//!    as torn and the child does not use it.
+//! 2. Everything else changes the engine's memory. It is done only while the forking thread has
+//!    waited for [`MIN_WAIT_TIME`] in a system call that is no fork, or has used
+//!    [`SPIN_CPU_TIME`] of CPU time and no fork is under way by the kernel's word. If it is not
+//!    seen waiting before and after, the copy counts as torn and the child does not use it.
 //! 3. Where forks are told of, the kernel refuses fills and moves from the moment a fork copies
 //!    managed memory until its event was read, and nothing is done after that event. So the child
 //!    has every page that the table says is present.
@@ -28,13 +28,14 @@
 //!
 //! Locks: the memory lock, never while it waits.
 
-use std::sync::atomic::Ordering::Release;
+use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::time::Duration;
 
 use swaptide_sys::process::waits_outside_fork;
 use swaptide_sys::thread::{Nanos, Tid, cpu_time_of, now};
 use swaptide_sys::uffd::Coverage;
 
+use crate::events::reader::UffdReader;
 use crate::fork::allow_fork::allow_fork_of_regions;
 use crate::fork::populate::can_answer;
 use crate::mm::types::PageNo;
@@ -49,25 +50,58 @@ const SPIN_CPU_TIME: Duration = Duration::from_millis(20);
 /// fork(2), though it is not seen outside. Should it be in there all the same, its child is ended.
 const MAX_FORK_CPU_TIME: Duration = Duration::from_secs(5);
 
+/// How long the forking thread must be seen in one and the same wait, with no other thread let go
+/// meanwhile, before others are helped. What it waits for may be held by a thread that runs, and
+/// then it continues by itself, while a third thread is helped.
+pub(super) const MIN_WAIT_TIME: Duration = Duration::from_micros(500);
+
 /// How long other threads wait when there is no more room to record the pages they bring in.
 const MAX_FULL_TIME: Duration = Duration::from_secs(5);
+
+/// A wait of the forking thread. As long as these are the same it did not run, and no thread was
+/// let go that may hold what it waits for.
+#[derive(PartialEq, Eq)]
+struct Wait {
+    /// CPU time that it has used.
+    used: Nanos,
+    /// Events that were read and noted: threads whose events are read continue.
+    noted: usize,
+    /// The number of the last hint that was answered.
+    answered: u32,
+}
 
 /// What is known of the forking thread.
 pub(super) struct Forker {
     tid: u32,
     /// Its CPU time when it was first seen to continue.
     began: Option<Nanos>,
+    /// The wait in which it was seen, and since when.
+    wait: Option<(Wait, Nanos)>,
     /// When the record of pages that came in was first seen to be full.
     full_since: Option<Nanos>,
 }
 
 impl Forker {
     pub(super) fn new(tid: u32) -> Forker {
-        Forker { tid, began: None, full_since: None }
+        Forker { tid, began: None, wait: None, full_since: None }
     }
 
     fn waits(&self) -> bool {
         waits_outside_fork(self.tid)
+    }
+
+    /// How long it has been seen in the wait in which it is. Zero for one that is new.
+    fn waited(&mut self, reader: &UffdReader) -> Duration {
+        let (Some(used), now) = (cpu_time_of(Tid(self.tid)), now()) else { return Duration::ZERO };
+        let answered = reader.engine.handler_requests.answered.load(Relaxed);
+        let wait = Wait { used, noted: reader.fork.noted.len(), answered };
+        match &self.wait {
+            Some((before, since)) if *before == wait => now.since(*since),
+            _ => {
+                self.wait = Some((wait, now));
+                Duration::ZERO
+            }
+        }
     }
 
     /// CPU time that it has used since it was first seen to continue.
@@ -98,6 +132,10 @@ impl Forker {
             return false;
         }
         let waits = self.waits();
+        if waits && self.waited(reader) < MIN_WAIT_TIME {
+            return false;
+        }
+        self.wait = None;
         let used = self.used();
         if !waits
             && (used < SPIN_CPU_TIME
@@ -137,6 +175,8 @@ impl Forker {
             if engine.fork.followed {
                 // What was listed just now is kept out of forks.
                 allow_fork_of_regions(&mut pager.path);
+                // The thread was woken before that.
+                pager.path.reader.fork.seen_waiting = false;
             }
         } else if reader.requests.contains(&HandlerRequest::Hint) {
             answer_hint(pager);
@@ -185,6 +225,7 @@ fn answer_hint(pager: &mut Pager) {
     }
     if is_done {
         pager.path.reader.take_request(HandlerRequest::Hint);
+        pager.path.reader.is_about_to_wake();
         engine.handler_requests.answer();
     }
 }

@@ -29,7 +29,7 @@ use crate::fault::path::FaultPath;
 use crate::fault_injection::StopPoint;
 use crate::fork::allow_fork::{allow_fork_of_regions, deny_fork, list_grown, list_left};
 use crate::fork::child_uffd::receive_child_uffd;
-use crate::fork::help::Forker;
+use crate::fork::help::{Forker, MIN_WAIT_TIME};
 use crate::fork::populate::Populator;
 use crate::pager::Pager;
 use crate::readahead::history::SharedMissHistory;
@@ -156,7 +156,7 @@ impl ForkServer {
                 }
                 continue;
             }
-            let timeout = if helped { Duration::ZERO } else { Duration::from_millis(1) };
+            let timeout = if helped { Duration::ZERO } else { MIN_WAIT_TIME };
             let read = match conn {
                 Some(conn) if engine.fork.followed => {
                     // Faults change the table, and not the list of what is managed.

@@ -517,7 +517,15 @@ impl Adopter {
     /// As for [`Adopter::adopt`]; a thread whose mapping is not listed yet still waits.
     pub(crate) fn answer_fences(&mut self, path: &mut FaultPath) -> Result<(), Interrupted> {
         let engine = path.engine;
-        engine.handler_requests.answer_fences(|at, is_new| self.adopt_mapping(path, at, is_new))
+        engine.handler_requests.answer_fences(|at, is_new| {
+            let adopted = self.adopt_mapping(path, at, is_new);
+            match adopted {
+                Ok(()) => path.reader.is_about_to_wake(),
+                // What was listed until then was not followed by a look.
+                Err(Interrupted) => path.reader.fork.seen_waiting = false,
+            }
+            adopted
+        })
     }
 }
 
