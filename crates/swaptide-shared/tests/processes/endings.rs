@@ -116,7 +116,11 @@ fn damage(pager: u32, path: &std::path::Path) {
 }
 
 pub(super) fn a_stopped_process() {
-    let (host, region) = start(16 * MIB, 24 * MIB);
+    // The words do not compress: in compressed memory alone they would not fit, and what cannot go
+    // out lets the rest come in.
+    let path = std::env::temp_dir().join(format!("swaptide-stopped-{}", std::process::id()));
+    let host = Pager::start(16 * MIB, Some(&path));
+    let region = SharedRegion::create(host.name, 24 << 20).expect("a region");
     let words = Words::of(&region);
     words.fill();
     let mut holder = spawn(&host, &region, "hold", 7);
