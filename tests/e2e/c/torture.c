@@ -500,7 +500,12 @@ void torture_set_up(const struct torture_calls *given, size_t count, size_t page
 /* The life of a thread, or a part of it; how many steps it has made in all. */
 size_t torture_work(size_t number, double seconds) {
     struct thread *self = &threads[number];
-    if (self->rounds == 0) fill(self);
+    if (self->rounds == 0) {
+        /* A page's key is noted before the page is written: no fork at rest in between. */
+        pthread_rwlock_rdlock(&world);
+        fill(self);
+        pthread_rwlock_unlock(&world);
+    }
     self->end = now() + seconds;
     work(self);
     return self->rounds;
