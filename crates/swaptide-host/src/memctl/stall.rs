@@ -12,7 +12,7 @@
 //!
 //! Locks: none; the controller's thread alone.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::atomic::Ordering::Relaxed;
@@ -35,8 +35,9 @@ const INTERVAL: Duration = Duration::from_secs(1);
 const SAY_INTERVAL: Duration = Duration::from_secs(60);
 /// A process that waits for less of its time than this is not looked at any closer, in percent.
 const SUSPECT_PERCENT: u64 = 20;
-/// How often the threads of the others are looked at.
-const SAMPLE_INTERVAL: Duration = Duration::from_millis(40);
+/// How often the threads of the others are looked at: a hundred looks are a window. At 40 ms, with
+/// the engine's threads read as well, the looks had cost a program on two CPUs 2 % of its speed.
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 /// Of the time in which threads have something to do, so much must be spent in faults, in percent.
 const MIN_FAULTING_PERCENT: u64 = 30;
 /// No more than this many times as fast is foretold.
@@ -120,8 +121,8 @@ struct Suspect {
     slices: VecDeque<Slice>,
     /// What comes next.
     slice: Slice,
-    /// CPU time of the program's threads at the last look.
-    own_us: u64,
+    /// CPU time of the program's threads at the last look, and the engine's threads.
+    own: OwnTime,
     sampled: Instant,
     /// The pages that had come back when it was first looked at.
     refaults: RefaultCounts,
@@ -169,23 +170,36 @@ fn tasks(pid: u32) -> Option<Vec<PathBuf>> {
     (tasks.len() <= MAX_THREADS).then_some(tasks)
 }
 
-/// CPU time in user mode of a process, without that of the engine's threads, in microseconds.
-fn own_cpu_us(pid: u32) -> Option<u64> {
-    let all = WatchedThread::read(Path::new(&format!("/proc/{pid}")))?.user_ticks;
-    // Threads that have ended are in the process's time alone; those of the engine do not end.
-    let engine: u64 = tasks(pid)?
-        .iter()
-        .filter_map(|task| WatchedThread::read(task))
-        .filter_map(|thread| thread.is_engine.then_some(thread.user_ticks))
-        .sum();
-    let tick_us = 1_000_000 / rustix::param::clock_ticks_per_second().max(1);
-    Some(all.saturating_sub(engine) * tick_us)
+/// CPU time of a process's own threads.
+struct OwnTime {
+    /// In user mode, in microseconds.
+    us: u64,
+    /// The directories of the threads that are not its own.
+    engine: HashSet<PathBuf>,
 }
 
-/// How many of a process's threads have something to do, and how many of these stand in a fault.
-fn threads_at_work(pid: u32) -> Option<(u64, u64)> {
+impl OwnTime {
+    fn of(pid: u32) -> Option<OwnTime> {
+        let all = WatchedThread::read(Path::new(&format!("/proc/{pid}")))?.user_ticks;
+        // Threads that have ended are in the process's time alone; those of the engine do not end.
+        let mut engine = HashSet::new();
+        let mut engine_ticks = 0;
+        for task in tasks(pid)? {
+            if let Some(thread) = WatchedThread::read(&task).filter(|thread| thread.is_engine) {
+                engine_ticks += thread.user_ticks;
+                engine.insert(task);
+            }
+        }
+        let tick_us = 1_000_000 / rustix::param::clock_ticks_per_second().max(1);
+        Some(OwnTime { us: all.saturating_sub(engine_ticks) * tick_us, engine })
+    }
+}
+
+/// How many of a process's threads, but for those of the engine, have something to do, and how many
+/// of these stand in a fault.
+fn threads_at_work(pid: u32, engine: &HashSet<PathBuf>) -> Option<(u64, u64)> {
     let (mut active, mut faulting) = (0, 0);
-    for task in tasks(pid)? {
+    for task in tasks(pid)?.into_iter().filter(|task| !engine.contains(task)) {
         match WatchedThread::read(&task) {
             Some(thread) if thread.is_engine => {}
             Some(thread) if thread.runs => active += 1,
@@ -237,13 +251,13 @@ impl StallWatch {
             self.suspects.remove(&pid);
             return None;
         }
-        let own_us = own_cpu_us(pid)?;
+        let own = OwnTime::of(pid)?;
         let Some(suspect) = self.suspects.get_mut(&pid) else {
             let refaults = refaults_since(slot, None);
-            self.suspects.insert(pid, Suspect::new(own_us, refaults, at));
+            self.suspects.insert(pid, Suspect::new(own, refaults, at));
             return None;
         };
-        *self.lost.entry(pid).or_default() += suspect.end_slice(own_us, time);
+        *self.lost.entry(pid).or_default() += suspect.end_slice(own, time);
         let found = suspect.judge(policy)?;
         let refaults = refaults_since(slot, Some(&suspect.refaults));
         // What comes next is judged afresh.
@@ -292,9 +306,9 @@ struct StallWindow {
 }
 
 impl Suspect {
-    fn new(own_us: u64, refaults: RefaultCounts, at: Instant) -> Suspect {
+    fn new(own: OwnTime, refaults: RefaultCounts, at: Instant) -> Suspect {
         let (slices, slice) = (VecDeque::new(), Slice::default());
-        Suspect { slices, slice, own_us, sampled: at, refaults }
+        Suspect { slices, slice, own, sampled: at, refaults }
     }
 
     /// Looks at the threads, if it is time.
@@ -303,7 +317,7 @@ impl Suspect {
             return;
         }
         self.sampled = at;
-        if let Some((active, faulting)) = threads_at_work(pid) {
+        if let Some((active, faulting)) = threads_at_work(pid, &self.own.engine) {
             self.slice.samples += 1;
             self.slice.active += active;
             self.slice.faulting += faulting;
@@ -312,9 +326,9 @@ impl Suspect {
 
     /// The time since the last call is over. Gives what the process has lost in it: the time in
     /// which a thread had something to do, but for its CPU time, in microseconds.
-    fn end_slice(&mut self, own_us: u64, time: Duration) -> u64 {
+    fn end_slice(&mut self, own: OwnTime, time: Duration) -> u64 {
         let slice = std::mem::take(&mut self.slice);
-        let used_us = own_us.saturating_sub(std::mem::replace(&mut self.own_us, own_us));
+        let used_us = own.us.saturating_sub(std::mem::replace(&mut self.own, own).us);
         self.slices.push_back(Slice { time, own_us: used_us, ..slice });
         let is_faulting = slice.faulting * 100 >= slice.active * MIN_FAULTING_PERCENT;
         let busy = (slice.active as f64 / slice.samples.max(1) as f64).min(1.0);
@@ -359,13 +373,14 @@ mod tests {
     /// Judges seconds, each with milliseconds of CPU time, and of ten looks how many threads had
     /// something to do and how many stood in a fault.
     fn judged(policy: StallPolicy, seconds: &[(u64, u64, u64)]) -> Vec<Option<StallWindow>> {
-        let mut suspect = Suspect::new(0, [0; REFAULT_BUCKETS], Instant::now());
+        let own = |us| OwnTime { us, engine: HashSet::new() };
+        let mut suspect = Suspect::new(own(0), [0; REFAULT_BUCKETS], Instant::now());
         let mut own_us = 0;
         let mut second = |(own_ms, active, faulting): &(u64, u64, u64)| {
             own_us += own_ms * 1000;
             suspect.slice =
                 Slice { samples: 10, active: *active, faulting: *faulting, ..Slice::default() };
-            suspect.end_slice(own_us, Duration::from_secs(1));
+            suspect.end_slice(own(own_us), Duration::from_secs(1));
             suspect.judge(policy)
         };
         seconds.iter().map(&mut second).collect()
@@ -423,16 +438,20 @@ mod tests {
         assert_eq!(parsed("swaptide", "0"), (500, false, false), "a program of that name");
         assert_eq!(parsed("swaptide-work", ENGINE_BLOCKS), (500, false, true));
         assert_eq!(WatchedThread::parse("damaged"), None);
-        let (active, faulting) = threads_at_work(std::process::id()).expect("this process");
+        let none = HashSet::new();
+        let (active, faulting) = threads_at_work(std::process::id(), &none).expect("this process");
         assert!(active > 0 && faulting == 0, "this thread runs: {active}, {faulting}");
-        let me = own_cpu_us(std::process::id()).expect("this process lives");
-        assert!(me < 3_600_000_000, "{me}");
-        assert_eq!(own_cpu_us(u32::MAX), None);
+        let me = OwnTime::of(std::process::id()).expect("this process lives");
+        assert!(me.us < 3_600_000_000 && me.engine.is_empty(), "{}", me.us);
+        assert!(OwnTime::of(u32::MAX).is_none());
+        let all = tasks(std::process::id()).expect("this process").into_iter().collect();
+        assert_eq!(threads_at_work(std::process::id(), &all), Some((0, 0)), "none but those");
     }
 
     #[test]
     fn the_time_of_threads_that_have_ended_counts() {
-        let before = own_cpu_us(std::process::id()).expect("this process lives");
+        let own_us = || OwnTime::of(std::process::id()).expect("this process lives").us;
+        let before = own_us();
         let burn = || {
             let end = Instant::now() + Duration::from_millis(400);
             while Instant::now() < end {
@@ -444,7 +463,7 @@ mod tests {
                 scope.spawn(burn);
             }
         });
-        let after = own_cpu_us(std::process::id()).expect("this process lives");
+        let after = own_us();
         assert!(after > before + 50_000, "{before} us, then {after}");
     }
 
