@@ -269,6 +269,12 @@ impl Zram {
         Ok(Some(Codec::of(block)))
     }
 
+    /// A slot will be loaded soon: has its handle brought near. ([`Zram::prefetch`] does that with
+    /// what it holds, a little later.)
+    pub fn prefetch_handle(&self, slot: Slot) {
+        self.state.lock().handles.prefetch(slot);
+    }
+
     /// What a slot holds will be loaded soon: has it brought near.
     pub fn prefetch(&self, slot: Slot) {
         let state = self.state.lock();

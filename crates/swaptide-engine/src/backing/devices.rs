@@ -439,11 +439,18 @@ impl Devices {
         self.areas.extents.injection
     }
 
-    /// What compressed memory holds for an entry of it will be loaded soon: has it brought near
-    /// while there is something else to do.
-    pub(crate) fn prefetch(&self, entry: SwapEntry) {
+    /// An entry of compressed memory will be loaded soon: has its slot brought near, and what leads
+    /// to its data, while there is something else to do.
+    pub(crate) fn prefetch_slot(&self, entry: SwapEntry) {
         if entry.ty() == POOL {
             self.pool_slots.prefetch(entry.offset());
+            self.pool.prefetch_handle(Slot(entry.offset().0));
+        }
+    }
+
+    /// The same a little later, of the data itself.
+    pub(crate) fn prefetch_data(&self, entry: SwapEntry) {
+        if entry.ty() == POOL {
             self.pool.prefetch(Slot(entry.offset().0));
         }
     }

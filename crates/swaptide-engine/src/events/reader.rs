@@ -35,6 +35,7 @@ use crate::engine::{Engine, Mm};
 use crate::events::apply::{apply, apply_late};
 use crate::events::brought::BroughtPages;
 use crate::events::fork_state::{ForkPhase, ForkState};
+use crate::mm::types::PageNo;
 use crate::mm::vma_change::VmaChange;
 use crate::requests::HandlerRequest;
 use crate::sched::fault_servers::HandlerSets;
@@ -316,6 +317,9 @@ impl UffdReader {
             mm.changes.recent.clear();
         }
         engine.publish_usage(&mm);
+        if let Some(next) = self.pending.front() {
+            mm.table.prefetch_word(PageNo::of(next.addr));
+        }
         self.is_crowd = mm.handed.is_crowd();
         let is_late = !mm.changes.late.is_empty();
         if is_late && self.sets.is_some() {
@@ -476,6 +480,7 @@ impl UffdReader {
                     self.has_seen_crowd = true;
                     engine.serving.servers.admit();
                 }
+                mm.table.prefetch_leaf(PageNo::of(addr));
                 self.pending.push_back(fault)
             }
             (_, Some(HandlerRequest::ForkDone)) => self.fork.is_done = true,

@@ -206,7 +206,7 @@ impl FaultPath {
                 return Served::InFlight;
             }
             PageState::Swapped(entry) => {
-                self.engine.devices.prefetch(entry);
+                self.engine.devices.prefetch_slot(entry);
                 self.stall.stalls(self.engine.slot());
                 self.remote.asks(Some(page));
                 let result = self.swap_in(page, entry, region);

@@ -88,6 +88,7 @@ impl FaultPath {
         let most = readahead_limits(engine).most(window, engine.devices.is_backed());
         self.loader.held_came = 0;
         let (evidence, density_x16) = self.foretell(page, region, most);
+        engine.devices.prefetch_data(entry);
         let request = SwapInRequest {
             page,
             region: &pages_of(region),
@@ -170,6 +171,7 @@ impl FaultPath {
         let engine = self.engine;
         let mut guard = engine.serving.readahead.lock();
         let readahead = &mut *guard;
+        readahead.prefetcher.prefetch_entry(page);
         let reading = readahead.hints.reading(page.addr());
         let locality = &mut readahead.locality;
         let evidence = locality.swap_in(PageNo::of(region.start), page, reading, most);
@@ -709,14 +711,27 @@ impl FaultPath {
         engine.count(Counter::SwapRaHit, replayed);
         self.loader.held_came = 0;
         let (mut swapped_in, mut is_first) = (0, true);
+        let (mut brought, mut near) = (None, None);
         loop {
-            let next = {
+            let (next, coming) = {
                 let prefetcher = &mut engine.serving.readahead.lock().prefetcher;
+                if let Some(is_read) = brought.take() {
+                    prefetcher.brought(is_read);
+                }
                 // Another thread's fault was asked about meanwhile: then this one ends.
-                if prefetcher.asked_of() == turn { prefetcher.ahead() } else { None }
+                let next = (prefetcher.asked_of() == turn).then(|| prefetcher.ahead()).flatten();
+                (next, prefetcher.coming())
             };
             let Some(next) = next else { break };
-            if !is_out(next) {
+            if let Some(entry) = near.take() {
+                engine.devices.prefetch_data(entry);
+            }
+            let is_out = {
+                let mm = engine.mm.lock();
+                near = self.bring_near(&mm, coming);
+                matches!(mm.table.get(next), PageState::Swapped(_))
+            };
+            if !is_out {
                 continue;
             }
             if std::mem::take(&mut is_first) {
@@ -730,10 +745,21 @@ impl FaultPath {
             if self.swap_in_page(next, 1).is_err() {
                 break;
             }
-            engine.serving.readahead.lock().prefetcher.brought(self.loader.held_came == held);
+            brought = Some(self.loader.held_came == held);
             swapped_in += 1;
         }
         self.installer.end_looking_together();
         self.count_ahead(swapped_in);
+    }
+    /// Has the ways to the data of pages brought near, of each page a step: to the slot of the
+    /// first, whose entry is the answer, to the word of the second, and to that of the third. Where
+    /// they are asked for one after the other, each step waits for memory while a page is loaded,
+    /// rather than alone.
+    fn bring_near(&self, mm: &Mm, [slot, word, leaf]: [Option<PageNo>; 3]) -> Option<SwapEntry> {
+        leaf.inspect(|page| mm.table.prefetch_leaf(*page));
+        word.inspect(|page| mm.table.prefetch_word(*page));
+        let PageState::Swapped(entry) = mm.table.get(slot?) else { return None };
+        self.engine.devices.prefetch_slot(entry);
+        Some(entry)
     }
 }

@@ -61,7 +61,7 @@ const MAX_FULL_TIME: Duration = Duration::from_secs(5);
 /// A wait of the forking thread. As long as these are the same it did not run, and no thread was
 /// let go that may hold what it waits for.
 #[derive(PartialEq, Eq)]
-struct Wait {
+struct ForkerWait {
     /// CPU time that it has used.
     used: Nanos,
     /// Events that were read and noted: threads whose events are read continue.
@@ -76,7 +76,7 @@ pub(super) struct Forker {
     /// Its CPU time when it was first seen to continue.
     began: Option<Nanos>,
     /// The wait in which it was seen, and since when.
-    wait: Option<(Wait, Nanos)>,
+    wait: Option<(ForkerWait, Nanos)>,
     /// When the record of pages that came in was first seen to be full.
     full_since: Option<Nanos>,
 }
@@ -94,7 +94,7 @@ impl Forker {
     fn waited(&mut self, reader: &UffdReader) -> Duration {
         let (Some(used), now) = (cpu_time_of(Tid(self.tid)), now()) else { return Duration::ZERO };
         let answered = reader.engine.handler_requests.answered.load(Relaxed);
-        let wait = Wait { used, noted: reader.fork.noted.len(), answered };
+        let wait = ForkerWait { used, noted: reader.fork.noted.len(), answered };
         match &self.wait {
             Some((before, since)) if *before == wait => now.since(*since),
             _ => {

@@ -18,6 +18,7 @@
 //! Locks: none; the table lies inside the engine's memory lock.
 
 use swaptide_core::{SwapEntry, SwapType};
+use swaptide_sys::mem::prefetch;
 use swaptide_sys::page::PAGE_SIZE;
 
 use crate::mm::types::{
@@ -268,6 +269,25 @@ impl PageTable {
     pub fn get(&self, page: PageNo) -> PageState {
         self.cell(page.chunk())
             .map_or(PageState::Empty, |cell| PageState::of(cell.words[page.in_chunk()]))
+    }
+
+    /// A page will be looked at soon: has the way to its word brought near, up to the word itself.
+    /// ([`PageTable::prefetch_word`] does that, a little later.)
+    pub(crate) fn prefetch_leaf(&self, page: PageNo) {
+        let number = page.0 / PAGES_PER_LEAF;
+        if let Some(Some(mid)) = self.top.get(number / LEAVES_PER_MID)
+            && let Some(leaf) = &mid[number % LEAVES_PER_MID]
+        {
+            prefetch(&leaf[page.chunk().0 % CHUNKS_PER_LEAF]);
+        }
+    }
+
+    /// A page will be looked at soon: has its word and its chunk brought near.
+    pub(crate) fn prefetch_word(&self, page: PageNo) {
+        if let Some(cell) = self.cell(page.chunk()) {
+            prefetch(&cell.words[page.in_chunk()]);
+            prefetch(&cell.chunk);
+        }
     }
 
     /// Changes what a page is; gives what it was.

@@ -150,7 +150,11 @@ impl MissHistory {
         if age == 0 || age > self.entries {
             return None;
         }
-        Some(PageNo(self.pages()[(at & (self.entries - 1)) as usize].load(Relaxed) as usize))
+        Some(PageNo(self.entry(at).load(Relaxed) as usize))
+    }
+
+    fn entry(&self, at: u32) -> &AtomicU64 {
+        &self.pages()[(at & (self.entries - 1)) as usize]
     }
 
     /// Where a page stands last.
@@ -161,7 +165,7 @@ impl MissHistory {
 
     fn write(&self, page: PageNo) {
         let at = self.written();
-        self.pages()[(at & (self.entries - 1)) as usize].store(page.0 as u64, Relaxed);
+        self.entry(at).store(page.0 as u64, Relaxed);
         // One in four thousand million is not found again.
         self.place_of(page).store(at.wrapping_add(1), Relaxed);
         self.head().written.store(at.wrapping_add(1), Relaxed);
@@ -320,6 +324,15 @@ impl TemporalPrefetcher {
         }
     }
 
+    /// A little later: has the entry brought near that the place names.
+    pub(crate) fn prefetch_entry(&self, page: PageNo) {
+        if let Some(history) = &self.history
+            && let Some(at) = history.place_of(page).load(Relaxed).checked_sub(1)
+        {
+            prefetch(history.entry(at));
+        }
+    }
+
     /// Finds a page in the sequence, or a repeated sequence that continues from there.
     fn find(
         &mut self,
@@ -394,6 +407,13 @@ impl TemporalPrefetcher {
         let page = self.history.as_ref()?.page_at(self.shown)?;
         self.shown = self.shown.wrapping_add(1);
         Some(page)
+    }
+
+    /// What would come next in the sequence but one: pages to have something of brought near. They
+    /// may not come.
+    pub(crate) fn coming(&self) -> [Option<PageNo>; 3] {
+        let at = |k| self.history.as_ref()?.page_at(self.shown.wrapping_add(k));
+        [at(1), at(2), at(3)]
     }
 
     /// A number of the fault that was asked about last.

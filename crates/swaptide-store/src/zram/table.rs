@@ -6,6 +6,8 @@
 
 use std::collections::BTreeMap;
 
+use swaptide_sys::mem::prefetch;
+
 use super::pool::ObjectId;
 use crate::{CLUSTER_SLOTS, Slot};
 
@@ -70,6 +72,16 @@ impl Handles {
         match self.clusters.get(cluster) {
             Some(Some(cluster)) => Handle::decode(cluster.handles[index]),
             _ => Handle::Empty,
+        }
+    }
+
+    /// A slot's handle will be asked for soon: has it brought near.
+    pub(super) fn prefetch(&self, slot: Slot) {
+        let (cluster, index) = slot.split();
+        if let Some(Some(cluster)) = self.clusters.get(cluster) {
+            prefetch(&cluster.handles[index]);
+            // It changes when the slot is freed.
+            prefetch(&cluster.used);
         }
     }
 
