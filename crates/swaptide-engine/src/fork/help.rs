@@ -9,10 +9,11 @@
 //! Invariants
 //! 1. Hints that may be dropped are answered at once and are not done. What was mapped is found at
 //!    the next look, which is due when the fork is over.
-//! 2. Everything else changes the engine's memory. It is done only while the forking thread has
-//!    waited for [`MIN_WAIT_TIME`] in a system call that is no fork, or has used
-//!    [`SPIN_CPU_TIME`] of CPU time and no fork is under way by the kernel's word. If it is not
-//!    seen waiting before and after, the copy counts as torn and the child does not use it.
+//! 2. Everything else changes the engine's memory. It is done only while the forking thread waits
+//!    in a system call that is no fork (for [`MIN_WAIT_TIME`], or others have waited for
+//!    [`MAX_UNHELPED_TIME`]), or has used [`SPIN_CPU_TIME`] of CPU time and no fork is under way by
+//!    the kernel's word. If it is not seen waiting before and after, the copy counts as torn and
+//!    the child does not use it.
 //! 3. Where forks are told of, the kernel refuses fills and moves from the moment a fork copies
 //!    managed memory until its event was read, and nothing is done after that event. So the child
 //!    has every page that the table says is present.
@@ -55,6 +56,10 @@ const MAX_FORK_CPU_TIME: Duration = Duration::from_secs(5);
 /// then it continues by itself, while a third thread is helped.
 pub(super) const MIN_WAIT_TIME: Duration = Duration::from_micros(500);
 
+/// How long others wait for such a wait at most: the forking thread may nap between looks at what
+/// it waits for.
+const MAX_UNHELPED_TIME: Duration = Duration::from_millis(20);
+
 /// How long other threads wait when there is no more room to record the pages they bring in.
 const MAX_FULL_TIME: Duration = Duration::from_secs(5);
 
@@ -77,13 +82,15 @@ pub(super) struct Forker {
     began: Option<Nanos>,
     /// The wait in which it was seen, and since when.
     wait: Option<(ForkerWait, Nanos)>,
+    /// Since when there is a thread to help that was not.
+    due_since: Option<Nanos>,
     /// When the record of pages that came in was first seen to be full.
     full_since: Option<Nanos>,
 }
 
 impl Forker {
     pub(super) fn new(tid: u32) -> Forker {
-        Forker { tid, began: None, wait: None, full_since: None }
+        Forker { tid, began: None, wait: None, due_since: None, full_since: None }
     }
 
     fn waits(&self) -> bool {
@@ -129,13 +136,14 @@ impl Forker {
             .any(|request| matches!(request, HandlerRequest::Fence | HandlerRequest::Hint));
         let is_due = asks || !reader.pending.is_empty() || reader.fork.is_noted_half_full();
         if reader.fork.child.is_some() || !engine.fork.goes_on() || !is_due {
+            self.due_since = None;
             return false;
         }
         let waits = self.waits();
-        if waits && self.waited(reader) < MIN_WAIT_TIME {
+        let unhelped = now().since(*self.due_since.get_or_insert_with(now));
+        if waits && self.waited(reader) < MIN_WAIT_TIME && unhelped < MAX_UNHELPED_TIME {
             return false;
         }
-        self.wait = None;
         let used = self.used();
         if !waits
             && (used < SPIN_CPU_TIME
@@ -168,6 +176,7 @@ impl Forker {
             reader.pending.extend(fault);
             return false;
         }
+        (self.wait, self.due_since) = (None, None);
         if let Some(fault) = fault {
             pager.answer(fault);
         } else if reader.take_request(HandlerRequest::Fence) {
