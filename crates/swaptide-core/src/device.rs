@@ -291,7 +291,7 @@ impl SwapDevice {
         self.word(off).slot()
     }
 
-    /// Slot `off` will be looked up soon: has its word brought near, and waits for nothing.
+    /// Prefetches the word of slot `off`, which will be looked up soon. Waits for nothing.
     #[inline]
     pub fn prefetch(&self, off: SwapOffset) {
         self.tables.prefetch(off);

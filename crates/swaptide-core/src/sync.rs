@@ -253,7 +253,7 @@ pub(crate) fn read_locked(word: &AtomicU64) -> u64 {
     word.load(Ordering::Relaxed)
 }
 
-/// Asks for a word's memory to be brought near: a hint, where the processor has one.
+/// Prefetches a word into the cache: a hint, where the processor has one.
 #[inline]
 pub(crate) fn prefetch(word: &AtomicU64) {
     #[cfg(all(target_arch = "x86_64", not(loom)))]

@@ -269,13 +269,13 @@ impl Zram {
         Ok(Some(Codec::of(block)))
     }
 
-    /// A slot will be loaded soon: has its handle brought near. ([`Zram::prefetch`] does that with
-    /// what it holds, a little later.)
+    /// Prefetches the handle of a slot that will be loaded soon. [`Zram::prefetch`], a little
+    /// later, does not wait for it then.
     pub fn prefetch_handle(&self, slot: Slot) {
         self.state.lock().handles.prefetch(slot);
     }
 
-    /// What a slot holds will be loaded soon: has it brought near.
+    /// Prefetches what a slot holds that will be loaded soon.
     pub fn prefetch(&self, slot: Slot) {
         let state = self.state.lock();
         if let Handle::Object(id) = state.handles.get(slot) {

@@ -163,7 +163,7 @@ fn map_registered(
     Ok((range, registration))
 }
 
-/// Asks for the memory at `at` to be brought near: a hint, where the processor has one. Any address
+/// Prefetches the memory at `at` into the cache: a hint, where the processor has one. Any address
 /// will do.
 #[inline]
 pub fn prefetch<T>(at: *const T) {

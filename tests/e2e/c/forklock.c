@@ -155,7 +155,7 @@ static void *other(void *x) {
     return x;
 }
 
-/* It holds no lock: the thread that does may give it while this one is served. */
+/* It holds no lock: the thread that does may release it while this one is served. */
 static void *third(void *x) {
     uint64_t state = given.seed + 5;
     for (; !over; usleep(300)) {

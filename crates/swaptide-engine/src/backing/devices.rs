@@ -439,8 +439,8 @@ impl Devices {
         self.areas.extents.injection
     }
 
-    /// An entry of compressed memory will be loaded soon: has its slot brought near, and what leads
-    /// to its data, while there is something else to do.
+    /// Prefetches the slot of an entry of compressed memory that will be loaded soon, and the
+    /// handle that leads to its data.
     pub(crate) fn prefetch_slot(&self, entry: SwapEntry) {
         if entry.ty() == POOL {
             self.pool_slots.prefetch(entry.offset());
@@ -448,7 +448,7 @@ impl Devices {
         }
     }
 
-    /// The same a little later, of the data itself.
+    /// Prefetches the data itself, a little later.
     pub(crate) fn prefetch_data(&self, entry: SwapEntry) {
         if entry.ty() == POOL {
             self.pool.prefetch(Slot(entry.offset().0));

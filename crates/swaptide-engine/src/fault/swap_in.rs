@@ -728,9 +728,12 @@ impl FaultPath {
             }
             let is_out = {
                 let mm = engine.mm.lock();
-                near = self.bring_near(&mm, coming);
+                near = FaultPath::prefetch_words(&mm, coming);
                 matches!(mm.table.get(next), PageState::Swapped(_))
             };
+            if let Some(entry) = near {
+                engine.devices.prefetch_slot(entry);
+            }
             if !is_out {
                 continue;
             }
@@ -751,15 +754,16 @@ impl FaultPath {
         self.installer.end_looking_together();
         self.count_ahead(swapped_in);
     }
-    /// Has the ways to the data of pages brought near, of each page a step: to the slot of the
-    /// first, whose entry is the answer, to the word of the second, and to that of the third. Where
-    /// they are asked for one after the other, each step waits for memory while a page is loaded,
-    /// rather than alone.
-    fn bring_near(&self, mm: &Mm, [slot, word, leaf]: [Option<PageNo>; 3]) -> Option<SwapEntry> {
+
+    /// Prefetches what leads to the words of two pages that come later, and looks at the word of
+    /// one that was prefetched so: its entry, if it is swapped. So a page's table, slot and data
+    /// are each prefetched while an earlier page is loaded.
+    fn prefetch_words(mm: &Mm, [slot, word, leaf]: [Option<PageNo>; 3]) -> Option<SwapEntry> {
         leaf.inspect(|page| mm.table.prefetch_leaf(*page));
         word.inspect(|page| mm.table.prefetch_word(*page));
-        let PageState::Swapped(entry) = mm.table.get(slot?) else { return None };
-        self.engine.devices.prefetch_slot(entry);
-        Some(entry)
+        match mm.table.get(slot?) {
+            PageState::Swapped(entry) => Some(entry),
+            _ => None,
+        }
     }
 }

@@ -51,20 +51,20 @@ const SPIN_CPU_TIME: Duration = Duration::from_millis(20);
 /// fork(2), though it is not seen outside. Should it be in there all the same, its child is ended.
 const MAX_FORK_CPU_TIME: Duration = Duration::from_secs(5);
 
-/// How long the forking thread must be seen in one and the same wait, with no other thread let go
-/// meanwhile, before others are helped. What it waits for may be held by a thread that runs, and
-/// then it continues by itself, while a third thread is helped.
+/// How long the forking thread must be seen in one and the same wait, with no other thread woken
+/// meanwhile, before others are helped. What it waits for may be held by a thread that runs and
+/// will release it soon; then it needs no help.
 pub(super) const MIN_WAIT_TIME: Duration = Duration::from_micros(500);
 
-/// How long others wait for such a wait at most: the forking thread may nap between looks at what
-/// it waits for.
+/// After this time others are helped in any wait: the forking thread may sleep briefly between
+/// looks at what it waits for.
 const MAX_UNHELPED_TIME: Duration = Duration::from_millis(20);
 
 /// How long other threads wait when there is no more room to record the pages they bring in.
 const MAX_FULL_TIME: Duration = Duration::from_secs(5);
 
 /// A wait of the forking thread. As long as these are the same it did not run, and no thread was
-/// let go that may hold what it waits for.
+/// woken that may hold what it waits for.
 #[derive(PartialEq, Eq)]
 struct ForkerWait {
     /// CPU time that it has used.

@@ -271,8 +271,8 @@ impl PageTable {
             .map_or(PageState::Empty, |cell| PageState::of(cell.words[page.in_chunk()]))
     }
 
-    /// A page will be looked at soon: has the way to its word brought near, up to the word itself.
-    /// ([`PageTable::prefetch_word`] does that, a little later.)
+    /// Prefetches what leads to the word of a page that will be looked at soon.
+    /// [`PageTable::prefetch_word`], a little later, does not wait for it then.
     pub(crate) fn prefetch_leaf(&self, page: PageNo) {
         let number = page.0 / PAGES_PER_LEAF;
         if let Some(Some(mid)) = self.top.get(number / LEAVES_PER_MID)
@@ -282,7 +282,7 @@ impl PageTable {
         }
     }
 
-    /// A page will be looked at soon: has its word and its chunk brought near.
+    /// Prefetches the word and the chunk of a page that will be looked at soon.
     pub(crate) fn prefetch_word(&self, page: PageNo) {
         if let Some(cell) = self.cell(page.chunk()) {
             prefetch(&cell.words[page.in_chunk()]);
@@ -415,6 +415,19 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
     use std::collections::BTreeMap;
+
+    #[test]
+    fn any_page_may_be_prefetched_and_none_is_made() {
+        let mut table = PageTable::new();
+        table.set(PageNo(5000), PageState::Present);
+        let (cells, leaves) = (table.cells, table.leaves);
+        for page in [0, 4999, 5000, 5000 + PAGES_PER_LEAF, usize::MAX / PAGE_SIZE] {
+            table.prefetch_leaf(PageNo(page));
+            table.prefetch_word(PageNo(page));
+        }
+        assert_eq!((table.cells, table.leaves), (cells, leaves));
+        assert_eq!(table.get(PageNo(5000)), PageState::Present);
+    }
 
     proptest! {
         #[test]

@@ -317,14 +317,14 @@ impl TemporalPrefetcher {
         }
     }
 
-    /// A fault will ask for a page soon: has its place brought near.
+    /// Prefetches the place of a page that a fault will ask for soon.
     pub(crate) fn prefetch_index(&self, page: PageNo) {
         if let Some(history) = &self.history {
             prefetch(history.place_of(page));
         }
     }
 
-    /// A little later: has the entry brought near that the place names.
+    /// Prefetches the entry that the place names, a little later.
     pub(crate) fn prefetch_entry(&self, page: PageNo) {
         if let Some(history) = &self.history
             && let Some(at) = history.place_of(page).load(Relaxed).checked_sub(1)
@@ -409,8 +409,7 @@ impl TemporalPrefetcher {
         Some(page)
     }
 
-    /// What would come next in the sequence but one: pages to have something of brought near. They
-    /// may not come.
+    /// The pages after the next one in the sequence, for prefetching: they may not come.
     pub(crate) fn coming(&self) -> [Option<PageNo>; 3] {
         let at = |k| self.history.as_ref()?.page_at(self.shown.wrapping_add(k));
         [at(1), at(2), at(3)]

@@ -41,6 +41,8 @@ use crate::sched::handler_cpu::YieldEvery;
 
 /// Fewer pages than this in a move, on average, make a batch a scattered one.
 const DENSE_PAGES_PER_MOVE: usize = 8;
+/// Chunks that are looked at for one batch.
+const MAX_SCANNED_CHUNKS: usize = 4096;
 
 impl BackingPage {
     /// A page that is to go to a swap area. Packed bytes are added to `bytes`.
@@ -174,7 +176,7 @@ impl Batch {
     /// program go in one, also across chunks.
     fn choose(&mut self, engine: &Engine, mm: &mut Mm, want: usize) {
         let mut scanned = 0;
-        let bound = mm.queues.resident_len().min(4096);
+        let bound = mm.queues.resident_len().min(MAX_SCANNED_CHUNKS);
         let mut place = 0;
         let now = now();
         while self.chunks.len() < want && self.runs.len() < MAX_MOVES_PER_BATCH && scanned < bound {
@@ -506,7 +508,7 @@ impl Batch {
     ///
     /// # Panics
     /// When nothing was taken.
-    pub fn finish(&mut self, engine: &Engine, mm: &mut Mm) {
+    pub(crate) fn finish(&mut self, engine: &Engine, mm: &mut Mm) {
         let slab = self.slab.take().expect("a batch that was taken");
         self.finish_on_areas(engine, mm);
         let devices = &engine.devices;

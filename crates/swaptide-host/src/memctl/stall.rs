@@ -36,7 +36,7 @@ const SAY_INTERVAL: Duration = Duration::from_secs(60);
 /// A process that waits for less of its time than this is not looked at any closer, in percent.
 const SUSPECT_PERCENT: u64 = 20;
 /// How often the threads of the others are looked at: a hundred looks are a window. At 40 ms, with
-/// the engine's threads read as well, the looks had cost a program on two CPUs 2 % of its speed.
+/// the engine's threads read as well, the looks cost a program on two CPUs about 2 % of its speed.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 /// Of the time in which threads have something to do, so much must be spent in faults, in percent.
 const MIN_FAULTING_PERCENT: u64 = 30;

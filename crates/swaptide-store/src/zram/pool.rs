@@ -44,7 +44,7 @@ const REPLACE_SLACK_BYTES: usize = 16 * BLOCK_BYTES;
 /// blocks: more than all that can be on their way out of a program at a time. Of a small one, half.
 const SCARCE_PAGES: usize = 32 << 10;
 const SCARCE_DIVISOR: usize = 16;
-/// What is brought near of an object that will be read: the processor finds the rest by itself.
+/// What is prefetched of an object that will be read: the processor finds the rest by itself.
 const PREFETCH_LINES: usize = 8;
 const LINE_BYTES: usize = 64;
 /// Fullness groups of blocks that are not full, by quarters.
@@ -300,7 +300,7 @@ impl ObjectPool {
         head
     }
 
-    /// An object will be read soon: has its head and the first of its bytes brought near.
+    /// Prefetches the head and the first bytes of an object that will be read soon.
     pub(super) fn prefetch(&self, id: ObjectId) {
         let Some(block) = self.blocks.get(id.block()) else { return };
         let Some(head) = block.heads.get(id.index()) else { return };

@@ -75,7 +75,7 @@ impl Handles {
         }
     }
 
-    /// A slot's handle will be asked for soon: has it brought near.
+    /// Prefetches the handle of a slot.
     pub(super) fn prefetch(&self, slot: Slot) {
         let (cluster, index) = slot.split();
         if let Some(Some(cluster)) = self.clusters.get(cluster) {
