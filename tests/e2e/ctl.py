@@ -138,12 +138,15 @@ class Daemon:
         self.process.kill()
         self.process.wait()
 
-    def stop(self):
+    def stop(self, may_stall=False):
+        """With `may_stall` it may have reported programs that make almost no progress."""
         self.process.terminate()
         status = self.process.wait(timeout=20)
         assert status == 0, f"the daemon ends with status {status}"
-        said = self.errors.read_text()
-        assert said == "", f"the daemon complained: {said}"
+        said = self.errors.read_text().splitlines()
+        if may_stall:
+            said = [line for line in said if "makes almost no progress" not in line]
+        assert said == [], f"the daemon complained: {said}"
 
     def program(self, megabytes, *options):
         """A program that is kept by it; the number of the case's run, and of the process."""

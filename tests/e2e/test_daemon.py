@@ -402,7 +402,8 @@ def test_daemon_crowd(case):
         done = program.finish()
         assert "OK heap" in done.text(), f"it did not verify its memory: {done.text()[-200:]}"
     until(case, "no charge", lambda: daemon.ctl.value("/", "swap.current") == 0)
-    daemon.stop()
+    # With half of their memory and a thirtieth of the CPUs, some do.
+    daemon.stop(may_stall=True)
 
 
 def kill_at_random(case, seconds):
@@ -492,7 +493,8 @@ def kill_at_random(case, seconds):
     assert used == [0, 0, 0], f"extents without an owner: {used}"
     assert killed > 0, "no server was killed"
     case.note(f"{finished} programs came to their end, servers were killed {killed} times")
-    daemon.stop()
+    # What waits for a server that is away makes no progress.
+    daemon.stop(may_stall=True)
 
 
 @pytest.mark.network
