@@ -359,7 +359,7 @@ NAMING = {
     "docs/bench.md": False,
 }
 # What looks like a case in these documents.
-NOT_CASES = ("bgsave", "growth-move")
+NOT_CASES = ("bgsave", "growth-move", "kernel-build")
 
 
 def named_cases(shown, text):

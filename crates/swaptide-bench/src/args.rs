@@ -65,10 +65,10 @@ pub struct BenchArgs {
 /// Arguments of `swaptide bench real` alone.
 #[derive(Debug, Clone, Args)]
 pub struct RealArgs {
-    /// Programs of real, separated by commas [default: all]
+    /// Programs of real or density, separated by commas [default: all]
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     pub program: Vec<String>,
-    /// Directory of real for what its programs need; it is made once, and kept
+    /// Directory for what real programs need; it is made once, and kept
     #[arg(long, value_name = "DIR", default_value = "/var/tmp/swaptide-real")]
     pub work_dir: PathBuf,
 }
@@ -104,6 +104,10 @@ pub enum Benchmark {
     Bgsave,
     /// Real programs in a half, a third and a quarter of their memory
     Real,
+    /// A build of Linux in a half and a third of its memory
+    KernelBuild,
+    /// How many processes that rest share a budget, and how soon each answers when it is woken
+    Density,
 }
 
 /// Which kernel swap to compare with.

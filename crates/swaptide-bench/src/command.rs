@@ -1,13 +1,11 @@
 //! `swaptide bench`: checks the arguments, runs one benchmark, and writes its report.
 
-use std::io::Write;
-
 use crate::args::{BenchArgs, Benchmark, PeerArg};
-use crate::benchmarks::{costs, overhead, real, sweep, threads, throughput};
+use crate::benchmarks::{costs, density, overhead, real, sweep, threads, throughput};
 use crate::peers::kernel::KernelPeer;
 use crate::peers::restore::{Machine, Restorer};
 use crate::run::Runner;
-use crate::session::{Failed, Session, save};
+use crate::session::{Failed, Session, publish};
 use crate::workload::phases::Phase;
 
 /// Runs the benchmark. Exit status: 0, 1 where a run failed, 2 for bad input or a peer that cannot
@@ -36,6 +34,8 @@ fn bench(args: &BenchArgs) -> Result<(), Failed> {
     let sweeps = args.name == Benchmark::Sweep;
     let threaded = args.name == Benchmark::Threads;
     let is_real = args.name == Benchmark::Real;
+    let rests = args.name == Benchmark::Density;
+    let brings = is_real || rests || args.name == Benchmark::KernelBuild;
     let flags = [
         (sweeps && args.ram.is_some(), "--ram: a sweep takes its budgets from --budgets"),
         (sweeps && args.strict_budget, "--strict-budget: a sweep measures the bare budget anyway"),
@@ -43,10 +43,13 @@ fn bench(args: &BenchArgs) -> Result<(), Failed> {
         (!sweeps && args.ratio.len() > 1, "--ratio: several only for sweep"),
         (!threaded && !args.threads.is_empty(), "--threads: only for threads"),
         (threaded && args.strict_budget, "--strict-budget: not for threads"),
-        (!is_real && !args.real.program.is_empty(), "--program: only for real"),
-        (is_real && args.ram.is_some(), "--ram: real takes a part of what a program has"),
-        (is_real && args.data.is_some(), "--data: real programs bring their own"),
-        (is_real && args.strict_budget, "--strict-budget: not for real"),
+        (
+            !is_real && !rests && !args.real.program.is_empty(),
+            "--program: only for real and density",
+        ),
+        (brings && args.ram.is_some(), "--ram: real programs get a part of what they have"),
+        (brings && args.data.is_some(), "--data: real programs bring their own"),
+        (brings && args.strict_budget, "--strict-budget: not for real programs"),
     ];
     if let Some((_, message)) = flags.iter().find(|(wrong, _)| *wrong) {
         return Err(Failed(2, (*message).into()));
@@ -81,12 +84,12 @@ fn bench(args: &BenchArgs) -> Result<(), Failed> {
         Benchmark::Fork => costs::fork(&session),
         Benchmark::Bgsave => costs::bgsave(&session),
         Benchmark::Real => real::real(&session),
+        Benchmark::KernelBuild => real::kernel_build(&session),
+        Benchmark::Density => density::density(&session),
     };
     session.runner.say("");
     let report = report?;
-    // A reader that went away (a closed pipe) is no reason to lose the files below.
-    let _ = std::io::stdout().write_all(report.text().as_bytes());
-    save(args, &report)?;
+    publish(args, &report)?;
     if !report.failed.is_empty() {
         return Err(Failed(1, report.failed.join("; ")));
     }
@@ -96,7 +99,13 @@ fn bench(args: &BenchArgs) -> Result<(), Failed> {
 /// The peers asked for that can be had. With `all`, one that cannot is named and left out; asked
 /// for by name, it ends the call.
 fn chosen_peers(args: &BenchArgs, machine: &Machine) -> Result<Vec<KernelPeer>, Failed> {
-    let alone = [Benchmark::Within, Benchmark::Startup, Benchmark::Cipher, Benchmark::Fork];
+    let alone = [
+        Benchmark::Within,
+        Benchmark::Startup,
+        Benchmark::Cipher,
+        Benchmark::Fork,
+        Benchmark::Density,
+    ];
     let compares = !alone.contains(&args.name);
     let kernel = |p: &&PeerArg| **p != PeerArg::None;
     if !compares && args.peer.iter().any(|p| kernel(&p)) {

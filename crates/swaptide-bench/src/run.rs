@@ -403,6 +403,11 @@ impl Lines {
         Lines { pipe, unread: Vec::new(), end }
     }
 
+    /// Lines that come before `end` count from now on.
+    pub(crate) fn wait_until(&mut self, end: Instant) {
+        self.end = end;
+    }
+
     /// The next one.
     pub fn next_line(&mut self) -> std::io::Result<Next> {
         loop {

@@ -8,6 +8,7 @@
 //! so swaptide gets the cgroup's limit plus what the peer's pool took in the run just before, and
 //! no more.
 
+use std::io::Write;
 use std::path::Path;
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ use crate::args::BenchArgs;
 use crate::peers::cgroup::Hierarchy;
 use crate::peers::kernel::{self, Folios, KernelPeer};
 use crate::report::comparison::{
-    BenchReport, Better, Pairing, SWAPTIDE, Side, Spread, Unpaired, human,
+    BenchReport, Better, Pairing, Rows, SWAPTIDE, Side, Spread, Unpaired, human,
 };
 use crate::report::svg;
 use crate::run::{RunOutcome, Runner, Workload};
@@ -30,6 +31,13 @@ impl From<String> for Failed {
     fn from(message: String) -> Self {
         Failed(1, message)
     }
+}
+
+/// Prints the report, and writes what the flags ask for.
+pub(crate) fn publish(args: &BenchArgs, report: &BenchReport) -> Result<(), Failed> {
+    // A reader that went away (a closed pipe) is no reason to lose the files.
+    let _ = std::io::stdout().write_all(report.text().as_bytes());
+    save(args, report)
 }
 
 /// Writes what the flags ask for.
@@ -264,6 +272,17 @@ impl Session<'_> {
         Ok(runs)
     }
 
+    /// Publishes what was measured so far if a signal ends the benchmark.
+    pub(crate) fn publish_at_interrupt(&self, report: &BenchReport) {
+        let (args, mut report) = (self.args.clone(), report.clone());
+        report.notes.push("interrupted: the rows that were measured before".into());
+        self.runner.restorer.at_interrupt(move || {
+            if let Err(Failed(_, message)) = publish(&args, &report) {
+                eprintln!("swaptide bench: {message}");
+            }
+        });
+    }
+
     pub(crate) fn say(&self, who: &str, ram: u64, run: u32) {
         self.runner.say(&format!("{who}, {}: run {run} of {}", human(ram), self.runs));
     }
@@ -305,9 +324,7 @@ impl Session<'_> {
             runs: self.runs,
             unpaired: Unpaired::default(),
             pairs: vec![],
-            points: vec![],
-            threads: vec![],
-            real: vec![],
+            rows: Rows::default(),
             machine: json!({
                 "kernel": kernel, "cpu": cpu, "cpus": cpus, "memory_bytes": kib.map(|k| k * 1024),
                 "cgroup_version": cgroup, "load_before": load,
@@ -321,7 +338,7 @@ impl Session<'_> {
     pub(crate) fn note_peers(&self, report: &mut BenchReport) {
         let machine = self.runner.restorer.machine();
         let mut sides =
-            report.pairs.iter().map(|p| &p.peer).chain(report.points.iter().map(|p| &p.side));
+            report.pairs.iter().map(|p| &p.peer).chain(report.rows.points.iter().map(|p| &p.side));
         if sides.any(|s| s.detail.starts_with("lzo") || s.detail.starts_with("zstd")) {
             report.notes.push(
                 "this kernel has no lz4 for one of the peers: its row names the codec it used"

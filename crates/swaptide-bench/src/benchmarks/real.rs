@@ -1,5 +1,5 @@
 //! `swaptide bench real`: real programs in a half, a third and a quarter of the memory that they
-//! have without a limit.
+//! have without a limit. `swaptide bench kernel-build` is one of them, in a half and a third.
 //!
 //! The kernel's side runs in a memory cgroup of that size, with zram for swap; swaptide gets the
 //! same and what zram's pool took at most.
@@ -18,6 +18,9 @@ use crate::session::{Failed, Session};
 
 /// A program has a half, a third and a quarter of its memory.
 const DIVISORS: [u64; 3] = [2, 3, 4];
+/// The program of `kernel-build`, and the parts of its memory.
+const KERNEL_BUILD: &str = "linux";
+const KERNEL_BUILD_DIVISORS: [u64; 2] = [2, 3];
 /// A run may take this many times as long as without a limit, and some seconds.
 const MAX_SLOWDOWN: f64 = 10.0;
 const STARTING: Duration = Duration::from_secs(5);
@@ -99,26 +102,41 @@ fn chosen(names: &[String]) -> Result<Vec<RealProgram>, Failed> {
     Ok(PROGRAMS.iter().filter(is_chosen).copied().collect())
 }
 
-/// All rows, against zram unless there is no peer.
+/// All rows of `real`, against zram unless there is no peer.
 pub(crate) fn real(session: &Session<'_>) -> Result<BenchReport, Failed> {
+    let programs = chosen(&session.args.real.program)?;
+    rows(session, "real", "real programs in a part of their memory", &programs, &DIVISORS)
+}
+
+/// A build of Linux in a half and a third of the memory that it has without a limit.
+pub(crate) fn kernel_build(session: &Session<'_>) -> Result<BenchReport, Failed> {
+    let programs = chosen(&[KERNEL_BUILD.into()])?;
+    let title = "a build of Linux (make -j2) in a part of its memory";
+    rows(session, "kernel-build", title, &programs, &KERNEL_BUILD_DIVISORS)
+}
+
+fn rows(
+    session: &Session<'_>,
+    name: &str,
+    title: &str,
+    programs: &[RealProgram],
+    divisors: &[u64],
+) -> Result<BenchReport, Failed> {
     let args = session.args;
-    let programs = chosen(&args.real.program)?;
     if session.peers.iter().any(|peer| *peer != KernelPeer::Zram) {
-        return Err(Failed(2, "--peer: real compares with kernel-zram alone".into()));
+        return Err(Failed(2, format!("--peer: {name} compares with kernel-zram alone")));
     }
     if !rustix::process::geteuid().is_root() {
-        return Err(Failed(2, "real needs root, for memory cgroups; run it with sudo".into()));
+        let why = format!("{name} needs root, for memory cgroups; run it with sudo");
+        return Err(Failed(2, why));
     }
     let machine = session.runner.restorer.machine();
     let cgroups = Hierarchy::find(machine).map_err(|e| Failed(2, e))?;
-    let place = Place::prepare(&args.real.work_dir, &programs).map_err(|e| Failed(2, e))?;
-    let title = format!(
-        "real programs in a part of their memory, seconds, {} runs; files in {}",
-        session.runs,
-        place.dir().display()
-    );
-    let mut report = session.report("real", &title, "s", Better::Lower, 0);
-    for program in &programs {
+    let place = Place::prepare(&args.real.work_dir, programs).map_err(|e| Failed(2, e))?;
+    let title =
+        format!("{title}, seconds, {} runs; files in {}", session.runs, place.dir().display());
+    let mut report = session.report(name, &title, "s", Better::Lower, 0);
+    for program in programs {
         let measured = match alone(session, &cgroups, &place, program)? {
             Ok(measured) => measured,
             Err(why) => {
@@ -126,7 +144,7 @@ pub(crate) fn real(session: &Session<'_>) -> Result<BenchReport, Failed> {
                 continue;
             }
         };
-        for divisor in DIVISORS {
+        for &divisor in divisors {
             let row = compare(session, &cgroups, &measured, divisor, &mut report.failed)?;
             session.runner.say("");
             eprintln!(
@@ -134,9 +152,12 @@ pub(crate) fn real(session: &Session<'_>) -> Result<BenchReport, Failed> {
                 program.name,
                 row.ratio().map_or("no ratio".into(), |ratio| format!("{ratio:.2}"))
             );
-            report.real.push(row);
+            report.rows.real.push(row);
+            session.publish_at_interrupt(&report);
         }
     }
+    // The caller publishes it.
+    session.runner.restorer.at_interrupt(|| ());
     report.notes.push(
         "memory: what swaptide was given, and the kernel with its pool; of the kernel the better \
         of its folio sizes"
@@ -221,7 +242,7 @@ fn compare(
         let ended = theirs.iter().zip(&pools).filter(|(runs, _)| !runs.is_over());
         let least = ended.map(|(_, pool)| *pool).min();
         let ram = limit + least.or(pools.iter().max().copied()).unwrap_or(0);
-        let under = Under::Swaptide { ram };
+        let under = Under::Swaptide { ram, options: measured.program.options };
         let run = run(runner, cgroups, &measured.words, under, measured.timeout)?;
         if !ours.add(run, ram, Some(&measured.output)) {
             failed.push(format!("{name} in 1/{divisor} printed something else under swaptide"));

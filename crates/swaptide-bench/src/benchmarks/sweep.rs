@@ -65,7 +65,7 @@ pub(crate) fn sweep(session: &Session<'_>) -> Result<BenchReport, Failed> {
         for &budget in &budgets {
             cell(session, &mut report, &job, budget)?;
             // A sweep takes minutes: one that is stopped leaves what it has.
-            if !report.points.is_empty() {
+            if !report.rows.points.is_empty() {
                 save(args, &report)?;
             }
         }
@@ -73,10 +73,10 @@ pub(crate) fn sweep(session: &Session<'_>) -> Result<BenchReport, Failed> {
     // The one figure of the contract: the smallest budget, the first kind of data.
     let smallest = |p: &&Point| p.budget == first && p.content == contents[0];
     let ours: Vec<&Point> =
-        report.points.iter().filter(smallest).filter(|p| p.name == SWAPTIDE).collect();
+        report.rows.points.iter().filter(smallest).filter(|p| p.name == SWAPTIDE).collect();
     let alone = ours.iter().find(|p| p.side.limit == first).map(|p| p.side.clone());
     let mut pairs = Vec::new();
-    for peer in report.points.iter().filter(smallest).filter(|p| p.name != SWAPTIDE) {
+    for peer in report.rows.points.iter().filter(smallest).filter(|p| p.name != SWAPTIDE) {
         let against = ours.iter().find(|p| p.against.as_ref().is_some_and(|b| b.0 == peer.name));
         if let Some(ours) = against {
             let (name, peer, swaptide) = (peer.name.clone(), peer.side.clone(), ours.side.clone());
@@ -165,8 +165,8 @@ fn cell(
         }
         points.push(point(peer.name(), job.content, budget, theirs, Some(*folios))?);
     }
-    report.points.push(bare);
-    report.points.append(&mut points);
+    report.rows.points.push(bare);
+    report.rows.points.append(&mut points);
     Ok(())
 }
 

@@ -42,7 +42,7 @@ pub(crate) fn threads(session: &Session<'_>) -> Result<BenchReport, Failed> {
             None => (session.ours(&job, session.ram, &value)?, vec![]),
         };
         for phase in PHASES {
-            report.threads.push(ThreadsRow {
+            report.rows.threads.push(ThreadsRow {
                 threads,
                 phase,
                 ours: side(SWAPTIDE.into(), &ours, phase)?,

@@ -96,14 +96,14 @@ impl Cgroup {
         self.dir.join("cgroup.procs")
     }
 
-    /// Bytes of anonymous memory that the group has now.
-    pub(crate) fn anonymous(&self, machine: &Machine) -> u64 {
+    /// Bytes of memory that the group has now and that can be swapped: anonymous, and shared.
+    pub(crate) fn swappable(&self, machine: &Machine) -> u64 {
         let stat = machine.read(self.dir.join("memory.stat")).unwrap_or_default();
-        // Version 1 names it `rss`, and has no line `anon`.
         let of = |name: &str| {
             stat.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok())
         };
-        of("anon ").or_else(|| of("rss ")).unwrap_or(0)
+        // Version 1 names the first `rss`, and has no line `anon`.
+        of("anon ").or_else(|| of("rss ")).unwrap_or(0) + of("shmem ").unwrap_or(0)
     }
 
     /// Kills the processes of the group: each was started by this benchmark.

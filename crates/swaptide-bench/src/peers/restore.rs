@@ -13,7 +13,7 @@
 //!    pull it all back.
 //!
 //! Locks: `RestorerState::undos` is held across a change and across undoing;
-//! `RestorerState::children` is taken alone or inside it.
+//! `RestorerState::children` and `RestorerState::at_interrupt` are taken alone or inside it.
 
 use std::ffi::OsStr;
 use std::io;
@@ -26,6 +26,9 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+/// What is still to be done when a signal ends the benchmark.
+type AtInterrupt = dyn FnOnce() + Send;
 
 /// Runs one of the system's tools (`mkswap`, `swapon`, `swapoff`) with its arguments.
 type Tool = dyn Fn(&str, &[&OsStr]) -> Result<(), String> + Send + Sync;
@@ -190,6 +193,7 @@ struct RestorerState {
     children: Mutex<Vec<(u64, OwnedFd)>>,
     next_child: AtomicU64,
     interrupted: AtomicBool,
+    at_interrupt: Mutex<Option<Box<AtInterrupt>>>,
 }
 
 /// Takes a lock whatever happened to the thread that held it: undoing must continue.
@@ -229,6 +233,7 @@ impl Restorer {
                 // more.
                 let mut undos = lock(&restorer.shared.undos);
                 complain(&undo_down_to(&restorer.machine, &mut undos, 0));
+                restorer.run_at_interrupt();
                 std::process::exit(128 + signal);
             }
         };
@@ -303,6 +308,20 @@ impl Restorer {
             children.push((id, fd));
         }
         Ok(RunningChild { child, id, restorer: self.clone() })
+    }
+
+    /// Has `last` done when a signal ends this process, after everything was undone. What was given
+    /// before is forgotten.
+    pub(crate) fn at_interrupt(&self, last: impl FnOnce() + Send + 'static) {
+        *lock(&self.shared.at_interrupt) = Some(Box::new(last));
+    }
+
+    fn run_at_interrupt(&self) {
+        // Not within the lock.
+        let last = lock(&self.shared.at_interrupt).take();
+        if let Some(last) = last {
+            last();
+        }
     }
 
     /// Never returns once a signal has come: the signal thread is undoing and ends the process.

@@ -245,6 +245,9 @@ const ROOT: &str = "SWAPTIDE_BENCH_TEST_ROOT";
 fn change_and_watch(root: &Path) {
     let restorer = Restorer::new(Machine::fake(root, Arc::new(|_: &str, _: &[&OsStr]| Ok(()))));
     restorer.watch_signals().unwrap();
+    let (from, to) = (root.join("setting"), root.join("last"));
+    restorer.at_interrupt(|| unreachable!("the next one stands for it"));
+    restorer.at_interrupt(move || std::fs::copy(from, to).map(drop).unwrap());
     restorer.set("/setting", "changed").unwrap();
     // Nothing is dropped on the way out: only the hook and the signal thread can undo.
     std::mem::forget(restorer.scope());
@@ -289,5 +292,6 @@ fn a_signal_puts_the_machine_back() {
         rustix::process::kill_process(Pid::from_child(&child), signal).unwrap();
         assert_eq!(child.wait().unwrap().code(), Some(status));
         assert_eq!(fake.text("/setting"), "as it was");
+        assert_eq!(fake.text("/last"), "as it was", "done after everything was undone");
     }
 }

@@ -51,8 +51,11 @@ fn own_directory(dir: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether a program is found by its name.
+/// Whether a program is found by its name, or a file by its path.
 fn is_installed(program: &str) -> bool {
+    if program.starts_with('/') {
+        return Path::new(program).exists();
+    }
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }
@@ -179,5 +182,6 @@ mod tests {
         let error = error.unwrap_err();
         assert!(error.ends_with("exit status: 3: the reason"), "{error}");
         assert!(is_installed("sh") && !is_installed("no-such-program-here"));
+        assert!(is_installed("/proc/self") && !is_installed("/proc/none"));
     }
 }

@@ -25,7 +25,7 @@ pub(crate) struct RealProgram {
     pub(crate) name: &'static str,
     /// What it does, in a few words.
     pub(crate) what: &'static str,
-    /// Programs that it needs, each with its Debian package.
+    /// Programs (or files, by their paths) that it needs, each with its Debian package.
     pub(crate) packages: &'static [(&'static str, &'static str)],
     /// Python modules that it needs, by their names on PyPI.
     pub(crate) modules: &'static [&'static str],
@@ -37,6 +37,8 @@ pub(crate) struct RealProgram {
     pub(crate) prepare: &'static [&'static str],
     /// What is measured: `{python}` is a Python that has the modules.
     pub(crate) words: &'static [&'static str],
+    /// Options of `swaptide run` for it.
+    pub(crate) options: &'static [&'static str],
 }
 
 const NONE: RealProgram = RealProgram {
@@ -48,10 +50,11 @@ const NONE: RealProgram = RealProgram {
     input: None,
     prepare: &[],
     words: &[],
+    options: &[],
 };
 
 /// All of them.
-pub(crate) const PROGRAMS: [RealProgram; 11] = [
+pub(crate) const PROGRAMS: [RealProgram; 13] = [
     RealProgram {
         name: "objects",
         what: "CPython: a graph of objects",
@@ -170,7 +173,46 @@ pub(crate) const PROGRAMS: [RealProgram; 11] = [
         words: &["{python}", "{dir}/redis_requests.py", "300000", "50000"],
         ..NONE
     },
+    RealProgram {
+        name: "postgres",
+        what: "PostgreSQL: pgbench",
+        // Clusters are made by hand, and psql stands for the server that comes with it.
+        packages: &[("psql", "postgresql"), ("setpriv", "util-linux")],
+        text: Some(("pgbench_run.py", include_str!("texts/pgbench_run.py"))),
+        words: &["{python}", "{dir}/pgbench_run.py", "16", "20000", "4000"],
+        // Its buffers are shared memory.
+        options: &["--shared"],
+        ..NONE
+    },
+    RealProgram {
+        name: "linux",
+        what: "a small Linux: make -j2",
+        packages: &[
+            ("make", "make"),
+            ("gcc", "gcc"),
+            ("flex", "flex"),
+            ("bison", "bison"),
+            ("bc", "bc"),
+            ("xz", "xz-utils"),
+            ("/usr/include/libelf.h", "libelf-dev"),
+            ("/usr/share/doc/linux-source", "linux-source"),
+        ],
+        text: Some(("linux_build.sh", include_str!("texts/linux_build.sh"))),
+        prepare: &["bash", "{dir}/linux_build.sh", "prepare", "{dir}"],
+        words: &["bash", "{dir}/linux_build.sh", "build", "{dir}"],
+        ..NONE
+    },
 ];
+
+/// Those that rest between requests, for `density`; `{seed}` is another number in each process.
+pub(crate) const RESTING_PROGRAMS: [RealProgram; 1] = [RealProgram {
+    name: "pandas",
+    what: "Python with pandas and its data",
+    modules: &["pandas"],
+    text: Some(("pandas_rests.py", include_str!("texts/pandas_rests.py"))),
+    words: &["{python}", "{dir}/pandas_rests.py", "3600000", "{seed}"],
+    ..NONE
+}];
 
 /// A C++ file whose compilation has several hundred MiB of trees.
 fn large_source(path: &Path) -> std::io::Result<()> {
@@ -224,8 +266,10 @@ mod tests {
     #[test]
     fn each_program_is_whole() {
         for (at, program) in PROGRAMS.iter().enumerate() {
-            assert!(!program.what.is_empty() && !program.words.is_empty(), "{}", program.name);
             assert!(PROGRAMS[..at].iter().all(|other| other.name != program.name));
+        }
+        for program in PROGRAMS.iter().chain(&RESTING_PROGRAMS) {
+            assert!(!program.what.is_empty() && !program.words.is_empty(), "{}", program.name);
             let text = program.words.join(" ");
             if let Some((file, _)) = program.text {
                 // A class of Java is named without its suffix.

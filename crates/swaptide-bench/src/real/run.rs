@@ -26,8 +26,8 @@ pub(crate) enum Under {
     Nothing,
     /// The kernel's swap, which has room for this many bytes, in a cgroup with that limit.
     Kernel { peer: KernelPeer, folios: Folios, limit: u64, room: u64 },
-    /// swaptide with this budget.
-    Swaptide { ram: u64 },
+    /// swaptide with this budget, and more options of `swaptide run`.
+    Swaptide { ram: u64, options: &'static [&'static str] },
 }
 
 /// How a run ended.
@@ -49,7 +49,7 @@ pub(crate) struct RealRun {
     pub(crate) wall_s: f64,
     /// CPU time of all that took part: the program, swaptide, the kernel's reclaim threads.
     pub(crate) cpu_s: f64,
-    /// The most memory: anonymous without a limit, all that counts under swaptide.
+    /// The most memory: anonymous and shared without a limit, all that counts under swaptide.
     pub(crate) peak: u64,
     /// The most that the kernel's pool took, which is not charged to its limit.
     pub(crate) pool: u64,
@@ -137,9 +137,9 @@ pub(crate) fn run(
     let report = runner.report_file()?;
     let mut command = Command::new("sh");
     command.args(["-c", "echo 0 > \"$0\" && exec \"$@\""]).arg(group.procs());
-    if let Under::Swaptide { ram } = under {
+    if let Under::Swaptide { ram, options } = under {
         let run = ["run", "--no-daemon", "--quiet", "--ram", &ram.to_string(), "--report"];
-        command.arg(runner.exe()).args(run).arg(&report).arg("--");
+        command.arg(runner.exe()).args(run).arg(&report).args(options).arg("--");
     }
     command.args(words).stdin(Stdio::null()).stdout(out).stderr(err);
     let cpu_before = cpu_used(machine);
@@ -162,7 +162,7 @@ pub(crate) fn run(
             break false;
         }
         if looks {
-            peak = peak.max(group.anonymous(machine));
+            peak = peak.max(group.swappable(machine));
         }
     };
     let wall_s = begin.elapsed().as_secs_f64();

@@ -8,6 +8,7 @@ use std::fmt::Write;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
+use crate::report::density::{self, DensityRow};
 use crate::report::points::{self, Point};
 use crate::report::real::{self, RealRow};
 pub(crate) use crate::report::side::SWAPTIDE;
@@ -61,6 +62,19 @@ impl Better {
     }
 }
 
+/// Rows of the benchmarks that have their own kind of them. At most one kind is not empty.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Rows {
+    /// The budgets of a sweep.
+    pub points: Vec<Point>,
+    /// Each phase with each number of threads.
+    pub threads: Vec<ThreadsRow>,
+    /// Each real program in each part of its memory.
+    pub real: Vec<RealRow>,
+    /// Each number of processes that share a budget.
+    pub density: Vec<DensityRow>,
+}
+
 /// Everything one call found.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BenchReport {
@@ -82,12 +96,8 @@ pub struct BenchReport {
     pub unpaired: Unpaired,
     /// A row for each peer that was measured.
     pub pairs: Vec<Pairing>,
-    /// The budgets of a sweep.
-    pub points: Vec<Point>,
-    /// Each phase with each number of threads.
-    pub threads: Vec<ThreadsRow>,
-    /// Each real program in each part of its memory.
-    pub real: Vec<RealRow>,
+    /// What some benchmarks have in place of pairs.
+    pub rows: Rows,
     /// CPUs, memory and kernel of the machine, as JSON.
     pub machine: Value,
     /// What a reader must know.
@@ -140,17 +150,20 @@ impl BenchReport {
         if let Some(strict) = &self.unpaired.bare {
             all["swaptide_strict"] = strict.json(true).into();
         }
-        if !self.points.is_empty() {
-            all["points"] = self.points.iter().map(Point::json).collect();
+        if !self.rows.points.is_empty() {
+            all["points"] = self.rows.points.iter().map(Point::json).collect();
         }
-        if !self.threads.is_empty() {
-            all["threads"] = self.threads.iter().map(ThreadsRow::json).collect();
+        if !self.rows.threads.is_empty() {
+            all["threads"] = self.rows.threads.iter().map(ThreadsRow::json).collect();
         }
-        if !self.real.is_empty() {
-            all["real"] = self.real.iter().map(RealRow::json).collect();
-            let mean = real::mean_and_worst(&self.real);
+        if !self.rows.real.is_empty() {
+            all["real"] = self.rows.real.iter().map(RealRow::json).collect();
+            let mean = real::mean_and_worst(&self.rows.real);
             all["geometric_mean"] = json!(mean.map(|(mean, ..)| round(mean)));
             all["least_ratio"] = json!(mean.map(|(_, least, _)| round(least)));
+        }
+        if !self.rows.density.is_empty() {
+            all["density"] = self.rows.density.iter().map(DensityRow::json).collect();
         }
         all
     }
@@ -158,14 +171,16 @@ impl BenchReport {
     /// The table a person reads.
     pub fn text(&self) -> String {
         let mut out = format!("swaptide bench {}: {}\n", self.name, self.title);
-        if !self.points.is_empty() {
-            points::table(&self.points, &mut out);
-        } else if !self.threads.is_empty() {
-            threads::table(&self.threads, &mut out);
-        } else if !self.real.is_empty() {
-            real::table(&self.real, &mut out);
+        if !self.rows.points.is_empty() {
+            points::table(&self.rows.points, &mut out);
+        } else if !self.rows.threads.is_empty() {
+            threads::table(&self.rows.threads, &mut out);
+        } else if !self.rows.real.is_empty() {
+            real::table(&self.rows.real, &mut out);
+        } else if !self.rows.density.is_empty() {
+            density::table(&self.rows.density, &mut out);
         } else {
-            self.rows(&mut out);
+            self.sides(&mut out);
         }
         for note in &self.notes {
             let _ = writeln!(out, "note: {note}");
@@ -173,7 +188,7 @@ impl BenchReport {
         out
     }
 
-    fn rows(&self, out: &mut String) {
+    fn sides(&self, out: &mut String) {
         let mut rows: Vec<(String, &Side, bool)> = Vec::new();
         for pair in &self.pairs {
             rows.push((

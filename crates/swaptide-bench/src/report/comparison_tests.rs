@@ -28,9 +28,7 @@ fn report(better: Better, pairs: Vec<Pairing>) -> BenchReport {
         runs: 3,
         unpaired: Unpaired::default(),
         pairs,
-        points: vec![],
-        threads: vec![],
-        real: vec![],
+        rows: Rows::default(),
         machine: json!({"kernel": "6.18"}),
         notes: vec!["a note".into()],
         failed: vec![],
@@ -146,7 +144,7 @@ fn a_sweep_lists_its_points_and_what_was_not_measured_is_null() {
         capped,
         against: (name == SWAPTIDE).then(|| ("kernel-file".to_owned(), 1.5)),
     };
-    report.points =
+    report.rows.points =
         vec![point(SWAPTIDE, 300.0, 64 << 20, true), point("kernel-zram", 200.0, 64 << 20, false)];
     let json = report.json();
     let points = json["points"].as_array().unwrap();
@@ -164,7 +162,7 @@ fn a_sweep_lists_its_points_and_what_was_not_measured_is_null() {
         (&points[0]["ratio_to_peer"], &points[0]["peak_over_budget"]),
         (&json!(1.5), &Value::Null)
     );
-    report.points[0].side.resident = Some(65 << 20);
+    report.rows.points[0].side.resident = Some(65 << 20);
     assert_eq!(report.json()["points"][0]["peak_over_budget"], 1.0156);
     let text = report.text();
     // zswap in cgroup version 2 pays for its pool.

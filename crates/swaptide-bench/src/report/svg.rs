@@ -6,6 +6,7 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 
 use crate::report::comparison::{BenchReport, SWAPTIDE, Side, human};
+use crate::report::density::{self, DensityRow, MAX_WAKE_MS};
 use crate::report::points::{self, Point};
 use crate::report::real::{RealRow, RealSide};
 use crate::report::threads::{self, ThreadsRow, ThreadsSide};
@@ -22,21 +23,24 @@ type Drawn = Result<(), Box<dyn std::error::Error>>;
 pub fn draw(report: &BenchReport) -> Result<String, String> {
     let mut text = String::new();
     {
-        let panels =
-            points::contents(&report.points).len() + threads::phases(&report.threads).len();
+        let panels = points::contents(&report.rows.points).len()
+            + threads::phases(&report.rows.threads).len()
+            + density::programs(&report.rows.density).len();
         let width = if panels == 0 { 820 } else { 410 * (panels as u32).max(2) };
-        let (width, height) = match report.real.len() as u32 {
+        let (width, height) = match report.rows.real.len() as u32 {
             0 => (width, 430),
-            rows => (1100, 130 + 46 * rows.div_ceil(divisors(&report.real).len() as u32)),
+            rows => (1100, 130 + 46 * rows.div_ceil(divisors(&report.rows.real).len() as u32)),
         };
         let area = SVGBackend::with_string(&mut text, (width, height)).into_drawing_area();
         let drawn = area.fill(&WHITE).map_err(Into::into).and_then(|()| {
-            if !report.points.is_empty() {
+            if !report.rows.points.is_empty() {
                 curves(&area, report)
-            } else if !report.threads.is_empty() {
+            } else if !report.rows.threads.is_empty() {
                 by_threads(&area, report)
-            } else if !report.real.is_empty() {
+            } else if !report.rows.real.is_empty() {
                 by_program(&area, report)
+            } else if !report.rows.density.is_empty() {
+                by_processes(&area, report)
             } else {
                 bars(&area, report)
             }
@@ -163,15 +167,15 @@ fn curves(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
         counted"
     );
     let area = area.titled(&title, ("sans-serif", 20))?;
-    let xs = || report.points.iter().map(memory_of);
-    let ys = || report.points.iter().flat_map(|p| [p.side.stats.min, p.side.stats.max]);
+    let xs = || report.rows.points.iter().map(memory_of);
+    let ys = || report.rows.points.iter().flat_map(|p| [p.side.stats.min, p.side.stats.max]);
     let x = xs().fold(f64::MAX, f64::min) * 0.85..xs().fold(1.0, f64::max) * 1.15;
     // From one line of the logarithmic axis to the next.
     let y = 10f64.powf(ys().fold(f64::MAX, f64::min).max(0.01).log10().floor())
         ..ys().fold(1.0, f64::max) * 1.5;
-    let contents = points::contents(&report.points);
+    let contents = points::contents(&report.rows.points);
     let mut names: Vec<&str> =
-        report.points.iter().map(|p| p.name.as_str()).filter(|n| *n != SWAPTIDE).collect();
+        report.rows.points.iter().map(|p| p.name.as_str()).filter(|n| *n != SWAPTIDE).collect();
     names.sort_unstable();
     names.dedup();
     for (panel, content) in area.split_evenly((1, contents.len())).iter().zip(contents) {
@@ -193,7 +197,7 @@ fn curves(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
             .draw()?;
         for (at, name) in [SWAPTIDE].iter().chain(&names).enumerate() {
             let colour = if at == 0 { OURS } else { THEIRS[(at - 1) % THEIRS.len()] };
-            let line: Vec<&Point> = points::sorted(&report.points, content)
+            let line: Vec<&Point> = points::sorted(&report.rows.points, content)
                 .into_iter()
                 .filter(|p| p.name == *name)
                 .collect();
@@ -222,10 +226,10 @@ type SideOf<'a> = &'a dyn Fn(&ThreadsRow) -> Option<ThreadsSide>;
 fn by_threads(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
     let title = format!("{}, {} of data", caption(report), human(report.data));
     let area = area.titled(&title, ("sans-serif", 20))?;
-    let most = f64::from(report.threads.iter().map(|row| row.threads).max().unwrap_or(1));
-    let phases = threads::phases(&report.threads);
+    let most = f64::from(report.rows.threads.iter().map(|row| row.threads).max().unwrap_or(1));
+    let phases = threads::phases(&report.rows.threads);
     for (panel, phase) in area.split_evenly((1, phases.len())).iter().zip(phases) {
-        let rows = || report.threads.iter().filter(move |row| row.phase == phase);
+        let rows = || report.rows.threads.iter().filter(move |row| row.phase == phase);
         let sides = |row: &ThreadsRow| [Some(row.ours.clone()), row.theirs.clone()];
         let top = rows().flat_map(sides).flatten().map(|side| side.stats.max).fold(1.0, f64::max);
         let mut chart = ChartBuilder::on(panel)
@@ -283,9 +287,10 @@ fn by_program(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
     let title = "Time of real programs in a part of their memory, without a limit = 1 (lower is \
         better)";
     let area = area.titled(title, ("sans-serif", 20))?;
-    let divisors = divisors(&report.real);
+    let divisors = divisors(&report.rows.real);
     for (panel, divisor) in area.split_evenly((1, divisors.len())).iter().zip(divisors) {
-        let rows: Vec<&RealRow> = report.real.iter().filter(|row| row.divisor == divisor).collect();
+        let rows: Vec<&RealRow> =
+            report.rows.real.iter().filter(|row| row.divisor == divisor).collect();
         let mut chart = ChartBuilder::on(panel)
             .caption(format!("1/{divisor} of the memory"), ("sans-serif", 16, &INK))
             .margin(10)
@@ -337,10 +342,62 @@ fn slowdown_of(side: &RealSide, alone: &RealSide) -> Option<f64> {
     Some(side.seconds()? / alone.seconds()?)
 }
 
+/// A panel for each program: how soon one answers that is woken, against how many there are.
+fn by_processes(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
+    let area = area.titled(
+        "Processes that share a budget: how soon one that has rested answers",
+        ("sans-serif", 20),
+    )?;
+    let programs = density::programs(&report.rows.density);
+    for (panel, program) in area.split_evenly((1, programs.len())).iter().zip(&programs) {
+        let rows: Vec<&DensityRow> = report
+            .rows
+            .density
+            .iter()
+            .filter(|row| row.program == *program && row.budget > 0)
+            .collect();
+        let Some(first) = rows.first() else { continue };
+        let most = rows.iter().map(|row| row.processes).max().unwrap_or(1) as f64;
+        let worst = rows.iter().filter_map(|row| row.quantile(1.0)).fold(MAX_WAKE_MS, f64::max);
+        let caption =
+            format!("{program}, {} each, {} for all", human(first.each), human(first.budget));
+        let mut chart = ChartBuilder::on(panel)
+            .caption(caption, ("sans-serif", 16, &INK))
+            .margin(12)
+            .x_label_area_size(42)
+            .y_label_area_size(64)
+            .build_cartesian_2d(0.0..most * 1.05, (1.0..worst * 2.0).log_scale())?;
+        chart
+            .configure_mesh()
+            .x_desc("processes")
+            .y_desc("ms")
+            .y_label_formatter(&tick)
+            .x_label_formatter(&tick)
+            .label_style(("sans-serif", 14, &INK))
+            .light_line_style(WHITE)
+            .draw()?;
+        for (part, name, colour) in [(0.5, "half of the wakes", OURS), (0.99, "99 %", THEIRS[0])] {
+            let line: Vec<(f64, f64)> = rows
+                .iter()
+                .filter_map(|row| Some((row.processes as f64, row.quantile(part)?)))
+                .collect();
+            chart
+                .draw_series(LineSeries::new(line.clone(), colour.stroke_width(3)))?
+                .label(name)
+                .legend(move |(x, y)| {
+                    PathElement::new([(x, y), (x + 22, y)], colour.stroke_width(3))
+                });
+            chart.draw_series(line.into_iter().map(|at| Circle::new(at, 4, colour.filled())))?;
+        }
+        legend(&mut chart)?;
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::comparison::{Better, Pairing, Spread, Unpaired};
+    use crate::report::comparison::{Better, Pairing, Rows, Spread, Unpaired};
     use crate::workload::phases::{PageContent, Phase};
 
     fn side(median: f64, limit: u64) -> Side {
@@ -368,9 +425,7 @@ mod tests {
             runs: 1,
             unpaired: Unpaired::default(),
             pairs: vec![],
-            points: vec![],
-            threads: vec![],
-            real: vec![],
+            rows: Rows::default(),
             machine: serde_json::Value::Null,
             notes: vec![],
             failed: vec![],
@@ -409,7 +464,7 @@ mod tests {
                 };
                 let ours = one(SWAPTIDE, 100.0 * f64::from(threads));
                 let theirs = Some(one("kernel-zram lz4 64K", 200.0));
-                report.threads.push(ThreadsRow { threads, phase, ours, theirs });
+                report.rows.threads.push(ThreadsRow { threads, phase, ours, theirs });
             }
         }
         let svg = draw(&report).unwrap();
@@ -434,7 +489,7 @@ mod tests {
         let mut report = report();
         for divisor in [2, 3] {
             for program in ["sort", "node"] {
-                report.real.push(RealRow {
+                report.rows.real.push(RealRow {
                     program: program.into(),
                     what: String::new(),
                     divisor,
@@ -451,6 +506,18 @@ mod tests {
     }
 
     #[test]
+    fn wakes_are_drawn_against_the_number_of_processes() {
+        let mut report = report();
+        let wakes = [20.0, 30.0, 900.0];
+        report.rows.density = [8, 16, 32].map(|n| density::tests::row(n, &wakes)).to_vec();
+        let svg = draw(&report).unwrap();
+        assert_eq!(svg.matches("<circle").count(), 6);
+        for text in ["pandas, 375M each", "processes", "99 %"] {
+            assert!(svg.contains(text), "{text} is not in the plot");
+        }
+    }
+
+    #[test]
     fn a_sweep_has_a_curve_for_each_side() {
         let mut report = report();
         for (i, limit) in [64u64, 128, 256, 512].into_iter().enumerate() {
@@ -459,7 +526,7 @@ mod tests {
                     let side = side(speed * (i + 1) as f64, limit << 20);
                     let (name, budget, phases) = (name.into(), limit << 20, vec![]);
                     let (wall_s, verified, capped, against) = (1.0, 0, false, None);
-                    report.points.push(Point {
+                    report.rows.points.push(Point {
                         name,
                         content,
                         budget,
