@@ -4,58 +4,68 @@
 //! what it read under the same hold, so no thread sees the one without the other: a forked child
 //! runs from the moment its event is read, and is known by then.
 //!
-//! What a fault brings in is decided here; how it comes in is `swap_in`'s.
+//! What a fault brings in is decided here, and becomes loads (`loading`). The reader does one by
+//! itself that a fault waits for, if it needs no disk; where there are more, and for what comes
+//! along with a page, it wakes servers ([`serve`]), one for each load. With one CPU there is none,
+//! and it does them all. How pages come in is `swap_in`'s.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::Instant;
+use std::sync::{Arc, MutexGuard};
+use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 use swaptide_engine::mm::types::{PAGES_PER_CHUNK, PageNo};
 use swaptide_engine::readahead::locality::SwapIn;
 use swaptide_ipc::{Counter, LAST_ORDER, OfOrder};
 use swaptide_sys::Errno;
-use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::page::{PAGE_SIZE, VirtRange};
 use swaptide_sys::uffd::{Event, Message, Uffd};
 
+use crate::loading::{Load, LoadJob, PendingFault};
 use crate::reclaim::margin;
 use crate::region::RegionPage;
-use crate::space::{Space, SpaceId, SpaceState};
+use crate::space::{FaultSite, Space, SpaceId, SpaceState};
 use crate::state::{GUARD_TIMEOUT, Inner, PagerState, ROOM_TOKEN, STOP_FAULTS, is_hole};
-use crate::swap_in::{FIRST_PAGES, FaultSite, MAX_PAGES_PER_FAULT, PageLoader};
+use crate::swap_in::{MAX_PAGES_PER_FAULT, PAGES_PER_LOAD, PageLoader};
 
-/// Pages that are brought in together of what a program wants in.
-const WINDOW_PAGES: usize = 64;
+/// After so long faults are looked at again that wait for something that no event tells of.
+const RETRY_INTERVAL: Duration = Duration::from_millis(5);
+/// The same where nothing is known to wait.
+const QUIET_INTERVAL: Duration = Duration::from_millis(100);
 /// Without a limit, what one fault may bring in is bounded as under this one.
 const DEFAULT_WINDOW_LIMIT_BYTES: u64 = 128 << 20;
 
-/// The thread that answers.
+/// A thread that answers: the reader, or a server.
 struct FaultThread {
     inner: Arc<Inner>,
     loader: PageLoader,
 }
 
-/// What the thread does.
-pub(crate) fn run(inner: Arc<Inner>) {
+/// What the reader does. `servers`: how many threads [`serve`].
+pub(crate) fn run(inner: Arc<Inner>, servers: usize) {
     // A fault is a thread that waits.
     swaptide_sys::affinity::go_first();
     let mut thread = FaultThread { inner: inner.clone(), loader: PageLoader::new() };
     let mut events =
         [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
             64];
-    // There is more to bring in that a program wants, and room for it.
+    // There is more to bring in, and no need to wait for an event.
     let mut comes_in = false;
+    let mut retried = Instant::now();
     while inner.stop.load(Relaxed) & STOP_FAULTS == 0 {
-        let wait_ms: i64 = {
+        let looks_again = {
             let state = inner.lock();
-            let is_short = state.shortages.is_any();
-            let is_short = is_short && !state.waiting.is_empty();
             let looks = |space: &Space| space.guard.is_none() || space.needs_restore();
-            if is_short || state.spaces.values().any(looks) { 5 } else { 100 }
+            !state.faults.later.is_empty() || state.spaces.values().any(looks)
         };
-        let timeout = if comes_in { 0 } else { wait_ms * 1_000_000 };
-        let timeout = rustix::event::Timespec { tv_sec: 0, tv_nsec: timeout };
+        let timeout = match looks_again {
+            _ if comes_in => Duration::ZERO,
+            true => RETRY_INTERVAL,
+            false => QUIET_INTERVAL,
+        };
+        let tv_nsec = i64::from(timeout.subsec_nanos());
+        let timeout = rustix::event::Timespec { tv_sec: 0, tv_nsec };
         let ready = match epoll::wait(&inner.poll, &mut events[..], Some(&timeout)) {
             Ok(count) => count,
             Err(Errno::INTR) => continue,
@@ -78,62 +88,126 @@ pub(crate) fn run(inner: Arc<Inner>) {
                 thread.read_events(&mut state, id);
             }
         }
-        for (id, addr, wp) in std::mem::take(&mut state.waiting) {
-            thread.answer(&mut state, id, addr, wp);
+        for fault in std::mem::take(&mut state.faults.room) {
+            thread.answer(&mut state, fault);
         }
-        if ready == 0 && !comes_in || wait_ms == 5 {
+        let is_due = looks_again && retried.elapsed() >= RETRY_INTERVAL;
+        if ready == 0 && !comes_in || is_due {
+            retried = Instant::now();
             thread.check_unguarded(&mut state);
         }
-        comes_in = thread.swap_in_some(&mut state);
-        if !state.waiting.is_empty() || !state.advised.into.is_empty() {
+        thread.swap_in_some(&mut state);
+        if !state.faults.room.is_empty() || !state.advised.into.is_empty() {
             inner.work.notify_all();
         }
+        let job = match servers {
+            0 => state.loads.take(),
+            _ => state.loads.take_short(),
+        };
+        for _ in 0..state.loads.waiting().min(servers) {
+            inner.loads_wait.notify_one();
+        }
+        if let Some(job) = job {
+            drop(state);
+            state = thread.load(job);
+        }
+        comes_in = match servers {
+            0 => state.loads.waiting() > 0,
+            _ => state.loads.has_short(),
+        };
+    }
+}
+
+/// What a server does: loads, whenever there are any.
+pub(crate) fn serve(inner: Arc<Inner>) {
+    swaptide_sys::affinity::go_first();
+    let mut thread = FaultThread { inner: inner.clone(), loader: PageLoader::new() };
+    let mut state = inner.lock();
+    while inner.stop.load(Relaxed) & STOP_FAULTS == 0 {
+        state = match state.loads.take() {
+            Some(job) => {
+                drop(state);
+                thread.load(job)
+            }
+            None => inner.wait_for_loads(state),
+        };
     }
 }
 
 impl FaultThread {
     /// True when nothing may come in before something goes out.
     fn is_full(&self, state: &PagerState) -> bool {
-        !self.has_room(state, FIRST_PAGES) && !state.is_stuck()
+        !self.has_room(state, PAGES_PER_LOAD) && !state.is_stuck()
     }
 
-    /// True when `pages` pages may come in within the limit.
+    /// True when `pages` pages may come in within the limit, with those that are on their way.
     fn has_room(&self, state: &PagerState, pages: usize) -> bool {
         let Some(limit) = self.inner.limit().filter(|_| state.engaged) else { return true };
-        let used = (state.counts().resident * PAGE_SIZE) as u64 + self.inner.own_bytes_before();
-        used + (pages * PAGE_SIZE) as u64 <= limit
+        let pages = pages + state.counts().resident + state.loads.pages();
+        (pages * PAGE_SIZE) as u64 + self.inner.own_bytes_before() <= limit
     }
 
-    /// Brings in a window of what programs want in, if there is room. True when there is more to
-    /// bring in at once: faults are answered in between.
-    fn swap_in_some(&mut self, state: &mut PagerState) -> bool {
-        while let Some((id, pages)) = state.advised.into.front().cloned() {
-            let region = state.regions.get(&id);
-            let out = |page: &usize| region.is_some_and(|region| region.state(*page).is_out());
-            let Some(start) = pages.clone().find(out) else {
+    /// Does a load, without the lock but for its end, and answers the faults that wait for it.
+    fn load(&mut self, job: LoadJob) -> MutexGuard<'_, PagerState> {
+        let unloaded = self.loader.load(&self.inner.store, &job.load);
+        let mut state = self.inner.lock();
+        let is_in = self.inner.put_in(&mut state, job.site, &job.load, &unloaded, &self.loader);
+        for (page, fault) in state.loads.ended(&job) {
+            let region = state.regions.get(&job.load.region).filter(|r| job.load.is_of(r));
+            let fault = PendingFault { again: true, ..fault };
+            match region.map(|region| region.state(page)) {
+                Some(RegionPage::Present) if !fault.wp => {
+                    wake(&state, fault.space, VirtRange::from_len(fault.addr, PAGE_SIZE));
+                }
+                // It could not be read, or put in, for want of something of this process's own.
+                Some(place) if place.is_out() && !is_in => state.faults.later.push(fault),
+                _ => self.answer(&mut state, fault),
+            }
+        }
+        if !state.faults.room.is_empty() {
+            self.inner.work.notify_all();
+        }
+        // The reader may sleep until an event comes.
+        let has_room = self.has_room(&state, PAGES_PER_LOAD);
+        let has_wishes = !state.advised.into.is_empty() || !state.faults.room.is_empty();
+        if !state.faults.later.is_empty() || has_wishes && has_room {
+            self.inner.tell_room();
+        }
+        state
+    }
+
+    /// Begins a load of what programs want in by advice, if there is room and nothing else to load.
+    fn swap_in_some(&self, state: &mut PagerState) {
+        while state.loads.waiting() == 0
+            && let Some((id, pages)) = state.advised.into.front().cloned()
+        {
+            let (region, loads) = (state.regions.get(&id), &state.loads);
+            let out = |page: &usize| {
+                region.is_some_and(|region| region.state(*page).is_out()) && !loads.has(id, *page)
+            };
+            let (Some(start), Some(region)) = (pages.clone().find(out), region) else {
                 state.advised.into.pop_front();
                 continue;
             };
             // What reclaim keeps free has room for this much.
-            let most = self.inner.limit().map_or(WINDOW_PAGES, |limit| {
-                (margin(limit) as usize / PAGE_SIZE).clamp(1, WINDOW_PAGES)
+            let most = self.inner.limit().map_or(PAGES_PER_LOAD, |limit| {
+                (margin(limit) as usize / PAGE_SIZE).clamp(1, PAGES_PER_LOAD)
             });
             if !self.has_room(state, most) {
                 if state.is_stuck() {
                     // None will be made for it. It was a wish, and no more.
                     state.advised.into.clear();
                 }
-                return false;
+                return;
             }
             let len = (start..pages.end.min(start + most)).take_while(out).count();
+            let load = Load::of(region, start..start + len);
             if let Some((_, left)) = state.advised.into.front_mut() {
                 // What cannot be brought in now comes when it is touched.
                 left.start = start + len;
             }
-            self.inner.fill(state, None, id, start..start + len, &mut self.loader);
-            return true;
+            state.loads.add(LoadJob { load, site: None, fault: None });
         }
-        false
     }
 
     /// The guard of an address space hung up: its process has ended or executed another program, or
@@ -177,15 +251,15 @@ impl FaultThread {
             }
         }
         self.inner.forget_unmapped(state);
-        for (id, addr, wp) in std::mem::take(&mut state.held) {
-            self.answer(state, id, addr, wp);
+        for fault in std::mem::take(&mut state.faults.later) {
+            self.answer(state, fault);
         }
     }
 
     /// Reads what an address space tells, and answers.
     fn read_events(&mut self, state: &mut PagerState, id: SpaceId) {
         let mut messages = Message::buffer::<32>();
-        let mut faults: Vec<(VirtAddr, bool)> = Vec::new();
+        let mut faults: Vec<PendingFault> = Vec::new();
         let mut children: Vec<Uffd> = Vec::new();
         let mut changed = false;
         // The events of a busy program are read in turns with those of others.
@@ -194,7 +268,10 @@ impl FaultThread {
             let Ok(count) = space.uffd.read(&mut messages) else { break };
             for message in &mut messages[..count] {
                 match message.decode() {
-                    Event::Fault { addr, wp, .. } => faults.push((addr.page_down(), wp)),
+                    Event::Fault { addr, wp, .. } => {
+                        let addr = addr.page_down();
+                        faults.push(PendingFault { space: id, addr, wp, again: false })
+                    }
                     Event::Fork { uffd } => children.push(uffd),
                     // A mapping whose pages are dropped keeps its data: what is given up for good
                     // comes by a request.
@@ -230,13 +307,14 @@ impl FaultThread {
         if changed {
             self.inner.learn(state, id);
         }
-        for (addr, wp) in faults {
-            self.answer(state, id, addr, wp);
+        for fault in faults {
+            self.answer(state, fault);
         }
     }
 
-    /// Answers one fault.
-    fn answer(&mut self, state: &mut PagerState, id: SpaceId, addr: VirtAddr, wp: bool) {
+    /// Answers one fault, begins its load, or has it wait.
+    fn answer(&self, state: &mut PagerState, fault: PendingFault) {
+        let PendingFault { space: id, addr, wp, .. } = fault;
         let Some(space) = state.spaces.get(&id) else { return };
         let place = match space.translate(addr) {
             Some(place) if !space.stale => Some(place),
@@ -246,11 +324,11 @@ impl FaultThread {
                 self.inner.learn(state, id);
                 let Some(space) = state.spaces.get(&id) else { return };
                 if space.stale && space.restored {
-                    self.answer_unknown(state, id, addr, wp);
+                    self.answer_unknown(state, fault);
                     return;
                 }
                 if space.stale {
-                    state.held.push((id, addr, wp));
+                    state.faults.later.push(fault);
                     return;
                 }
                 space.translate(addr)
@@ -263,11 +341,14 @@ impl FaultThread {
             return;
         };
         let site = FaultSite { space: id, piece };
-        let comes_in = |state: RegionPage| state == RegionPage::Absent || state.is_out();
-        if state.regions.get(&piece.region).is_some_and(|region| comes_in(region.state(page)))
-            && self.is_full(state)
-        {
-            state.waiting.push((id, addr, wp));
+        let place = state.regions.get(&piece.region).map(|region| region.state(page));
+        let is_out = place.is_some_and(RegionPage::is_out);
+        if is_out && state.loads.has(piece.region, page) {
+            state.loads.park(piece.region, page, fault);
+            return;
+        }
+        if (is_out || place == Some(RegionPage::Absent)) && self.is_full(state) {
+            state.faults.room.push(fault);
             return;
         }
         let Some(region) = state.regions.get_mut(&piece.region) else {
@@ -277,10 +358,8 @@ impl FaultThread {
         match region.state(page) {
             RegionPage::Absent => self.grow(state, site, page),
             RegionPage::Zero | RegionPage::Pool | RegionPage::Area => {
-                if !self.swap_in(state, site, page) {
-                    state.waiting.push((id, addr, wp));
-                    return;
-                }
+                self.swap_in(state, site, page, fault);
+                return;
             }
             RegionPage::Leaving if wp => {
                 // It is written to: it stays, and so does what is around it, for a while.
@@ -308,7 +387,7 @@ impl FaultThread {
                 .get(&piece.region)
                 .is_some_and(|region| region.state(page) == RegionPage::Leaving);
             if !protected && space.uffd.write_protect(at, false) == Err(Errno::AGAIN) {
-                state.held.push((id, addr, wp));
+                state.faults.later.push(fault);
                 return;
             }
         }
@@ -317,14 +396,15 @@ impl FaultThread {
 
     /// Answers a fault in a space whose mappings are not known, and for which everything was
     /// brought back: what is missing was never touched, wherever it is, or is lost.
-    fn answer_unknown(&self, state: &mut PagerState, id: SpaceId, addr: VirtAddr, wp: bool) {
+    fn answer_unknown(&self, state: &mut PagerState, fault: PendingFault) {
+        let PendingFault { space: id, addr, wp, .. } = fault;
         let counts = state.counts();
         if counts.out() > counts.lost {
             // Something could not be brought back for want of memory: it is tried again.
             self.inner.restore_space(state, id);
             let counts = state.counts();
             if counts.out() > counts.lost {
-                state.held.push((id, addr, wp));
+                state.faults.later.push(fault);
                 return;
             }
         }
@@ -397,12 +477,17 @@ impl FaultThread {
         }
     }
 
-    /// A page that is out, and what is likely to be wanted with it. False when it could not be
-    /// read, or put in, for want of something of this process's own.
-    fn swap_in(&mut self, state: &mut PagerState, site: FaultSite, page: usize) -> bool {
+    /// A page that is out, and what is likely to be wanted with it: loads begin.
+    fn swap_in(&self, state: &mut PagerState, site: FaultSite, page: usize, fault: PendingFault) {
         let bound = self.bound();
         let id = site.piece.region;
-        let Some(region) = state.regions.get_mut(&id) else { return true };
+        let coming = state.loads.of(id);
+        let Some(region) = state.regions.get_mut(&id) else { return };
+        if fault.again {
+            let load = Load::of(region, page..page + 1);
+            state.loads.add(LoadJob { load, site: Some(site), fault: Some((page, fault)) });
+            return;
+        }
         let reading = region.reading(page);
         let foretold = region.locality.swap_in(PageNo(0), PageNo(page), reading, bound);
         let wanted = match foretold {
@@ -411,52 +496,40 @@ impl FaultThread {
             SwapIn::Onward(n) => page..page + n,
         };
         let wanted = wanted.start..wanted.end.min(region.pages());
+        let is_coming = |page: usize| coming.iter().any(|coming| coming.contains(&page));
         // Now and then one is left out, to see whether it is wanted.
         let chosen = match foretold {
             SwapIn::Onward(_) => region.locality.leave_out(PageNo(page), wanted.len()),
             _ => None,
         };
-        let out = chosen.map(|out| out.0).filter(|out| region.state(*out).is_out());
+        let out = chosen.map(|out| out.0);
+        let out = out.filter(|out| region.state(*out).is_out() && !is_coming(*out));
         if let Some(out) = out {
             region.locality.left_out(PageNo(out));
         }
-        let ahead = region
-            .runs(wanted.clone(), RegionPage::is_out)
-            .iter()
-            .map(|run| run.len())
-            .sum::<usize>();
-        region.locality.record_swapped_in(ahead);
+        let comes = |page: &usize| Some(*page) != out && !is_coming(*page);
+        let all = Load::of(region, wanted.clone().filter(comes));
+        region.locality.record_swapped_in(all.len() + usize::from(out.is_some()));
         let hits = region.locality.take_hits();
         self.inner.count(Counter::SwapRaHit, hits as u64);
-        self.inner.count(Counter::SwapRa, ahead.saturating_sub(1) as u64);
+        self.inner.count(Counter::SwapRa, all.len().saturating_sub(1) as u64);
         self.inner.count(Counter::Pgmajfault, 1);
-        for run in without(region.runs(wanted.clone(), RegionPage::is_out), out) {
+        for (_, run) in all.runs(|_| true) {
             self.count_orders(&run);
         }
-        // First what was asked for, then waiting threads, then the rest.
-        let first = wanted.start.max(page / FIRST_PAGES * FIRST_PAGES)
-            ..wanted.end.min((page / FIRST_PAGES + 1) * FIRST_PAGES);
-        let mut is_in = true;
-        for run in without(region.runs(first.clone(), RegionPage::is_out), out) {
-            is_in &= self.inner.fill(state, Some(site), id, run.clone(), &mut self.loader)
-                || !run.contains(&page);
-        }
-        if !is_in || first == wanted {
-            return is_in;
-        }
-        if let Some(range) = site.piece.addresses(id, &(page..page + 1)) {
-            wake(state, site.space, range);
-        }
-        for rest in [wanted.start..first.start, first.end..wanted.end] {
-            let runs = state
-                .regions
-                .get(&id)
-                .map_or(Vec::new(), |region| region.runs(rest, RegionPage::is_out));
-            for run in without(runs, out) {
-                self.inner.fill(state, Some(site), id, run, &mut self.loader);
+        // First what was asked for, then the rest.
+        let first = page / PAGES_PER_LOAD * PAGES_PER_LOAD;
+        let around = |start: usize| wanted.start.max(start)..wanted.end.min(start + PAGES_PER_LOAD);
+        let rest = (wanted.start / PAGES_PER_LOAD..wanted.end.div_ceil(PAGES_PER_LOAD))
+            .map(|block| block * PAGES_PER_LOAD)
+            .filter(|start| *start != first);
+        for start in [first].into_iter().chain(rest) {
+            let load = Load::of(region, around(start).filter(comes));
+            if load.len() > 0 {
+                let fault = (start == first).then_some((page, fault));
+                state.loads.add(LoadJob { load, site: Some(site), fault });
             }
         }
-        true
     }
 
     /// Counts the aligned blocks of a window, each at the largest size it is part of.
@@ -477,19 +550,6 @@ fn wake(state: &PagerState, id: SpaceId, at: VirtRange) {
     if let Some(space) = state.spaces.get(&id) {
         let _ = space.uffd.wake(at);
     }
-}
-
-/// Runs of pages without one page.
-fn without(mut runs: Vec<Range<usize>>, out: Option<usize>) -> Vec<Range<usize>> {
-    let Some(out) = out else { return runs };
-    if let Some(at) = runs.iter().position(|run| run.contains(&out)) {
-        let run = runs.remove(at);
-        runs.splice(
-            at..at,
-            [run.start..out, out + 1..run.end].into_iter().filter(|part| !part.is_empty()),
-        );
-    }
-    runs
 }
 
 /// True when no hole is in a range of pages.

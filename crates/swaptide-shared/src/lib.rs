@@ -13,6 +13,7 @@
 //! | `state` | all of them together |
 //! | [`pager`] | its threads; requests |
 //! | `fault` | answers to faults and events |
+//! | `loading` | loads that are under way |
 //! | `swap_in` | bringing pages back |
 //! | `shortage` | reads and writes that fail for want of memory or descriptors |
 //! | [`reclaim`] | making room; why no write is lost |
@@ -32,6 +33,7 @@
 mod fault;
 pub mod handle;
 mod huge_pages;
+mod loading;
 pub mod pager;
 mod pinned;
 pub mod reclaim;

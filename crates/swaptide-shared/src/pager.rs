@@ -1,8 +1,9 @@
 //! The pager: its threads, and what processes ask of it.
 //!
-//! Two threads: one reads the userfaultfds and answers (`fault`), one makes room
-//! ([`crate::reclaim`]); requests come from the thread that serves the socket. What they share,
-//! with its locks, is in `state`.
+//! Its threads: one reads the userfaultfds and answers; servers (one less than there are CPUs, and
+//! seven at most) load what faults ask for while it reads on (`fault`), and sleep otherwise; one
+//! makes room ([`crate::reclaim`]). Requests come from the thread that serves the socket. What they
+//! share, with its locks, is in `state`.
 
 use std::fs::File;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::Release};
@@ -26,6 +27,9 @@ use crate::store::{FileOpener, Store};
 
 /// Between two attempts to bring everything back.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(5);
+
+/// Most threads that load next to the one that reads: each takes memory, of the limit.
+const MAX_SERVERS: usize = 7;
 
 /// What a pager needs.
 pub struct PagerSettings {
@@ -61,7 +65,8 @@ pub struct PagerStats {
 /// has memory swapped in it is stopped by its guard.
 pub struct SharedMemoryPager {
     inner: Arc<Inner>,
-    faults: Option<JoinHandle<()>>,
+    /// The reader, and the servers.
+    faults: Vec<JoinHandle<()>>,
     room: Option<JoinHandle<()>>,
 }
 
@@ -84,6 +89,7 @@ impl SharedMemoryPager {
             work: Condvar::new(),
             poll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
             room: rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            loads_wait: Condvar::new(),
             stop: AtomicU32::new(0),
             memories: Mutex::default(),
             statm: StatmFd::open_self().ok(),
@@ -95,16 +101,17 @@ impl SharedMemoryPager {
             epoll::EventData::new_u64(ROOM_TOKEN),
             epoll::EventFlags::IN,
         )?;
-        let spawn = |name: &str, body: fn(Arc<Inner>)| {
-            let inner = inner.clone();
-            std::thread::Builder::new()
-                .name(name.into())
-                .spawn(move || body(inner))
-                .map_err(|_| Errno::AGAIN)
-        };
-        let faults = Some(spawn("shared-faults", crate::fault::run)?);
-        let room = Some(spawn("shared-room", crate::reclaim::run)?);
-        Ok(SharedMemoryPager { inner, faults, room })
+        let mut pager = SharedMemoryPager { inner: inner.clone(), faults: vec![], room: None };
+        let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get());
+        // Where one cannot be had, those that are there do.
+        let servers = (1..cpus.min(MAX_SERVERS + 1))
+            .map_while(|_| thread(&inner, "shared-server", crate::fault::serve).ok());
+        pager.faults.extend(servers);
+        let servers = pager.faults.len();
+        let reader = move |inner| crate::fault::run(inner, servers);
+        pager.faults.push(thread(&inner, "shared-faults", reader)?);
+        pager.room = Some(thread(&inner, "shared-room", crate::reclaim::run)?);
+        Ok(pager)
     }
 
     #[cfg(test)]
@@ -221,7 +228,22 @@ impl Drop for SharedMemoryPager {
             }
             std::thread::sleep(SHORTAGE_PAUSE);
         }
-        self.inner.stop.fetch_or(STOP_FAULTS, Relaxed);
-        self.faults.take().map(JoinHandle::join);
+        {
+            // With the lock: a server that has not seen it waits by now, and is woken.
+            let _state = self.inner.lock();
+            self.inner.stop.fetch_or(STOP_FAULTS, Relaxed);
+        }
+        self.inner.loads_wait.notify_all();
+        self.faults.drain(..).for_each(|thread| drop(thread.join()));
     }
+}
+
+fn thread(
+    inner: &Arc<Inner>,
+    name: &str,
+    body: impl FnOnce(Arc<Inner>) + Send + 'static,
+) -> Result<JoinHandle<()>, Errno> {
+    let inner = Arc::clone(inner);
+    let spawned = std::thread::Builder::new().name(name.into()).spawn(move || body(inner));
+    spawned.map_err(|_| Errno::AGAIN)
 }

@@ -151,7 +151,9 @@ impl ReclaimThread {
         }
         let (over, wanted) = {
             let state = self.inner.lock();
-            let used = (state.counts().resident * PAGE_SIZE) as u64 + self.inner.own_bytes();
+            // What is on its way is to find room.
+            let pages = state.counts().resident + state.loads.pages();
+            let used = (pages * PAGE_SIZE) as u64 + self.inner.own_bytes();
             self.tell_use(&state);
             (used.saturating_sub(limit - margin(limit)), !state.advised.out.is_empty())
         };

@@ -8,7 +8,8 @@
 //!    is `Present` or `Leaving` is none, but where a program has punched it itself.
 //! 2. A page in state `Pool` or `Area` has its data there, at the slot of its number; in any other
 //!    state nothing is there.
-//! 3. A chunk's epoch changes whenever one of its pages goes out or comes in.
+//! 3. A chunk's epoch changes whenever one of its pages goes out or comes in; a page's departures
+//!    whenever it goes out.
 //!
 //! Locks: none; the pager's state holds it.
 
@@ -147,6 +148,7 @@ pub struct Region {
     /// Never goes out again: something of it could not be taken out.
     pub kept: bool,
     states: Vec<RegionPage>,
+    departures: Vec<u16>,
     chunks: Vec<RegionChunk>,
     counts: Counts,
     readings: Vec<(Range<usize>, Reading)>,
@@ -163,6 +165,7 @@ impl Region {
             attached: false,
             kept: false,
             states: vec![RegionPage::Absent; pages],
+            departures: vec![0; pages],
             chunks: vec![RegionChunk::default(); pages.div_ceil(PAGES_PER_CHUNK)],
             counts: Counts::default(),
             readings: Vec::new(),
@@ -197,6 +200,9 @@ impl Region {
             let chunk = &mut self.chunks[page / PAGES_PER_CHUNK];
             chunk.epoch = chunk.epoch.wrapping_add(1);
         }
+        if before.is_in() && state.is_out() {
+            self.departures[page] = self.departures[page].wrapping_add(1);
+        }
     }
 
     /// The slot of a page.
@@ -207,6 +213,12 @@ impl Region {
     /// What is known of a chunk.
     pub fn chunk(&mut self, chunk: usize) -> &mut RegionChunk {
         &mut self.chunks[chunk]
+    }
+
+    /// How often a page has gone out, wrapping: one that was out, and is out in the same place at
+    /// the same number, has not been in between.
+    pub(crate) fn departures(&self, page: usize) -> u16 {
+        self.departures[page]
     }
 
     /// The pages of a chunk.

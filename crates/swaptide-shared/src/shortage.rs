@@ -29,12 +29,6 @@ pub(crate) struct Shortages {
     pub(crate) writes: Shortage,
 }
 
-impl Shortages {
-    pub(crate) fn is_any(&self) -> bool {
-        self.reads.is_any() || self.writes.is_any()
-    }
-}
-
 /// How long reads, or writes, have failed so. Such a page stays out, and is asked for again:
 /// nothing is wrong with it, and what ends the shortage may wait for the state's lock.
 #[derive(Default)]

@@ -53,6 +53,13 @@ impl Piece {
     }
 }
 
+/// Where pages of a fault are to be mapped at once.
+#[derive(Clone, Copy)]
+pub(crate) struct FaultSite {
+    pub space: SpaceId,
+    pub piece: Piece,
+}
+
 /// Pages that a thread is about to map at further addresses, which the pager is not told of when
 /// a mapping grows in place. What is mapped already may go out meanwhile: the thread may be stopped
 /// for any time.

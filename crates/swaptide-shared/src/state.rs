@@ -3,7 +3,8 @@
 //! Owns the regions, the address spaces that have them mapped, and the queue of what goes out next.
 //!
 //! Locks: `state`, held for an answer or a step of reclaim, over system calls that wait for no
-//! process and, in a swap-in, over reading the file; then the devices' own. No thread waits for an
+//! process and, where everything of an address space is brought back, over reading the file; then
+//! the devices' own. What faults ask for is loaded without it (`loading`). No thread waits for an
 //! event with it. `memories` is taken under it or alone.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
@@ -30,6 +31,7 @@ use swaptide_sys::uffd::Uffd;
 use swaptide_sys::{AsFd, AsRawFd, BorrowedFd, Errno, OwnedFd};
 
 use crate::huge_pages::HugePages;
+use crate::loading::{LoadQueue, PendingFault};
 use crate::region::{Counts, Region, RegionId, RegionPage, SlotSpace};
 use crate::shortage::Shortages;
 use crate::space::{GrowthHold, Piece, Space, SpaceId, SpaceState, scan};
@@ -54,7 +56,7 @@ const UNATTACHED_TIMEOUT: Duration = Duration::from_secs(30);
 pub(crate) const ROOM_TOKEN: u64 = u64::MAX;
 /// The thread that makes room is to end.
 pub(crate) const STOP_ROOM: u32 = 1;
-/// The thread that answers is to end.
+/// The threads that answer are to end.
 pub(crate) const STOP_FAULTS: u32 = 2;
 
 pub(crate) struct Inner {
@@ -71,6 +73,8 @@ pub(crate) struct Inner {
     pub poll: OwnedFd,
     /// Tells the fault thread that there is room.
     pub room: OwnedFd,
+    /// Wakes the threads that load.
+    pub loads_wait: Condvar,
     /// [`STOP_ROOM`] and [`STOP_FAULTS`].
     pub stop: AtomicU32,
     /// Files of all regions, for queries of what they hold.
@@ -86,6 +90,15 @@ pub(crate) struct AdvisedPages {
     pub out: VecDeque<(RegionId, u32)>,
     /// Ranges to bring in, as far as they are not in yet.
     pub into: VecDeque<(RegionId, Range<usize>)>,
+}
+
+/// Faults that wait, and for no load.
+#[derive(Default)]
+pub(crate) struct WaitingFaults {
+    /// For room.
+    pub room: Vec<PendingFault>,
+    /// For a layout, or until pages can be read and written: some time later.
+    pub later: Vec<PendingFault>,
 }
 
 #[derive(Default)]
@@ -104,17 +117,25 @@ pub(crate) struct PagerState {
     pub clock: u32,
     /// Missing pages are the pager's to fill.
     pub engaged: bool,
-    /// Faults that wait for room, or until pages can be read and written.
-    pub waiting: Vec<(SpaceId, VirtAddr, bool)>,
+    /// LoadQueue that are under way.
+    pub loads: LoadQueue,
+    /// Faults that wait for something else.
+    pub faults: WaitingFaults,
     /// Until then no fault waits for room: there was nothing to make it of.
     pub stuck_until: Option<Instant>,
     /// What this process is short of at the moment.
     pub shortages: Shortages,
-    /// Faults that wait for a layout.
-    pub held: Vec<(SpaceId, VirtAddr, bool)>,
     next_space: u64,
     slots: SlotSpace,
     created: HashMap<RegionId, Instant>,
+}
+
+/// A thread of the pager has panicked with regions half changed, or a load half done.
+pub(crate) fn half_changed() -> ! {
+    swaptide_sys::thread::abort_with(&[
+        b"swaptide: the pager of shared memory failed a check; it is stopped rather than hand out \
+        wrong data",
+    ])
 }
 
 /// Numbers of an address space's two descriptors at the poll.
@@ -124,13 +145,15 @@ fn token(space: SpaceId, guard: bool) -> epoll::EventData {
 
 impl Inner {
     pub fn lock(&self) -> MutexGuard<'_, PagerState> {
-        self.state.lock().unwrap_or_else(|_| {
-            // A thread of the pager has panicked with regions half changed.
-            swaptide_sys::thread::abort_with(&[
-                b"swaptide: the pager of shared memory failed a check; it is stopped rather than \
-                hand out wrong data",
-            ])
-        })
+        self.state.lock().unwrap_or_else(|_| half_changed())
+    }
+
+    /// Waits until there is something to load, or may be.
+    pub(crate) fn wait_for_loads<'a>(
+        &self,
+        state: MutexGuard<'a, PagerState>,
+    ) -> MutexGuard<'a, PagerState> {
+        self.loads_wait.wait(state).unwrap_or_else(|_| half_changed())
     }
 
     pub fn count(&self, counter: Counter, n: u64) {
@@ -309,8 +332,9 @@ impl Inner {
                 let _ = epoll::delete(&self.poll, guard.as_fd());
                 (self.close)(guard);
             }
-            state.held.retain(|(space, ..)| *space != id);
-            state.waiting.retain(|(space, ..)| *space != id);
+            state.faults.later.retain(|fault| fault.space != id);
+            state.faults.room.retain(|fault| fault.space != id);
+            state.loads.forget_space(id);
             self.forget_unmapped(state);
         }
     }

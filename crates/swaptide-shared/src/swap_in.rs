@@ -6,7 +6,7 @@
 //! Either gives the page whole: no process sees a part of it. Other processes find it in the cache
 //! and map it without a fault to the pager.
 //!
-//! Owns nothing. Everything here runs with the state's lock held.
+//! Owns nothing. Everything here runs with the state's lock held, but for [`PageLoader::load`].
 
 use std::ops::Range;
 
@@ -17,25 +17,17 @@ use swaptide_store::{Page, Slot};
 use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::thread::abort_with;
 
+use crate::loading::Load;
 use crate::region::{RegionId, RegionPage};
 use crate::shortage::{self, Shortage};
-use crate::space::{Piece, Space, SpaceId};
-use crate::state::{Inner, PagerState, ShortWrite, write_pages};
-use crate::store::Unloaded;
+use crate::space::{FaultSite, Piece, Space, SpaceId};
+use crate::state::{Inner, PagerState, ShortWrite, half_changed, write_pages};
+use crate::store::{Store, Unloaded};
 
 /// Most pages that one fault brings in: 2 MiB.
 pub(crate) const MAX_PAGES_PER_FAULT: usize = 512;
-/// Pages that are brought in before the one asked for is woken.
-pub(crate) const FIRST_PAGES: usize = 16;
-
-/// Parts of a run between some pages, which are in ascending order.
-fn between(run: &Range<usize>, pages: &[usize]) -> Vec<Range<usize>> {
-    let mut start = run.start;
-    let ends = pages.iter().copied().filter(|page| run.contains(page)).chain([run.end]);
-    ends.map(|end| std::mem::replace(&mut start, end + 1)..end)
-        .filter(|part| !part.is_empty())
-        .collect()
-}
+/// Pages of one load: those that come in before the thread that asked for one of them is woken.
+pub(crate) const PAGES_PER_LOAD: usize = 16;
 
 /// Memory of a thread that brings pages in.
 pub(crate) struct PageLoader {
@@ -46,15 +38,37 @@ pub(crate) struct PageLoader {
 impl PageLoader {
     /// With room for the most usual window.
     pub fn new() -> PageLoader {
-        PageLoader { buffer: vec![0; FIRST_PAGES * PAGE_SIZE], unpacker: Unpacker::new() }
+        PageLoader { buffer: vec![0; PAGES_PER_LOAD * PAGE_SIZE], unpacker: Unpacker::new() }
+    }
+
+    /// Loads pages into this memory, from where they were when they were noted.
+    pub(crate) fn load(&mut self, store: &Store, load: &Load) -> Unloaded {
+        let _guard = StopAtPanic;
+        let bytes = load.len() * PAGE_SIZE;
+        if self.buffer.len() < bytes {
+            self.buffer.resize(bytes, 0);
+        }
+        let (pages, _) = self.buffer[..bytes].as_chunks_mut::<PAGE_SIZE>();
+        let mut requests: Vec<(Slot, RegionPage, &mut Page)> =
+            load.slots().zip(pages).map(|((slot, place), page)| (slot, place, page)).collect();
+        store.load(&mut requests, &mut self.unpacker)
+    }
+
+    /// Pages that were loaded, from the `at`-th on.
+    fn loaded(&self, at: usize, pages: usize) -> &[u8] {
+        &self.buffer[at * PAGE_SIZE..(at + pages) * PAGE_SIZE]
     }
 }
 
-/// Where pages of a fault are to be mapped at once.
-#[derive(Clone, Copy)]
-pub(crate) struct FaultSite {
-    pub space: SpaceId,
-    pub piece: Piece,
+/// Without the lock a panic would poison nothing, and faults would wait for the load for ever.
+struct StopAtPanic;
+
+impl Drop for StopAtPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            half_changed();
+        }
+    }
 }
 
 impl Inner {
@@ -111,8 +125,9 @@ impl Inner {
         all
     }
 
-    /// Brings a run of pages back that are all out. False when some could not be read, or put in,
-    /// for want of something of this process's own: they stay out, and are to be asked for again.
+    /// Brings a run of pages back that are all out, all with the lock held. False when some could
+    /// not be read, or put in, for want of something of this process's own: they stay out, and are
+    /// to be asked for again.
     pub(crate) fn fill(
         &self,
         state: &mut PagerState,
@@ -121,39 +136,58 @@ impl Inner {
         run: Range<usize>,
         loader: &mut PageLoader,
     ) -> bool {
-        let Some(region) = state.regions.get_mut(&id) else { return true };
-        let bytes = run.len() * PAGE_SIZE;
-        if loader.buffer.len() < bytes {
-            loader.buffer.resize(bytes, 0);
-        }
-        let (pages, _) = loader.buffer[..bytes].as_chunks_mut::<PAGE_SIZE>();
-        let mut requests: Vec<(Slot, RegionPage, &mut Page)> = run
-            .clone()
-            .zip(pages)
-            .map(|(page, buffer)| (region.slot(page), region.state(page), buffer))
-            .collect();
-        let unloaded = self.store.load(&mut requests, &mut loader.unpacker);
-        self.follow_shortage(&mut state.shortages.reads, &unloaded);
-        let mut short: Vec<usize> =
-            unloaded.short.iter().map(|slot| (slot.0 - region.base) as usize).collect();
+        let Some(region) = state.regions.get(&id) else { return true };
+        let load = Load::of(region, run);
+        let unloaded = loader.load(&self.store, &load);
+        self.put_in(state, site, &load, &unloaded, loader)
+    }
+
+    /// Puts in what was loaded, as far as it stands as it was noted ([`Load::stands`]). False as
+    /// with [`Inner::fill`].
+    pub(crate) fn put_in(
+        &self,
+        state: &mut PagerState,
+        site: Option<FaultSite>,
+        load: &Load,
+        unloaded: &Unloaded,
+        loader: &PageLoader,
+    ) -> bool {
+        self.follow_shortage(&mut state.shortages.reads, unloaded);
+        let id = load.region;
+        let region = state.regions.get_mut(&id).filter(|region| load.is_of(region));
+        // What no process maps any more nobody waits for.
+        let Some(region) = region else { return true };
+        let mut short: Vec<usize> = unloaded.short.iter().map(|slot| load.page_of(*slot)).collect();
         short.sort_unstable();
-        for slot in &unloaded.failed {
-            let page = (slot.0 - region.base) as usize;
+        let mut lost = 0;
+        for page in unloaded.failed.iter().map(|slot| load.page_of(*slot)) {
+            // What went from there while it was read says nothing of the page.
+            if !load.stands(region, page) {
+                continue;
+            }
             (self.log)(&format!(
                 "shared memory: page {page} of region {} could not be brought back",
                 id.inode
             ));
             self.count(Counter::PagesPoisoned, 1);
             region.set(page, RegionPage::Lost);
+            lost += 1;
         }
-        let out = region.runs(run.clone(), RegionPage::is_out);
-        let goods: Vec<Range<usize>> = out.iter().flat_map(|run| between(run, &short)).collect();
+        let standing = load.runs(|page| load.stands(region, page));
+        let standing: usize = standing.map(|(_, run)| run.len()).sum();
+        self.count(Counter::SwpinExists, (load.len() - lost - standing) as u64);
+        let is_good = |page| load.stands(region, page) && short.binary_search(&page).is_err();
+        let goods: Vec<(usize, Range<usize>)> = load.runs(is_good).collect();
+        // Its mappings may be others by now.
+        let space = site.and_then(|site| {
+            let space = state.spaces.get(&site.space)?;
+            let is_mapped = !space.stale && space.layout.contains(&site.piece);
+            is_mapped.then_some((space, site.piece))
+        });
         let mut brought = Vec::with_capacity(goods.len());
         let mut unwritten = None;
-        for good in &goods {
-            let data = &loader.buffer
-                [(good.start - run.start) * PAGE_SIZE..(good.end - run.start) * PAGE_SIZE];
-            let space = site.and_then(|site| Some((state.spaces.get(&site.space)?, site.piece)));
+        for (at, good) in &goods {
+            let data = loader.loaded(*at, good.len());
             let done = space.map_or(0, |(space, piece)| copy_in(space, &piece, id, good, data));
             let rest = write_pages(&region.memory, good.start + done, &data[done * PAGE_SIZE..]);
             let mut is_in = good.clone();
@@ -280,11 +314,20 @@ mod tests {
     use crate::region::Region;
     use crate::store::{FileOpener, PutOutcome, compressor};
 
-    /// A region whose file takes no page but the first.
-    fn short_region(pager: &SharedMemoryPager, contents: &[Page]) -> RegionId {
+    fn pager() -> SharedMemoryPager {
+        let fd = swaptide_sys::mem::memfd_create(c"test", Segment::BYTES as u64).expect("memfd");
+        let map = SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map");
+        let segment = Segment::raw(map).expect("segment");
+        let open: FileOpener = Arc::new(|_| Err(Errno::NODEV));
+        let settings = PagerSettings { segment, open, log: |_| (), fail: 0, close: drop };
+        SharedMemoryPager::start(settings).expect("a pager")
+    }
+
+    /// A region that is out, whose file takes no page but the first `fit`.
+    fn region(pager: &SharedMemoryPager, contents: &[Page], fit: usize) -> RegionId {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let memory: File = memfd_create("pages", flags).expect("a file").into();
-        memory.set_len(PAGE_SIZE as u64).expect("its size");
+        memory.set_len((fit * PAGE_SIZE) as u64).expect("its size");
         fcntl_add_seals(&memory, SealFlags::GROW).expect("a seal");
         let id = RegionId::of(&memory).expect("its number");
         let mut region = Region::new(id, Arc::new(memory), contents.len(), 0);
@@ -301,15 +344,10 @@ mod tests {
 
     #[test]
     fn a_page_that_cannot_be_put_in_stays_out_and_is_not_tried_for_ever() {
-        let fd = swaptide_sys::mem::memfd_create(c"test", Segment::BYTES as u64).expect("memfd");
-        let map = SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map");
-        let segment = Segment::raw(map).expect("segment");
-        let open: FileOpener = Arc::new(|_| Err(Errno::NODEV));
-        let settings = PagerSettings { segment, open, log: |_| (), fail: 0, close: drop };
-        let pager = SharedMemoryPager::start(settings).expect("a pager");
+        let pager = pager();
         let contents: Vec<Page> =
             (0..4u8).map(|n| std::array::from_fn(|at| if at < 2000 { n } else { 9 })).collect();
-        let id = short_region(&pager, &contents);
+        let id = region(&pager, &contents, 1);
         let inner = pager.inner();
         let counted = || inner.segment.slot(inner.index).counted(Counter::Zswpin);
         let mut state = inner.lock();
@@ -338,9 +376,37 @@ mod tests {
     }
 
     #[test]
-    fn a_run_without_some_pages_is_what_lies_between_them() {
-        assert_eq!(between(&(3..9), &[]).first(), Some(&(3..9)));
-        assert_eq!(between(&(3..9), &[1, 3, 5, 6, 8, 9]), [4..5, 7..8]);
-        assert_eq!(between(&(3..4), &[3]), []);
+    fn what_came_in_meanwhile_is_not_put_in_a_second_time() {
+        let pager = pager();
+        let contents: Vec<Page> =
+            (0..4u8).map(|n| std::array::from_fn(|at| if at < 2000 { n } else { 9 })).collect();
+        let id = region(&pager, &contents, 4);
+        let inner = pager.inner();
+        let counted = |counter: Counter| inner.segment.slot(inner.index).counted(counter);
+        let mut loader = PageLoader::new();
+        let mut state = inner.lock();
+        let load = Load::of(&state.regions[&id], 0..4);
+        // Another thread brings one page in while this one loads; the program writes to it.
+        assert!(inner.restore(&mut state, id, 1..2));
+        let unloaded = loader.load(&inner.store, &load);
+        let memory = Arc::clone(&state.regions[&id].memory);
+        memory.write_all_at(&[77; PAGE_SIZE], PAGE_SIZE as u64).expect("a write");
+        assert!(inner.put_in(&mut state, None, &load, &unloaded, &loader));
+        assert_eq!(unloaded.failed, [Slot(1)], "its data was dropped when it came in");
+        assert_eq!((counted(Counter::SwpinExists), counted(Counter::PagesPoisoned)), (1, 0));
+        let read = |page: usize| {
+            let mut found = [0; PAGE_SIZE];
+            memory.read_exact_at(&mut found, (page * PAGE_SIZE) as u64).expect("it is there");
+            found
+        };
+        assert_eq!(read(1), [77; PAGE_SIZE]);
+        for page in [0, 2, 3] {
+            assert_eq!(read(page), contents[page]);
+        }
+        // A load of a region that is gone puts nothing anywhere.
+        let region = state.regions.remove(&id).expect("the region");
+        assert!(inner.put_in(&mut state, None, &load, &unloaded, &loader));
+        assert!((0..4).all(|page| region.state(page) == RegionPage::Present));
+        drop(state);
     }
 }
