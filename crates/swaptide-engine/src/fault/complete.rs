@@ -66,10 +66,16 @@ fn install_read(path: &mut FaultPath, sent: &InFlightRead, read: u16) {
     let injected = sent.wanted.count_ones() > 1 && path.tests.is_stale();
     let mut left = if injected { 0 } else { read };
     let pages = left.count_ones() as usize;
-    if path.make_room(pages).is_err() {
-        // What is not put in place is dropped, and the threads that wait for it fault again.
-        left = 0;
-    } else if !has_room(path.engine, pages) {
+    path.tries = 0;
+    while path.make_room(pages).is_err() {
+        path.tries += 1;
+        if path.reader.drain().is_err() {
+            // What is not put in place is dropped, and the threads that wait for it fault again.
+            left = 0;
+            break;
+        }
+    }
+    if !has_room(path.engine, pages) {
         left &= sent.asked;
     }
     let mut swapped_in = SwappedIn::new(sent.chunk.first());

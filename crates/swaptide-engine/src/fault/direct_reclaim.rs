@@ -5,44 +5,61 @@
 //! handler leaves it to the workers, as long as they have anything to do: a write there may wait
 //! for seconds, and every other fault with it.
 //!
+//! No event is read here, and no fork attended to: where that must come first, the fault is put off
+//! ([`Stop::Again`]), and is served again when the event loop has read.
+//!
 //! Owns nothing. Locks: the memory lock, for a look or a batch.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use swaptide_ipc::Counter;
+use swaptide_sys::AsFd;
 use swaptide_sys::page::PAGE_SIZE;
+use swaptide_sys::sock::poll_readable;
 use swaptide_sys::thread::yield_now;
+use swaptide_sys::time::sleep;
 
 use crate::engine::Engine;
-use crate::events::reader::{Interrupted, UffdReader};
+use crate::events::reader::UffdReader;
+use crate::fault::install::Stop;
 use crate::memcg::psi::Stall;
 use crate::reclaim::worker::{Step, Worker};
 
 /// Turns in which room is left to be made by the workers, where they write to a server.
 const MAX_WAITS_FOR_WORKERS: usize = 16;
+/// How long one of these turns lasts.
+const WORKERS_WAIT: Duration = Duration::from_micros(200);
 /// Turns in which room is made for one fill.
 const MAX_TURNS: usize = 256;
-/// A write to a server that has taken so long may take long. Until it is over the program goes past
-/// its limit by this part of it at most, and then slowly.
+/// Tries of a fault after which it is no longer put off: a program that changes its mappings
+/// without pause may keep reclaim from taking anything. It goes past its limit then, page by page.
+pub(crate) const MAX_PUT_OFF: u32 = 32;
+/// A write to a server that has taken so long may take long.
 const STALLED_WRITE_TIME: Duration = Duration::from_millis(100);
+/// Until it is over, or while nothing can be taken because of changes of mappings, the program goes
+/// past its limit by this part of it, and then slowly.
 const STALLED_OVERSHOOT_DIVISOR: i64 = 32;
+const SLOW_TIME: Duration = Duration::from_millis(1);
 /// Compressed memory larger than this part of the limit is written back when nothing can be taken.
 const MIN_POOL_DIVISOR: u64 = 16;
 
-/// Makes room for `n` pages, with the handler's own `worker`.
+/// Makes room for `n` pages, with the handler's own `worker`. `tries`: how often the fault was put
+/// off.
 ///
 /// # Errors
-/// [`Interrupted`] when a fork through no hook was read meanwhile: no page may go before its child
-/// has it.
+/// [`Stop::Again`] when events must be read first: reclaim is refused until then, or there is time
+/// for it while workers make room.
 pub(crate) fn make_room(
-    reader: &mut UffdReader,
+    reader: &UffdReader,
     worker: &mut Worker,
     stall: &mut Stall,
     n: usize,
-) -> Result<(), Interrupted> {
+    tries: u32,
+) -> Result<(), Stop> {
     let engine = reader.engine;
     let bytes = (n * PAGE_SIZE) as i64;
+    let overshoot = engine.charge.limit() as i64 / STALLED_OVERSHOOT_DIVISOR;
     for turn in 0..MAX_TURNS {
         if engine.charge.room() >= bytes || engine.workers.quiesce.load(Relaxed) != 0 {
             return Ok(());
@@ -50,7 +67,6 @@ pub(crate) fn make_room(
         stall.stalls(engine.slot());
         if engine.devices.areas.has_remote() && !reader.fork.populating {
             let stuck = engine.devices.areas.device.is_writing_for(STALLED_WRITE_TIME);
-            let overshoot = engine.charge.limit() as i64 / STALLED_OVERSHOOT_DIVISOR;
             if stuck && engine.charge.room() + overshoot >= bytes {
                 return Ok(());
             }
@@ -61,8 +77,11 @@ pub(crate) fn make_room(
                 engine.call_workers();
                 if reader.is_server {
                     yield_now();
-                } else {
-                    reader.drain()?;
+                } else if has_message_within(reader, WORKERS_WAIT) {
+                    if tries < MAX_PUT_OFF {
+                        return Err(Stop::Again);
+                    }
+                    sleep(WORKERS_WAIT);
                 }
                 continue;
             }
@@ -76,7 +95,13 @@ pub(crate) fn make_room(
             Step::Took(pages) => engine.count(Counter::PgstealDirect, pages),
             // What is read then may be a fork that must have the page first.
             Step::Again if reader.fork.populating => return Ok(()),
-            Step::Again => reader.drain()?,
+            Step::Again if tries < MAX_PUT_OFF => return Err(Stop::Again),
+            Step::Again => {
+                if engine.charge.room() + overshoot < bytes {
+                    sleep(SLOW_TIME);
+                }
+                return Ok(());
+            }
             // What another process has, too, workers make its own first. Until they have, it is a
             // little past its limit; what lies in compressed memory they may share as well, so that
             // writing it away would free nothing.
@@ -97,6 +122,19 @@ pub(crate) fn make_room(
         }
     }
     Ok(())
+}
+
+/// Whether there is something to read, or to take over from a server, or comes before `time` is
+/// over. Others can see that the handler waits, and does not starve.
+fn has_message_within(reader: &UffdReader, time: Duration) -> bool {
+    let serving = &reader.engine.serving;
+    if serving.servers.is_told() {
+        return true;
+    }
+    serving.handler.turns.fetch_add(1, Relaxed);
+    let ready = poll_readable(&[reader.uffd.as_fd()], Some(time));
+    serving.handler.turns.fetch_add(1, Relaxed);
+    matches!(ready, Ok(ready) if ready != 0)
 }
 
 /// Gives free frames back but for `n` pages' worth.

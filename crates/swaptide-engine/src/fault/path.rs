@@ -31,7 +31,7 @@ use swaptide_sys::thread::Nanos;
 use crate::EngineError;
 use crate::engine::{Engine, Mm};
 use crate::events::reader::UffdReader;
-use crate::fault::direct_reclaim;
+use crate::fault::direct_reclaim::{self, MAX_PUT_OFF};
 use crate::fault::install::{Installer, MIN_MOVE_PAGES, Stop};
 use crate::fault::load::Loader;
 use crate::fault::loading::Loading;
@@ -71,6 +71,8 @@ pub(crate) enum Served {
 pub(crate) struct FaultPath {
     pub(crate) engine: &'static Engine,
     pub(crate) reader: UffdReader,
+    /// How often what is served was put off.
+    pub(crate) tries: u32,
     pub(crate) installer: Installer,
     pub(crate) loader: Loader,
     /// The load under way.
@@ -119,6 +121,7 @@ impl FaultPath {
             engine,
             installer: Installer::new(engine, reader.is_server)?,
             reader,
+            tries: 0,
             loader: Loader::new(engine),
             loading: Loading::new(filler),
             filler,
@@ -136,10 +139,10 @@ impl FaultPath {
     /// Makes room for `n` pages.
     ///
     /// # Errors
-    /// [`Stop::Again`] when a fork through no hook was read meanwhile.
+    /// [`Stop::Again`] when events must be read first.
     pub(crate) fn make_room(&mut self, n: usize) -> Result<(), Stop> {
-        direct_reclaim::make_room(&mut self.reader, &mut self.worker, &mut self.stall, n)
-            .map_err(|_| Stop::Again)
+        let FaultPath { reader, worker, stall, tries, .. } = self;
+        direct_reclaim::make_room(reader, worker, stall, n, *tries)
     }
 
     /// From here on pages are put in place: without the memory lock, where servers are there and
@@ -179,6 +182,7 @@ impl FaultPath {
     pub(crate) fn serve(&mut self, page: PageNo, fault: Fault, at: Nanos) -> Served {
         // A worker faults pages in order to take them out.
         let is_of_program = !self.reader.is_of_worker(fault);
+        self.tries = fault.tries;
         // What is looked at later comes from memory meanwhile.
         self.engine.serving.readahead.lock().prefetcher.prefetch_index(page);
         let (state, region) = {
@@ -268,6 +272,8 @@ impl FaultPath {
     /// Answers a first touch.
     fn demand_zero(&mut self, page: PageNo, region: VirtRange) -> Result<(), Stop> {
         let engine = self.engine;
+        // First: a fault that is put off has asked nothing of what others foretell.
+        self.make_room(1)?;
         // While events are noted and not applied, what surrounds the page may be something else by
         // now.
         let window = if self.reader.fork.notes_events() {
@@ -281,7 +287,8 @@ impl FaultPath {
                 .growth_window(page, engine.charge.window_pages())
         };
         let end = PageNo(pages_of(region).end);
-        self.make_room(window)?;
+        let may_grow = self.tries < MAX_PUT_OFF && self.make_room(window).is_ok();
+        let window = if may_grow { window } else { 1 };
         let placing = self.begin_placing();
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
@@ -290,7 +297,7 @@ impl FaultPath {
             return Err(Stop::Taken);
         }
         if mm.table.get(page) != PageState::Empty || mm.regions.find(page.addr()).is_none() {
-            // An event that was read while room was made changed it; the thread faults again.
+            // Another thread, or an event that one has read, changed it; the thread faults again.
             return Err(Stop::Gone);
         }
         self.installer.may_fill(mm)?;

@@ -72,8 +72,9 @@ impl FaultPath {
         region: VirtRange,
     ) -> Result<(), Stop> {
         let engine = self.engine;
+        // First: a fault that is put off has asked nothing of what others foretell.
+        self.make_room(1)?;
         if self.reader.fork.notes_events() {
-            self.make_room(1)?;
             return self.swap_in_page(page, 1);
         }
         let is_remote = entry.ty() != POOL && engine.devices.areas.is_remote(entry);
@@ -105,14 +106,12 @@ impl FaultPath {
         let mut swapped_in = SwappedIn::new(page);
         match plan {
             SwapInPlan::Page => {
-                self.make_room(1)?;
                 self.swap_in_page(page, most)?;
                 self.follow_history(page, most);
                 return Ok(());
             }
             SwapInPlan::Around { first, order } => {
-                self.make_room(1 << order)?;
-                if !has_room(engine, 1 << order) {
+                if self.make_room(1 << order).is_err() || !has_room(engine, 1 << order) {
                     self.refused(order);
                     return self.swap_in_range(page, 1);
                 }
@@ -120,8 +119,7 @@ impl FaultPath {
             }
             SwapInPlan::Onward(pages) => {
                 let first = pages.min(PAGES_PER_CHUNK);
-                self.make_room(first)?;
-                if !has_room(engine, first) {
+                if self.make_room(first).is_err() || !has_room(engine, first) {
                     self.refused(first.ilog2() as u8);
                     return self.swap_in_range(page, 1);
                 }
@@ -274,8 +272,7 @@ impl FaultPath {
     fn swap_in_with_neighbours(&mut self, page: PageNo, most: usize) -> Result<(), Stop> {
         let engine = self.engine;
         let (start, n) = self.around_on_area(page, most);
-        self.make_room(n)?;
-        if n == 1 || !has_room(engine, n) {
+        if n == 1 || self.make_room(n).is_err() || !has_room(engine, n) {
             return self.swap_in_range(page, 1);
         }
         // What keeps a neighbour away is no reason for the page not to come.
