@@ -103,7 +103,7 @@ impl SharedMemoryPager {
         )?;
         let mut pager = SharedMemoryPager { inner: inner.clone(), faults: vec![], room: None };
         let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get());
-        // Where one cannot be had, those that are there do.
+        // When the kernel refuses one, the servers made so far suffice.
         let servers = (1..cpus.min(MAX_SERVERS + 1))
             .map_while(|_| thread(&inner, "shared-server", crate::fault::serve).ok());
         pager.faults.extend(servers);

@@ -155,7 +155,7 @@ impl Inner {
         self.follow_shortage(&mut state.shortages.reads, unloaded);
         let id = load.region;
         let region = state.regions.get_mut(&id).filter(|region| load.is_of(region));
-        // What no process maps any more nobody waits for.
+        // No process maps the region any more, and so no thread waits.
         let Some(region) = region else { return true };
         let mut short: Vec<usize> = unloaded.short.iter().map(|slot| load.page_of(*slot)).collect();
         short.sort_unstable();
@@ -323,6 +323,11 @@ mod tests {
         SharedMemoryPager::start(settings).expect("a pager")
     }
 
+    /// Four pages that differ.
+    fn contents() -> Vec<Page> {
+        (0..4u8).map(|n| std::array::from_fn(|at| if at < 2000 { n } else { 9 })).collect()
+    }
+
     /// A region that is out, whose file takes no page but the first `fit`.
     fn region(pager: &SharedMemoryPager, contents: &[Page], fit: usize) -> RegionId {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
@@ -345,8 +350,7 @@ mod tests {
     #[test]
     fn a_page_that_cannot_be_put_in_stays_out_and_is_not_tried_for_ever() {
         let pager = pager();
-        let contents: Vec<Page> =
-            (0..4u8).map(|n| std::array::from_fn(|at| if at < 2000 { n } else { 9 })).collect();
+        let contents = contents();
         let id = region(&pager, &contents, 1);
         let inner = pager.inner();
         let counted = || inner.segment.slot(inner.index).counted(Counter::Zswpin);
@@ -378,8 +382,7 @@ mod tests {
     #[test]
     fn what_came_in_meanwhile_is_not_put_in_a_second_time() {
         let pager = pager();
-        let contents: Vec<Page> =
-            (0..4u8).map(|n| std::array::from_fn(|at| if at < 2000 { n } else { 9 })).collect();
+        let contents = contents();
         let id = region(&pager, &contents, 4);
         let inner = pager.inner();
         let counted = |counter: Counter| inner.segment.slot(inner.index).counted(counter);

@@ -7,6 +7,7 @@
 //! next number follows while nearly all wakes are short.
 
 use std::io::Write;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 use std::process::{ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -82,7 +83,7 @@ fn next(lines: &mut Lines, restorer: &Restorer) -> Result<String, String> {
 struct BudgetDaemon {
     exe: PathBuf,
     dir: PathBuf,
-    _running: RunningChild,
+    running: RunningChild,
 }
 
 impl BudgetDaemon {
@@ -93,8 +94,11 @@ impl BudgetDaemon {
         let (restorer, runner) = (&session.runner.restorer, &session.runner);
         let dir = runner.dir.join(format!("swaptide-bench-{}.daemon", std::process::id()));
         let failed = |e: std::io::Error| format!("{}: {e}", dir.display());
-        restorer
-            .change(Undo::RemoveTree(dir.clone()), |_| std::fs::create_dir(&dir).map_err(failed))?;
+        restorer.change(
+            Undo::RemoveTree(dir.clone()),
+            |_| // The daemon takes no directory that is open to others.
+            std::fs::DirBuilder::new().mode(0o700).create(&dir).map_err(failed),
+        )?;
         let config = dir.join("daemon.toml");
         let text = format!("ram = \"{budget}\"\nswap = [\"file:{}:{swap}\"]\n", dir.display());
         std::fs::write(&config, text).map_err(failed)?;
@@ -102,11 +106,12 @@ impl BudgetDaemon {
         command.arg("daemon").arg("--config").arg(&config).env(DIRECTORY, &dir);
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let running = restorer.spawn(&mut command)?;
-        let daemon = BudgetDaemon { exe: runner.exe().to_owned(), dir, _running: running };
+        let mut daemon = BudgetDaemon { exe: runner.exe().to_owned(), dir, running };
         let end = Instant::now() + Self::MAX_STARTING;
         while daemon.used().is_none() {
             restorer.stop_if_interrupted();
-            if Instant::now() > end {
+            let has_ended = !matches!(daemon.running.child.try_wait(), Ok(None));
+            if has_ended || Instant::now() > end {
                 return Err("the daemon does not answer".into());
             }
             std::thread::sleep(Duration::from_millis(20));
@@ -159,7 +164,7 @@ pub(crate) fn density(session: &Session<'_>) -> Result<BenchReport, Failed> {
     let cgroups = Hierarchy::find(machine).map_err(|e| Failed(2, e))?;
     let place = Place::prepare(&args.real.work_dir, &programs).map_err(|e| Failed(2, e))?;
     let title = format!(
-        "processes that rest in a budget that holds {HELD} of them, each woken {} times",
+        "processes that rest in a budget that holds {HELD} of them; wakes of each: {}",
         session.runs
     );
     let mut report = session.report("density", &title, "ms", Better::Lower, 0);

@@ -159,6 +159,25 @@ fn legend<'a, X: CoordTranslate>(chart: &mut ChartContext<'a, SVGBackend<'a>, X>
         .map_err(Into::into)
 }
 
+/// One line with a dot at each of its points, and its name in the legend.
+fn draw_line<'a, X, Y>(
+    chart: &mut ChartContext<'a, SVGBackend<'a>, Cartesian2d<X, Y>>,
+    name: &str,
+    colour: RGBColor,
+    line: &[(f64, f64)],
+) -> Drawn
+where
+    X: Ranged<ValueType = f64>,
+    Y: Ranged<ValueType = f64>,
+{
+    chart
+        .draw_series(LineSeries::new(line.iter().copied(), colour.stroke_width(3)))?
+        .label(name)
+        .legend(move |(x, y)| PathElement::new([(x, y), (x + 22, y)], colour.stroke_width(3)));
+    chart.draw_series(line.iter().map(|at| Circle::new(*at, 4, colour.filled())))?;
+    Ok(())
+}
+
 /// A panel for each kind of data, all on the same axes.
 fn curves(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
     let size = human(report.data);
@@ -256,14 +275,7 @@ fn by_threads(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
                 .collect();
             // The size of folio is the better of each row: a peer is named without it.
             let Some(name) = rows().find_map(side).map(|side| side.name) else { continue };
-            let name = name.split(' ').next().unwrap_or_default().to_owned();
-            chart
-                .draw_series(LineSeries::new(line.clone(), colour.stroke_width(3)))?
-                .label(name)
-                .legend(move |(x, y)| {
-                    PathElement::new([(x, y), (x + 22, y)], colour.stroke_width(3))
-                });
-            chart.draw_series(line.into_iter().map(|at| Circle::new(at, 4, colour.filled())))?;
+            draw_line(&mut chart, name.split(' ').next().unwrap_or_default(), colour, &line)?;
         }
         legend(&mut chart)?;
     }
@@ -381,13 +393,7 @@ fn by_processes(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
                 .iter()
                 .filter_map(|row| Some((row.processes as f64, row.quantile(part)?)))
                 .collect();
-            chart
-                .draw_series(LineSeries::new(line.clone(), colour.stroke_width(3)))?
-                .label(name)
-                .legend(move |(x, y)| {
-                    PathElement::new([(x, y), (x + 22, y)], colour.stroke_width(3))
-                });
-            chart.draw_series(line.into_iter().map(|at| Circle::new(at, 4, colour.filled())))?;
+            draw_line(&mut chart, name, colour, &line)?;
         }
         legend(&mut chart)?;
     }
