@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ctl import Daemon, ended
 from harness import Failure, full
 
 BUDGET = 32
@@ -86,6 +87,30 @@ def test_stall_not(case):
     done, verdicts, _ = stalled(case, "work", seconds=14, options=["--on-stall", "kill"])
     assert verdicts == [], verdicts
     assert done.report["stats"]["pgmajfault"] > 5000, "it did not swap"
+
+
+@pytest.mark.full
+@pytest.mark.daemon
+@pytest.mark.swaptide(budget=160, allowance=16, swaps=False, native=False)
+@pytest.mark.parametrize("kept", ["1M", "104M"])
+def test_stall_neighbour(case, kept):
+    """A daemon gives a program that would stall the memory of one that rests; where that one is
+    protected, the program is reported.
+    """
+    place = case.directory / "swap"
+    place.mkdir()
+    daemon = Daemon(
+        case,
+        f'ram = "160M"\nswap = ["file:{place}:1G"]\n[groups."/rests"]\nram.low = "{kept}"\n',
+    )
+    rests, _ = daemon.program(100, "--group", "/rests")
+    argv = [case.binary("stall"), 128, 15, case.seed, "same"]
+    done = case.start(argv, options=["--group", "/works"], env=daemon.env).finish()
+    assert done.text().splitlines()[-1] == "OK stall same"
+    reported = done.report["stalls"]["count"]
+    assert (reported > 0) == (kept != "1M"), f"reported {reported} times, {kept} were kept"
+    ended(case, rests)
+    daemon.stop(may_stall=kept != "1M")
 
 
 @pytest.mark.swaptide(budget=BUDGET, allowance=8, native=False, complaint="swaptide: stall")

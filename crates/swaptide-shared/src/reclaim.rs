@@ -556,10 +556,11 @@ impl ReclaimThread {
             rest = behind;
             out += self.take_out(&mut state, *id, run, batch);
         }
-        self.inner.count(Counter::Pgsteal, out as u64);
         state.clock = state.clock.wrapping_add(out as u32);
         self.unprotect(&mut state, batch);
         self.inner.publish(&state.counts());
+        // After the page is no longer counted as there.
+        self.inner.count(Counter::Pgsteal, out as u64);
         self.tell_use(&state);
         quiet.then_some(out)
     }

@@ -5,10 +5,10 @@
 //! - the *use* of a process is its resident anonymous memory, the engine's own included;
 //! - the *share* of a group is what its maximum leaves for the engaged processes in it when all
 //!   others have theirs; the root's maximum is the budget;
-//! - the *pressure* of a process is how many bytes a second it swaps out or faults back, or the
-//!   part of what is swapped out that corresponds to the part of the time in which its threads wait
-//!   for it, whichever is more; as far as that much is swapped out, it is what it would use if it
-//!   could.
+//! - the *pressure* of a process is how many bytes a second it faults back, or swaps out because
+//!   others come (not because its limit is lowered), or the part of what is swapped out that
+//!   corresponds to the part of the time in which its threads wait for it, whichever is more; as
+//!   far as that much is swapped out, it is what it would use if it could.
 //!
 //! Invariants
 //! 1. Nothing of a group is engaged while its use, and that of all above it, is under `trigger`.

@@ -39,7 +39,7 @@ const LONG_STALL: Duration = Duration::from_millis(100);
 struct Watch {
     pid: u32,
     run: u32,
-    moved_pages: u64,
+    flow: PageFlow,
     /// It shares much since a fork, compressed memory among it (see
     /// [`policy`](crate::memctl::policy)).
     in_cow_group: bool,
@@ -62,11 +62,39 @@ struct Watch {
     fair: u64,
 }
 
+/// Pages of a process that came and went by its engine.
+#[derive(Clone, Copy, Default)]
+struct PageFlow {
+    /// Those that came back soon, so far.
+    refaults: u64,
+    /// Those that went out, so far.
+    steals: u64,
+    /// Those that came at all, so far: what is there, and what went out.
+    came: u64,
+}
+
+impl PageFlow {
+    /// Takes over what is seen now. Gives the pages by which the process shows that it wants more
+    /// than it has: those that came back, and those that went out because others came. What goes
+    /// out of one that rests, because its limit is lowered or on request, says nothing.
+    fn follow(&mut self, seen: PageFlow, in_cow_group: bool, elapsed: Duration) -> u64 {
+        let back = seen.refaults.saturating_sub(self.refaults);
+        let out = seen.steals.saturating_sub(self.steals);
+        let came = seen.came.saturating_sub(self.came);
+        // What the program has freed may come again; that is forgotten within a second.
+        let freed = self.came.saturating_sub(seen.came) as f64;
+        let forgotten = (freed * elapsed.as_secs_f64().min(1.0)) as u64;
+        *self = PageFlow { came: seen.came.max(self.came - forgotten), ..seen };
+        // What goes out of a process that has the same as another says only that it is to have
+        // less.
+        back + if in_cow_group { back } else { out.min(came) }
+    }
+}
+
 /// What is seen of a process at a look.
 struct ProcessSample {
     used: u64,
-    /// Pages that came and went by its engine so far.
-    moved: u64,
+    flow: PageFlow,
     in_cow_group: bool,
     stalled_us: u64,
     /// The most that its pressure can count for.
@@ -100,11 +128,11 @@ impl Watch {
     fn follow(&mut self, seen: ProcessSample, elapsed: Duration) -> u64 {
         if std::mem::replace(&mut self.in_cow_group, seen.in_cow_group) != seen.in_cow_group {
             // A fork: what either wanted before says nothing.
-            self.moved_pages = seen.moved;
+            self.flow = seen.flow;
             self.pressure = if seen.in_cow_group { 0 } else { self.pressure };
         }
-        let bytes = seen.moved.saturating_sub(self.moved_pages) * PAGE_SIZE as u64;
-        self.moved_pages = seen.moved;
+        let pages = self.flow.follow(seen.flow, seen.in_cow_group, elapsed);
+        let bytes = pages.saturating_mul(PAGE_SIZE as u64);
         let rate = bytes as f64 / elapsed.as_secs_f64().max(1e-4);
         let (before, rate) = (self.pressure.min(seen.most), (rate as u64).min(seen.most));
         self.pressure = if seen.in_cow_group {
@@ -239,14 +267,12 @@ impl Watches {
         }
         let (shared, pool) = (tree.shared(pid), ProcSlot::bytes(&slot.usage.pool_bytes));
         let in_cow_group = self.is_in_cow_group(index, pid, shared.min(pool));
-        // What goes out of a process that has the same as another says only that it is to have
-        // less.
-        let counts = if in_cow_group {
-            [Counter::WorkingsetRefault; 2]
-        } else {
-            [Counter::WorkingsetRefault, Counter::Pgsteal]
-        };
-        let moved: u64 = counts.iter().map(|c| slot.counted(*c)).sum();
+        // Read first: the engine counts what went out when it is no longer there, so hardly a page
+        // counts twice.
+        let steals = slot.counted(Counter::Pgsteal);
+        let resident = ProcSlot::bytes(&slot.usage.managed_bytes) / PAGE_SIZE as u64;
+        let refaults = slot.counted(Counter::WorkingsetRefault);
+        let flow = PageFlow { refaults, steals, came: resident + steals };
         let at = now();
         if slot.stalls_for(at) > LONG_STALL && proc_info(pid).is_some_and(|info| info.stopped) {
             slot.restart_stall(at);
@@ -259,7 +285,7 @@ impl Watches {
         let new = || Watch {
             pid,
             run: member.run,
-            moved_pages: moved,
+            flow,
             in_cow_group,
             used: before,
             stalled_us,
@@ -273,7 +299,7 @@ impl Watches {
         }
         // More than is out, or than there is, counts for no more, and would only last longer.
         let grown = watch.follow(
-            ProcessSample { used, moved, in_cow_group, stalled_us, most: swapped.min(budget) },
+            ProcessSample { used, flow, in_cow_group, stalled_us, most: swapped.min(budget) },
             elapsed,
         );
         let growth = if standing == Standing::Watching {
@@ -336,5 +362,63 @@ impl Watches {
             in_cow_group: watch.in_cow_group,
             copied: watch.lately.add(copied, elapsed),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TICK: Duration = Duration::from_millis(5);
+
+    /// The pages that show pressure in a second of looks; `step` changes what is there, and how
+    /// many pages went out and came back.
+    fn pressing(mut step: impl FnMut(u32, &mut u64, &mut PageFlow)) -> u64 {
+        let (mut resident, mut seen) = (25_000, PageFlow { came: 25_000, ..PageFlow::default() });
+        let mut flow = seen;
+        (0..200)
+            .map(|tick| {
+                step(tick, &mut resident, &mut seen);
+                seen.came = resident + seen.steals;
+                flow.follow(seen, false, TICK)
+            })
+            .sum()
+    }
+
+    #[test]
+    fn what_is_taken_from_a_process_that_rests_is_no_pressure() {
+        let batch = |tick: u32, resident: &mut u64, seen: &mut PageFlow| match tick % 4 {
+            // It is gone before it is counted.
+            0 => *resident -= 64,
+            2 => seen.steals += 64,
+            _ => {}
+        };
+        assert!(pressing(batch) <= 64, "{}", pressing(batch));
+    }
+
+    #[test]
+    fn what_goes_out_for_what_comes_is_pressure() {
+        let fills = pressing(|tick, resident, seen| {
+            *resident += 16;
+            if tick % 4 == 3 {
+                *resident -= 64;
+                seen.steals += 64;
+            }
+        });
+        assert!(fills >= 200 / 4 * 16, "{fills}");
+        let returns = pressing(|_, _, seen| {
+            seen.refaults += 16;
+            seen.steals += 16;
+        });
+        assert_eq!(returns, 200 * 32);
+    }
+
+    #[test]
+    fn what_was_freed_counts_again_after_a_while() {
+        let mut flow = PageFlow { came: 25_000, ..PageFlow::default() };
+        let small = PageFlow { came: 5_000, ..PageFlow::default() };
+        (0..2000).for_each(|_| assert_eq!(flow.follow(small, false, TICK), 0));
+        let grown = PageFlow { came: 9_000, steals: 3_000, refaults: 0 };
+        assert!(flow.follow(grown, false, TICK) > 2_500, "{}", flow.came);
     }
 }
