@@ -113,6 +113,34 @@ def test_stall_neighbour(case, kept):
     daemon.stop(may_stall=kept != "1M")
 
 
+@pytest.mark.full
+@pytest.mark.daemon
+@pytest.mark.swaptide(budget=64, allowance=16, swaps=False, native=False)
+@pytest.mark.parametrize("mode", ["same", "noise"])
+def test_stall_p99(case, mode):
+    """A program that fits answers as fast next to one that no share would do for: with a p99 of at
+    most 1.5 times what it has alone (twice here, where cases may run next to others).
+    """
+    place = case.directory / "swap"
+    place.mkdir()
+    daemon = Daemon(case, f'ram = "64M"\nswap = ["file:{place}:2G"]\n')
+
+    def p99_ns():
+        argv = [case.binary("responds"), 16, 8, case.seed]
+        done = case.start(argv, env=daemon.env).finish()
+        return int(re.search(r"p99 (\d+) ns", done.text())[1])
+
+    alone = p99_ns()
+    argv = [case.binary("stall"), 512, 18, case.seed, mode]
+    thrashes = case.start(argv, env=daemon.env)
+    time.sleep(3)
+    next_to_it = p99_ns()
+    done = thrashes.finish()
+    assert done.report["stalls"]["count"] == 1, done.report["stalls"]
+    assert next_to_it < 2 * alone, f"p99 {next_to_it} ns, alone {alone} ns"
+    daemon.stop(may_stall=True)
+
+
 @pytest.mark.swaptide(budget=BUDGET, allowance=8, native=False, complaint="swaptide: stall")
 def test_stall_advice(case):
     """A run that waited much is told which budget would have done, and then takes as long as was

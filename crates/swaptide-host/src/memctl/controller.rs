@@ -21,6 +21,7 @@
 //! Locks: none; the rest of the supervisor talks to the thread through a channel.
 
 pub(crate) mod detach;
+mod flow;
 mod groups;
 mod runs;
 mod sample;

@@ -1,14 +1,17 @@
 //! How a budget is divided over a hierarchy of groups and the processes in them. Pure arithmetic.
 //!
-//! A member states the least that it needs (its *floor*) and what it would
-//! use beyond that (its *demand*). A group has a *cap*, which nothing goes past, and a *low*
-//! protection: of what its processes use, so much is given before any process gets by demand.
+//! A member states the least that it needs (its *floor*), what it would use beyond that (its
+//! *demand*), and what of that it has shown to work on (its *working set*). A group has a *cap*,
+//! which nothing goes past, and a *low* protection: of what its processes use, so much is given
+//! before any process gets by demand.
 //!
 //! From the root down, what a group has is divided among the processes in it and the groups below
 //! it:
 //! 1. each one's floor; where even these do not fit, parts of them;
 //! 2. protections, as far as they fit: parts of them, if not;
-//! 3. the rest in proportion to the demand beyond that. A member that reaches its cap leaves what
+//! 3. working sets; where they do not all fit, no process gets more than another one that lacks
+//!    some of its own. So a process that fits is not slowed down by one that no share would do for;
+//! 4. the rest in proportion to the demand beyond that. A member that reaches its cap leaves what
 //!    it would have got to the others.
 //!
 //! Invariants
@@ -41,6 +44,8 @@ pub(crate) struct Claim {
     pub used: u64,
     /// What it would use beyond its floor: not less than what it does use beyond it.
     pub demand: u64,
+    /// What it has shown to work on, beyond its floor.
+    pub workingset: u64,
 }
 
 /// A member of the division of one group.
@@ -51,6 +56,9 @@ struct Part {
     extra: u64,
     used: u64,
     demand: u64,
+    /// What the processes in it have shown to work on beyond their floors, and how many these are.
+    workingset: u64,
+    processes: u64,
     /// The most that it can pass on.
     cap: u64,
 }
@@ -60,9 +68,16 @@ impl Part {
         self.floor + self.extra
     }
 
-    /// The demand that the protection does not meet.
-    fn weight(&self) -> u64 {
-        self.demand.saturating_sub(self.extra)
+    /// The demand that is not met where it has so much. Not nothing where it is met: what nobody
+    /// else can take goes there.
+    fn weight(&self, has: u64) -> u64 {
+        let met = has.saturating_sub(self.floor);
+        self.demand.saturating_sub(met).max(self.demand.min(1))
+    }
+
+    /// What its working set lacks beyond its protection.
+    fn lacks(&self) -> u64 {
+        self.workingset.min(self.cap.saturating_sub(self.floor)).saturating_sub(self.extra)
     }
 }
 
@@ -77,7 +92,15 @@ pub(crate) fn divide(budget: u64, nodes: &[Node], claims: &[Claim]) -> Vec<u64> 
     }
     let leaf = |claim: &Claim| {
         let cap = if claim.demand == 0 { claim.floor } else { u64::MAX };
-        Part { floor: claim.floor, extra: 0, used: claim.used, demand: claim.demand, cap }
+        Part {
+            floor: claim.floor,
+            extra: 0,
+            used: claim.used,
+            demand: claim.demand,
+            workingset: claim.workingset.min(claim.demand),
+            processes: 1,
+            cap,
+        }
     };
     let mut totals = vec![Part::default(); nodes.len()];
     for at in (0..nodes.len()).rev() {
@@ -94,6 +117,8 @@ pub(crate) fn divide(budget: u64, nodes: &[Node], claims: &[Claim]) -> Vec<u64> 
             extra: protected.saturating_sub(floor),
             used,
             demand: sum(|p| p.demand),
+            workingset: sum(|p| p.workingset.min(p.cap.saturating_sub(p.floor))),
+            processes: sum(|p| p.processes),
             cap,
         };
     }
@@ -144,24 +169,48 @@ fn share_out(whole: u64, parts: &[Part]) -> Vec<u64> {
     if extras >= u128::from(left) {
         return parts.iter().map(|p| p.floor + portion(left, p.extra.into(), extras)).collect();
     }
-    let mut left = left - extras as u64;
-    let mut shares: Vec<u64> = parts.iter().map(Part::least).collect();
-    let mut open: Vec<usize> = (0..parts.len()).filter(|at| parts[*at].weight() > 0).collect();
+    let left = left - extras as u64;
+    let (mut shares, mut left) = share_working_sets(left, parts);
+    let weights: Vec<u64> = parts.iter().zip(&shares).map(|(p, has)| p.weight(*has)).collect();
+    let rooms: Vec<u64> =
+        parts.iter().zip(&shares).map(|(p, has)| p.cap.saturating_sub(*has)).collect();
+    let mut open: Vec<usize> = (0..parts.len()).filter(|at| weights[*at] > 0).collect();
     loop {
-        let weights = total(open.iter().map(|at| parts[*at].weight()));
-        let room = |at: usize| parts[at].cap.saturating_sub(parts[at].least());
-        let due = |at: usize| portion(left, parts[at].weight().into(), weights);
+        let all = total(open.iter().map(|at| weights[*at]));
+        let due = |at: usize| portion(left, weights[at].into(), all);
         let (full, rest): (Vec<usize>, Vec<usize>) =
-            open.iter().partition(|at| due(**at) >= room(**at));
+            open.iter().partition(|at| due(**at) >= rooms[**at]);
         if full.is_empty() {
             rest.iter().for_each(|at| shares[*at] += due(*at));
             return shares;
         }
-        let taken: u64 = full.iter().map(|at| room(*at)).sum();
-        full.iter().for_each(|at| shares[*at] += room(*at));
-        left -= taken;
+        full.iter().for_each(|at| shares[*at] += rooms[*at]);
+        left -= full.iter().map(|at| rooms[*at]).sum::<u64>();
         open = rest;
     }
+}
+
+/// Gives members what their working sets lack, of `left` bytes beyond their floors and protections;
+/// where these do not fit, as much as goes for each process. Gives what they have then, and what is
+/// left.
+fn share_working_sets(mut left: u64, parts: &[Part]) -> (Vec<u64>, u64) {
+    let mut shares: Vec<u64> = parts.iter().map(Part::least).collect();
+    let mut open: Vec<usize> = (0..parts.len()).filter(|at| parts[*at].lacks() > 0).collect();
+    while !open.is_empty() {
+        let processes = total(open.iter().map(|at| parts[*at].processes));
+        let due = |at: usize| portion(left, parts[at].processes.into(), processes);
+        let (fit, rest): (Vec<usize>, Vec<usize>) =
+            open.iter().partition(|at| parts[**at].lacks() <= due(**at));
+        let given: Vec<(usize, u64)> = if fit.is_empty() {
+            open.iter().map(|at| (*at, due(*at))).collect()
+        } else {
+            fit.iter().map(|at| (*at, parts[*at].lacks())).collect()
+        };
+        given.iter().for_each(|(at, bytes)| shares[*at] += bytes);
+        left -= given.iter().map(|(_, bytes)| bytes).sum::<u64>();
+        open = if fit.is_empty() { Vec::new() } else { rest };
+    }
+    (shares, left)
 }
 
 fn total(values: impl Iterator<Item = u64>) -> u128 {
@@ -189,7 +238,7 @@ mod tests {
     }
 
     fn claim(node: usize, floor: u64, used: u64, demand: u64) -> Claim {
-        Claim { node, floor: floor * MIB, used: used * MIB, demand: demand * MIB }
+        Claim { node, floor: floor * MIB, used: used * MIB, demand: demand * MIB, workingset: 0 }
     }
 
     fn mib(shares: &[u64]) -> Vec<u64> {
@@ -230,6 +279,30 @@ mod tests {
     }
 
     #[test]
+    fn a_working_set_that_fits_is_not_divided_by_demand() {
+        let working = |node, floor, used, demand, workingset| Claim {
+            workingset: workingset * MIB,
+            ..claim(node, floor, used, demand)
+        };
+        // Three that no share would do for, one that fits, one that rests.
+        let no_share = working(0, 8, 40, 1000, 2000);
+        let claims = [no_share, no_share, no_share, working(0, 8, 30, 40, 40), claim(0, 4, 90, 86)];
+        assert_eq!(mib(&divide(300 * MIB, &[root()], &claims)), [83, 83, 83, 48, 4]);
+        // All fit: the rest goes by the demand that is left.
+        let shares = divide(300 * MIB, &[root()], &claims[3..]);
+        assert_eq!(mib(&shares), [48, 252]);
+        // Processes are equal, groups are not; and no protection is touched.
+        let nodes = [root(), node(0, u64::MAX, 0), node(0, u64::MAX, 100)];
+        let claims = [
+            working(1, 0, 40, 1000, 2000),
+            working(1, 0, 40, 1000, 2000),
+            working(0, 0, 40, 1000, 2000),
+            claim(2, 0, 200, 200),
+        ];
+        assert_eq!(mib(&divide(400 * MIB, &nodes, &claims)), [100, 100, 100, 100]);
+    }
+
+    #[test]
     fn floors_that_do_not_fit_are_met_in_part() {
         let claims = [claim(0, 30, 30, 0), claim(0, 10, 10, 500)];
         assert_eq!(mib(&divide(20 * MIB, &[root()], &claims)), [15, 5]);
@@ -256,17 +329,23 @@ mod tests {
             }
             nodes
         });
-        let claim = (any::<prop::sample::Index>(), 0..8u64, 0..1000u64, 0..2000u64);
+        let workingset = prop_oneof![Just(0), 0..2000u64];
+        let claim = (any::<prop::sample::Index>(), 0..8u64, 0..1000u64, 0..2000u64, workingset);
         (nodes, proptest::collection::vec(claim, 1..24)).prop_map(|(nodes, list)| {
-            let claims = list.into_iter().map(|(at, floor, more, demand)| Claim {
+            let claims = list.into_iter().map(|(at, floor, more, demand, workingset)| Claim {
                 node: at.index(nodes.len()),
                 floor: floor * MIB,
                 used: (floor + more) * MIB,
                 demand: (more + demand) * MIB,
+                workingset: workingset * MIB,
             });
             let claims = claims.collect();
             (nodes, claims)
         })
+    }
+
+    fn without_workingsets(claims: Vec<Claim>) -> Vec<Claim> {
+        claims.into_iter().map(|claim| Claim { workingset: 0, ..claim }).collect()
     }
 
     fn below(nodes: &[Node], mut at: usize, ancestor: usize) -> bool {
@@ -317,6 +396,7 @@ mod tests {
 
         #[test]
         fn shares_are_fair_by_demand((nodes, claims) in tree(), budget in 400..8000u64) {
+            let claims = without_workingsets(claims);
             let nodes: Vec<Node> =
                 nodes.into_iter().map(|node| Node { cap: u64::MAX, low: 0, ..node }).collect();
             let budget = budget * MIB;
@@ -339,6 +419,7 @@ mod tests {
             (nodes, claims) in tree(),
             budget in 0..8000u64,
         ) {
+            let claims = without_workingsets(claims);
             let nodes: Vec<Node> = nodes.into_iter().map(|node| Node { low: 0, ..node }).collect();
             let shares = divide(budget * MIB, &nodes, &claims);
             // Processes of one group have no caps of their own: each has the same part of its
@@ -360,6 +441,24 @@ mod tests {
                             "{one} and {other}"
                         );
                     }
+                }
+            }
+        }
+
+        #[test]
+        fn no_working_set_is_cut_for_a_larger_one((_, claims) in tree(), budget in 0..8000u64) {
+            let claims: Vec<Claim> =
+                claims.into_iter().map(|claim| Claim { node: 0, ..claim }).collect();
+            let shares = divide(budget * MIB, &[root()], &claims);
+            let floors: u64 = claims.iter().map(|claim| claim.floor).sum();
+            if floors > budget * MIB {
+                return Ok(());
+            }
+            let beyond = |at: usize| shares[at].saturating_sub(claims[at].floor);
+            for (at, claim) in claims.iter().enumerate() {
+                if beyond(at) + 64 < claim.workingset.min(claim.demand) {
+                    let most = (0..claims.len()).map(beyond).max().unwrap_or(0);
+                    prop_assert!(most <= beyond(at) + 64, "{at} lacks some, one has {most}");
                 }
             }
         }

@@ -2,6 +2,8 @@
 //! goes in, what to do comes out.
 //!
 //! Owns the policy and nothing else. The concepts:
+//! - the *working set* of a process is what it has shown to work on: pages came back that had just
+//!   gone out;
 //! - the *use* of a process is its resident anonymous memory, the engine's own included;
 //! - the *share* of a group is what its maximum leaves for the engaged processes in it when all
 //!   others have theirs; the root's maximum is the budget;
@@ -116,6 +118,8 @@ pub struct Process {
     pub growth: u64,
     /// Bytes that it keeps under any pressure, for its copy-on-write group.
     pub kept: u64,
+    /// Bytes that it has shown to work on, at most.
+    pub workingset: u64,
 }
 
 /// What to do now.
@@ -375,6 +379,7 @@ fn targets(shares: &[Bounds], group: &[Process], least: &[u64]) -> Vec<u64> {
             // that are alike have like shares. And for at most the whole share, so that one that
             // reads without end does not starve all others.
             demand: p.used.saturating_sub(floor) + p.pressure.min(p.swapped).min(root) + slack,
+            workingset: p.workingset.saturating_sub(floor),
         }
     };
     let claims: Vec<Claim> = group.iter().zip(least).map(claim).collect();

@@ -22,6 +22,7 @@ use swaptide_sys::thread::now;
 
 use crate::cgroup::psi::TimeShare;
 use crate::memctl::controller::TickMember;
+use crate::memctl::controller::flow::{PageFlow, WorkingsetEstimate};
 use crate::memctl::controller::runs::Runs;
 use crate::memctl::policy::{self, Process, RecentSum, Sharing, StableMin, Standing};
 use crate::memctl::processes::ProcessTree;
@@ -40,16 +41,13 @@ struct Watch {
     pid: u32,
     run: u32,
     flow: PageFlow,
+    workingset: WorkingsetEstimate,
     /// It shares much since a fork, compressed memory among it (see
     /// [`policy`](crate::memctl::policy)).
     in_cow_group: bool,
     pressure: u64,
     used: u64,
-    /// Microseconds in which its threads waited for memory, so far; and what part of the time that
-    /// was since the last look, and lately.
-    stalled_us: u64,
-    stalled: TimeShare,
-    stalled_lately: TimeShare,
+    waits: Waits,
     /// What of its limit is lent, and what it shared lately.
     lent: u64,
     stable: StableMin,
@@ -62,38 +60,37 @@ struct Watch {
     fair: u64,
 }
 
-/// Pages of a process that came and went by its engine.
+/// How long threads waited for memory.
 #[derive(Clone, Copy, Default)]
-struct PageFlow {
-    /// Those that came back soon, so far.
-    refaults: u64,
-    /// Those that went out, so far.
-    steals: u64,
-    /// Those that came at all, so far: what is there, and what went out.
-    came: u64,
+struct Waits {
+    /// In microseconds, so far.
+    us: u64,
+    /// What part of the time that was since the last look, and lately.
+    part: TimeShare,
+    lately: TimeShare,
 }
 
-impl PageFlow {
-    /// Takes over what is seen now. Gives the pages by which the process shows that it wants more
-    /// than it has: those that came back, and those that went out because others came. What goes
-    /// out of one that rests, because its limit is lowered or on request, says nothing.
-    fn follow(&mut self, seen: PageFlow, in_cow_group: bool, elapsed: Duration) -> u64 {
-        let back = seen.refaults.saturating_sub(self.refaults);
-        let out = seen.steals.saturating_sub(self.steals);
-        let came = seen.came.saturating_sub(self.came);
-        // What the program has freed may come again; that is forgotten within a second.
-        let freed = self.came.saturating_sub(seen.came) as f64;
-        let forgotten = (freed * elapsed.as_secs_f64().min(1.0)) as u64;
-        *self = PageFlow { came: seen.came.max(self.came - forgotten), ..seen };
-        // What goes out of a process that has the same as another says only that it is to have
-        // less.
-        back + if in_cow_group { back } else { out.min(came) }
+impl Waits {
+    fn follow(&mut self, us: u64, elapsed: Duration) {
+        self.part = TimeShare::of(us.saturating_sub(self.us), elapsed);
+        self.us = us.max(self.us);
+        self.lately = self.lately.averaged(self.part, elapsed);
     }
+}
+
+/// What a process shows that it wants, at a look.
+struct ShownNeed {
+    /// Bytes by which it has grown.
+    grown: u64,
+    /// Bytes that it has shown to work on.
+    workingset: u64,
 }
 
 /// What is seen of a process at a look.
 struct ProcessSample {
     used: u64,
+    /// Its limit so far; 0 where it has none.
+    limit: u64,
     flow: PageFlow,
     in_cow_group: bool,
     stalled_us: u64,
@@ -113,6 +110,7 @@ fn unmanaged(group: usize, used: u64) -> Process {
         limit: 0,
         growth: 0,
         kept: 0,
+        workingset: 0,
     }
 }
 
@@ -123,16 +121,16 @@ fn kept_bytes(pool: u64, shared: u64, fixed: u64) -> u64 {
 }
 
 impl Watch {
-    /// Takes over what is seen now, `elapsed` after the last look; gives the bytes by which it has
-    /// grown.
-    fn follow(&mut self, seen: ProcessSample, elapsed: Duration) -> u64 {
+    /// Takes over what is seen now, `elapsed` after the last look.
+    fn follow(&mut self, seen: ProcessSample, elapsed: Duration) -> ShownNeed {
         if std::mem::replace(&mut self.in_cow_group, seen.in_cow_group) != seen.in_cow_group {
             // A fork: what either wanted before says nothing.
             self.flow = seen.flow;
+            self.workingset = WorkingsetEstimate::default();
             self.pressure = if seen.in_cow_group { 0 } else { self.pressure };
         }
-        let pages = self.flow.follow(seen.flow, seen.in_cow_group, elapsed);
-        let bytes = pages.saturating_mul(PAGE_SIZE as u64);
+        let moves = self.flow.follow(seen.flow, elapsed);
+        let bytes = moves.pressing(seen.in_cow_group).saturating_mul(PAGE_SIZE as u64);
         let rate = bytes as f64 / elapsed.as_secs_f64().max(1e-4);
         let (before, rate) = (self.pressure.min(seen.most), (rate as u64).min(seen.most));
         self.pressure = if seen.in_cow_group {
@@ -140,11 +138,16 @@ impl Watch {
         } else {
             policy::smooth(before, rate, elapsed)
         };
-        let waited = seen.stalled_us.saturating_sub(self.stalled_us);
-        self.stalled_us = seen.stalled_us.max(self.stalled_us);
-        self.stalled = TimeShare::of(waited, elapsed);
-        self.stalled_lately = self.stalled_lately.averaged(self.stalled, elapsed);
-        seen.used.saturating_sub(std::mem::replace(&mut self.used, seen.used))
+        self.waits.follow(seen.stalled_us, elapsed);
+        let workingset = if seen.in_cow_group {
+            0
+        } else {
+            // The engine keeps some of its limit free.
+            let given = seen.used.max(seen.limit);
+            self.workingset.follow(moves, given, seen.most, elapsed)
+        };
+        let grown = seen.used.saturating_sub(std::mem::replace(&mut self.used, seen.used));
+        ShownNeed { grown, workingset }
     }
 }
 
@@ -209,7 +212,7 @@ impl Watches {
 
     /// What part of the time since the last look its threads have waited for memory.
     pub(super) fn stalled(&self, index: SlotIndex) -> TimeShare {
-        self.by_slot.get(&index).map_or_else(TimeShare::default, |watch| watch.stalled)
+        self.by_slot.get(&index).map_or_else(TimeShare::default, |watch| watch.waits.part)
     }
 
     /// Notes what a process would have by demand, and, where it got a new limit, what of that is
@@ -288,7 +291,7 @@ impl Watches {
             flow,
             in_cow_group,
             used: before,
-            stalled_us,
+            waits: Waits { us: stalled_us, ..Waits::default() },
             ..Watch::default()
         };
         let swapped = ProcSlot::bytes(&slot.usage.swapped_pool_bytes)
@@ -297,22 +300,29 @@ impl Watches {
         if watch.pid != pid {
             *watch = new();
         }
+        let limit = ProcSlot::bytes(&slot.control.limit_bytes).saturating_sub(watch.lent);
         // More than is out, or than there is, counts for no more, and would only last longer.
-        let grown = watch.follow(
-            ProcessSample { used, flow, in_cow_group, stalled_us, most: swapped.min(budget) },
+        let wanted = watch.follow(
+            ProcessSample {
+                used,
+                limit,
+                flow,
+                in_cow_group,
+                stalled_us,
+                most: swapped.min(budget),
+            },
             elapsed,
         );
         let growth = if standing == Standing::Watching {
-            grown as f64 / elapsed.as_secs_f64().max(1e-4)
+            wanted.grown as f64 / elapsed.as_secs_f64().max(1e-4)
         } else {
             0.0
         };
-        let limit = ProcSlot::bytes(&slot.control.limit_bytes).saturating_sub(watch.lent);
         let moves = [&slot.usage.managed_bytes, &slot.usage.shared_bytes, &slot.usage.pool_bytes]
             .map(ProcSlot::bytes);
         let fixed = moves.iter().fold(used, |rest, bytes| rest.saturating_sub(*bytes));
         // A process that waits for a slow device moves few bytes, and wants what is out no less.
-        let pressure = watch.pressure.max(watch.stalled_lately.of_bytes(swapped));
+        let pressure = watch.pressure.max(watch.waits.lately.of_bytes(swapped));
         let kept = if in_cow_group { kept_bytes(pool, shared, fixed).min(used) } else { 0 };
         Process {
             group,
@@ -324,6 +334,7 @@ impl Watches {
             limit,
             growth: growth as u64,
             kept,
+            workingset: wanted.workingset,
         }
     }
 
@@ -362,63 +373,5 @@ impl Watches {
             in_cow_group: watch.in_cow_group,
             copied: watch.lately.add(copied, elapsed),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const TICK: Duration = Duration::from_millis(5);
-
-    /// The pages that show pressure in a second of looks; `step` changes what is there, and how
-    /// many pages went out and came back.
-    fn pressing(mut step: impl FnMut(u32, &mut u64, &mut PageFlow)) -> u64 {
-        let (mut resident, mut seen) = (25_000, PageFlow { came: 25_000, ..PageFlow::default() });
-        let mut flow = seen;
-        (0..200)
-            .map(|tick| {
-                step(tick, &mut resident, &mut seen);
-                seen.came = resident + seen.steals;
-                flow.follow(seen, false, TICK)
-            })
-            .sum()
-    }
-
-    #[test]
-    fn what_is_taken_from_a_process_that_rests_is_no_pressure() {
-        let batch = |tick: u32, resident: &mut u64, seen: &mut PageFlow| match tick % 4 {
-            // It is gone before it is counted.
-            0 => *resident -= 64,
-            2 => seen.steals += 64,
-            _ => {}
-        };
-        assert!(pressing(batch) <= 64, "{}", pressing(batch));
-    }
-
-    #[test]
-    fn what_goes_out_for_what_comes_is_pressure() {
-        let fills = pressing(|tick, resident, seen| {
-            *resident += 16;
-            if tick % 4 == 3 {
-                *resident -= 64;
-                seen.steals += 64;
-            }
-        });
-        assert!(fills >= 200 / 4 * 16, "{fills}");
-        let returns = pressing(|_, _, seen| {
-            seen.refaults += 16;
-            seen.steals += 16;
-        });
-        assert_eq!(returns, 200 * 32);
-    }
-
-    #[test]
-    fn what_was_freed_counts_again_after_a_while() {
-        let mut flow = PageFlow { came: 25_000, ..PageFlow::default() };
-        let small = PageFlow { came: 5_000, ..PageFlow::default() };
-        (0..2000).for_each(|_| assert_eq!(flow.follow(small, false, TICK), 0));
-        let grown = PageFlow { came: 9_000, steals: 3_000, refaults: 0 };
-        assert!(flow.follow(grown, false, TICK) > 2_500, "{}", flow.came);
     }
 }

@@ -271,6 +271,7 @@ fn strict_kills_only_when_swap_is_full_and_the_budget_exceeded() {
         limit: 0,
         growth: 0,
         kept: 0,
+        workingset: 0,
     };
     controller.enforce(root, &[member], &[process]);
     assert!(controller.totals(root).strict_kill);

@@ -16,5 +16,6 @@ pub fn process(standing: Standing, used: u64, pressure: u64, limit: u64) -> Proc
         limit: limit * MIB,
         growth: 0,
         kept: 0,
+        workingset: 0,
     }
 }

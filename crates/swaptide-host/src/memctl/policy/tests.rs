@@ -163,6 +163,25 @@ fn pressure_wins_memory_from_idle_processes_and_no_byte_twice() {
 }
 
 #[test]
+fn a_process_that_fits_keeps_what_it_works_on_next_to_one_that_does_not() {
+    let thrashes = process(Standing::Engaged, 40, 400, 40);
+    let mut group = [
+        Process { workingset: 4096 * MIB, ..thrashes },
+        Process { swapped: 6 * MIB, workingset: 20 * MIB, ..process(Standing::Engaged, 14, 6, 14) },
+    ];
+    for _ in 0..40 {
+        let given = limits(&whole(64 * MIB), &group, YIELD_TIME);
+        for (p, limit) in group.iter_mut().zip(given) {
+            (p.limit, p.used) = (limit, limit);
+        }
+        group[1].used = group[1].used.min(20 * MIB);
+        (group[1].swapped, group[1].pressure) = (20 * MIB - group[1].used, 0);
+    }
+    assert!(group[1].used >= 19 * MIB, "{}", group[1].used / MIB);
+    assert!(group[0].limit >= 42 * MIB, "{}", group[0].limit / MIB);
+}
+
+#[test]
 fn a_smaller_share_lowers_limits_at_once_when_exceeded() {
     let group = [process(Standing::Engaged, 300, 0, 300), process(Standing::Engaged, 100, 0, 100)];
     let given = limits(&whole(200 * MIB), &group, TICK);
@@ -275,8 +294,10 @@ fn a_rate_rises_at_once_and_falls_within_a_second() {
 }
 
 fn any_group() -> impl Strategy<Value = Vec<Process>> {
-    let one = (0u64..2048 * MIB, 0u64..4096 * MIB, prop_oneof![Just(0u64), 1u64..2048 * MIB])
-        .prop_map(|(used, pressure, limit)| Process {
+    let limit = prop_oneof![Just(0u64), 1u64..2048 * MIB];
+    let workingset = prop_oneof![Just(0u64), 0..4096 * MIB];
+    let one = (0u64..2048 * MIB, 0u64..4096 * MIB, limit, workingset).prop_map(
+        |(used, pressure, limit, workingset)| Process {
             group: 0,
             standing: Standing::Engaged,
             used,
@@ -286,7 +307,9 @@ fn any_group() -> impl Strategy<Value = Vec<Process>> {
             limit,
             growth: 0,
             kept: 0,
-        });
+            workingset,
+        },
+    );
     proptest::collection::vec(one, 1..12)
 }
 
@@ -430,6 +453,7 @@ proptest! {
                 limit: 0,
                 growth: 0,
                 kept: 0,
+                workingset: 0,
             })
             .collect();
         let decision = decide(&whole(budget), &tree, TICK);
