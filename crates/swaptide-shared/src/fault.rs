@@ -5,9 +5,10 @@
 //! runs from the moment its event is read, and is known by then.
 //!
 //! What a fault brings in is decided here, and becomes loads (`loading`). The reader does one by
-//! itself that a fault waits for, if it needs no disk; where there are more, and for what comes
-//! along with a page, it wakes servers ([`serve`]), one for each load. With one CPU there is none,
-//! and it does them all. How pages come in is `swap_in`'s.
+//! itself that a fault waits for, if it needs no disk; for others, and for what comes along with a
+//! page, it wakes servers ([`serve`]), one for each load that needs a disk, and some for those that
+//! do not. With few CPUs it does all that need no disk, and with one CPU all loads. How pages come
+//! in is `swap_in`'s.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
@@ -33,6 +34,9 @@ use crate::swap_in::{MAX_PAGES_PER_FAULT, PAGES_PER_LOAD, PageLoader};
 const RETRY_INTERVAL: Duration = Duration::from_millis(5);
 /// The same where nothing is known to wait.
 const QUIET_INTERVAL: Duration = Duration::from_millis(100);
+/// One of this many servers is woken for loads that need no disk: these are over in microseconds,
+/// and on a few CPUs the threads that fault have more use for them.
+const SERVERS_PER_HELPER: usize = 2;
 /// Without a limit, what one fault may bring in is bounded as under this one.
 const DEFAULT_WINDOW_LIMIT_BYTES: u64 = 128 << 20;
 
@@ -50,6 +54,7 @@ pub(crate) fn run(inner: Arc<Inner>, servers: usize) {
     let mut events =
         [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
             64];
+    let helpers = servers / SERVERS_PER_HELPER;
     // There is more to bring in, and no need to wait for an event.
     let mut comes_in = false;
     let mut retried = Instant::now();
@@ -102,9 +107,11 @@ pub(crate) fn run(inner: Arc<Inner>, servers: usize) {
         }
         let job = match servers {
             0 => state.loads.take(),
-            _ => state.loads.take_short(),
+            _ => state.loads.take_short(helpers == 0),
         };
-        for _ in 0..state.loads.waiting().min(servers) {
+        let disks = state.loads.disks();
+        let short = state.loads.waiting() - disks;
+        for _ in 0..(disks + short.min(helpers)).min(servers) {
             inner.loads_wait.notify_one();
         }
         if let Some(job) = job {
@@ -113,7 +120,7 @@ pub(crate) fn run(inner: Arc<Inner>, servers: usize) {
         }
         comes_in = match servers {
             0 => state.loads.waiting() > 0,
-            _ => state.loads.has_short(),
+            _ => state.loads.has_short(helpers == 0),
         };
     }
 }

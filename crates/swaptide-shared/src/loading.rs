@@ -1,4 +1,4 @@
-//! LoadQueue that are under way.
+//! Loads that are under way.
 //!
 //! What a fault brings in is decided under the state's lock; it is loaded from the store without
 //! it, by any of the threads that serve; and it is put in under the lock again, as far as it is
@@ -164,15 +164,25 @@ impl LoadQueue {
         self.urgent.pop_front().or_else(|| self.ahead.pop_front())
     }
 
-    /// The same for the thread that reads events: one that a fault waits for, and no disk.
-    pub(crate) fn take_short(&mut self) -> Option<LoadJob> {
-        let at = self.urgent.iter().position(|job| !job.load.reads_area())?;
-        self.urgent.remove(at)
+    /// The same for the thread that reads events: one that needs no disk, and that a fault waits
+    /// for, unless it does what comes along as well.
+    pub(crate) fn take_short(&mut self, comes_along: bool) -> Option<LoadJob> {
+        let queues = [Some(&mut self.urgent), comes_along.then_some(&mut self.ahead)];
+        queues.into_iter().flatten().find_map(|queue| {
+            let at = queue.iter().position(|job| !job.load.reads_area())?;
+            queue.remove(at)
+        })
     }
 
     /// Whether there is one for [`LoadQueue::take_short`].
-    pub(crate) fn has_short(&self) -> bool {
-        self.urgent.iter().any(|job| !job.load.reads_area())
+    pub(crate) fn has_short(&self, comes_along: bool) -> bool {
+        let is_short = |job: &LoadJob| !job.load.reads_area();
+        self.urgent.iter().any(is_short) || comes_along && self.ahead.iter().any(is_short)
+    }
+
+    /// How many of those that wait for a thread need a disk.
+    pub(crate) fn disks(&self) -> usize {
+        self.urgent.iter().chain(&self.ahead).filter(|job| job.load.reads_area()).count()
     }
 
     /// How many wait for a thread.
@@ -297,8 +307,10 @@ mod tests {
         assert!(loads.has(region.id, 2) && !loads.has(region.id, 3) && loads.has(region.id, 16));
         assert_eq!(loads.of(region.id), [16..30, 0..3, 4..16]);
         loads.park(region.id, 2, fault(2).1);
-        let first = loads.take_short().expect("the fault's goes first");
-        assert!(!loads.has_short() && loads.take_short().is_none() && loads.has(region.id, 2));
+        let first = loads.take_short(false).expect("the fault's goes first");
+        assert!(
+            !loads.has_short(false) && loads.take_short(false).is_none() && loads.has(region.id, 2)
+        );
         assert_eq!(loads.ended(&first), [fault(2), fault(1)]);
         assert!(!loads.has(region.id, 2) && loads.has(region.id, 20));
         let second = loads.take().expect("the other");
@@ -332,9 +344,16 @@ mod tests {
         region.set(1, RegionPage::Pool);
         let mut loads = LoadQueue::default();
         loads.add(job(&region, 0..1, Some(fault(0))));
-        assert!(!loads.has_short() && loads.take_short().is_none());
+        assert!(!loads.has_short(false) && loads.take_short(false).is_none());
         loads.add(job(&region, 1..2, Some(fault(1))));
-        assert_eq!(loads.take_short().and_then(|job| job.fault), Some(fault(1)));
+        assert_eq!(loads.take_short(false).and_then(|job| job.fault), Some(fault(1)));
+        // What comes along it takes only if it is to.
+        loads.add(job(&region, 1..2, None));
+        loads.add(job(&region, 0..1, None));
+        assert_eq!((loads.waiting(), loads.disks()), (3, 2));
+        assert!(!loads.has_short(false) && loads.take_short(false).is_none());
+        assert!(loads.has_short(true) && loads.take_short(true).is_some());
+        assert!(!loads.has_short(true) && loads.take_short(true).is_none());
         assert_eq!(loads.take().and_then(|job| job.fault), Some(fault(0)));
     }
 

@@ -117,7 +117,7 @@ pub(crate) struct PagerState {
     pub clock: u32,
     /// Missing pages are the pager's to fill.
     pub engaged: bool,
-    /// LoadQueue that are under way.
+    /// Loads that are under way.
     pub loads: LoadQueue,
     /// Faults that wait for something else.
     pub faults: WaitingFaults,
