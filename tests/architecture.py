@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Checks that ARCHITECTURE.md tells the truth: each row that names a file and a function names a
-function which that file defines, and each path in backquotes exists.
+function which that file defines (of a type with an impl block there), and each path in backquotes
+exists.
 
 Exit status 1, and a line for each error, where there is one.
 """
@@ -10,20 +11,22 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROW = re.compile(r"^\|.*\| `(\w+)/(src/[\w/.]+)` \| `(\w+)` \|$")
+ROW = re.compile(r"^\|.*\| `(\w+)/(src/[\w/.]+)` \| `(?:(\w+)::)?(\w+)` \|$")
 
 
 def errors(text, root):
     found, functions = [], 0
     for number, line in enumerate(text.splitlines(), 1):
         if row := ROW.match(line):
-            crate, path, name = row.groups()
+            crate, path, of_type, name = row.groups()
             source = root / "crates" / f"swaptide-{crate}" / path
             functions += 1
             if not source.is_file():
                 found.append(f"line {number}: there is no file {source.relative_to(root)}")
             elif not re.search(rf"\bfn {name}\b", source.read_text()):
                 found.append(f"line {number}: {crate}/{path} defines no function {name}")
+            elif of_type and not re.search(rf"(?m)^impl\b.*\b{of_type}\b", source.read_text()):
+                found.append(f"line {number}: {crate}/{path} has no impl block of {of_type}")
         elif line.startswith("|") and ".rs` |" in line and "`crates/" not in line:
             found.append(f"line {number}: this row names a file without a function")
         for path in re.findall(r"`((?:crates|tests|fuzz|docs)/[\w/.-]+)`", line):

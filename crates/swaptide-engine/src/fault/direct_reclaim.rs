@@ -1,8 +1,8 @@
-//! Room within the limit, before the handler fills a page.
+//! Room within the limit, before a page is filled: by the handler or a fault server.
 //!
-//! The workers keep some ([`crate::reclaim::worker`]); where they have not kept up, the handler
-//! makes it, and the thread that waits for the page pays. Where there are areas of a server the
-//! handler leaves it to the workers, as long as they have anything to do: a write there may wait
+//! The workers keep some ([`crate::reclaim::worker`]); where they have not kept up, the thread that
+//! serves the fault makes it, and the thread that waits for the page pays. Where there are areas of
+//! a server it is left to the workers, as long as they have anything to do: a write there may wait
 //! for seconds, and every other fault with it.
 //!
 //! No event is read here, and no fork attended to: where that must come first, the fault is put off
@@ -44,8 +44,8 @@ const SLOW_TIME: Duration = Duration::from_millis(1);
 /// Compressed memory larger than this part of the limit is written back when nothing can be taken.
 const MIN_POOL_DIVISOR: u64 = 16;
 
-/// Makes room for `n` pages, with the handler's own `worker`. `tries`: how often the fault was put
-/// off.
+/// Makes room for `n` pages, with the serving thread's own `worker`. `tries`: how often the fault
+/// was put off.
 ///
 /// # Errors
 /// [`Stop::Again`] when events must be read first: reclaim is refused until then, or there is time
