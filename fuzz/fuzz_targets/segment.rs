@@ -55,8 +55,14 @@ fn scribble(segment: &Segment, bytes: &mut Bytes<'_>) -> Option<()> {
     Some(())
 }
 
-/// Two looks of a controller at the segment as it is, and everything that it can be asked.
-fn keep(segment: &'static Segment, groups: GroupTree, areas: &Arc<Areas>) -> SavedState {
+/// Two looks of a controller at the segment, with words that change in between, and everything that
+/// it can be asked.
+fn keep(
+    segment: &'static Segment,
+    groups: GroupTree,
+    areas: &Arc<Areas>,
+    bytes: &mut Bytes<'_>,
+) -> SavedState {
     let me = std::process::id();
     segment.claim(me, 0);
     let mut thread = MemoryController::new(segment, Arc::clone(areas), groups, 64 << 20);
@@ -102,6 +108,9 @@ fn keep(segment: &'static Segment, groups: GroupTree, areas: &Arc<Areas>) -> Sav
         });
         saved = looked;
         assert!(saved.is_some(), "the controller has ended, or takes too long");
+        for _ in 0..8 {
+            let _ = scribble(segment, bytes);
+        }
     }
     let _ = controller.send(ControllerRequest::Stop);
     thread.join().expect("the controller");
@@ -305,7 +314,7 @@ fuzz_target!(|data: &[u8]| {
         let _ = (areas.may_block(id), areas.open(id).is_ok());
     }
     if scribbled {
-        let saved = keep(segment, groups, &areas);
+        let saved = keep(segment, groups, &areas, &mut bytes);
         put_away(segment, &areas, u64::from(data.len() as u8) << 56 | 16 << 20);
         for id in (0..MAX_AREAS as u8).map(AreaId) {
             // Of one that is used its pages would be waited for.

@@ -399,6 +399,11 @@ impl Engine {
         }
     }
 
+    /// Writes to the process slot how many pages are there.
+    pub(crate) fn publish_present(&self, pages: usize) {
+        self.slot().usage.managed_bytes.store((pages * PAGE_SIZE) as u64, Relaxed);
+    }
+
     /// True when a worker shall take a batch out.
     pub(crate) fn is_reclaim_due(&self, mm: &Mm) -> bool {
         self.charge.room() + ((mm.jobs.in_flight * PAGE_SIZE) as i64) < self.charge.due()
@@ -518,7 +523,7 @@ impl Engine {
         let slot = self.slot();
         let file_pages = self.devices.areas.slots.usage().used as usize;
         let page = PAGE_SIZE as u64;
-        slot.usage.managed_bytes.store(present as u64 * page, Relaxed);
+        self.publish_present(present);
         slot.usage.staging_bytes.store(full as u64 * page, Relaxed);
         slot.usage.pool_bytes.store(self.charge.pool(), Relaxed);
         slot.usage.overhead_bytes.store((table + self.devices.metadata_bytes()) as u64, Relaxed);

@@ -213,7 +213,10 @@ impl Worker {
             mm.staging.discarded(discard);
         }
         engine.publish_usage(&mm);
+        let present = mm.table.present();
         drop(mm);
+        // What went out is no longer there when it is counted: the controller adds both up.
+        engine.publish_present(present);
         engine.count(Counter::Pgsteal, pages);
         pages
     }

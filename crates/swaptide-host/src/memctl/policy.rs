@@ -2,8 +2,8 @@
 //! goes in, what to do comes out.
 //!
 //! Owns the policy and nothing else. The concepts:
-//! - the *working set* of a process is what it has shown to work on: pages came back that had just
-//!   gone out;
+//! - the *working set* of a process is what it has shown to work on: pages came back that would
+//!   have stayed with more memory;
 //! - the *use* of a process is its resident anonymous memory, the engine's own included;
 //! - the *share* of a group is what its maximum leaves for the engaged processes in it when all
 //!   others have theirs; the root's maximum is the budget;
@@ -51,6 +51,8 @@ const ENGAGE_TIME: Duration = Duration::from_millis(20);
 const PRESSURE_WINDOW: Duration = Duration::from_millis(250);
 /// The smallest budget: a floor for the program, staging frames, tables and a compressed pool.
 pub(crate) const MIN_BUDGET_BYTES: u64 = 16 << 20;
+/// The room that an engine keeps within a small limit.
+const ENGINE_ROOM_BYTES: u64 = 1 << 20;
 /// The time in which a limit sinks by an eighth at most, while the budget is kept.
 const YIELD_TIME: Duration = Duration::from_millis(50);
 /// Eighths of a group's memory that copy-on-write groups keep.
@@ -129,7 +131,7 @@ pub(crate) struct Decision {
     pub engage: Vec<usize>,
     /// Limits of the engaged processes, those in `engage` among them.
     pub limits: Vec<(usize, u64)>,
-    /// What each of these would have if everything were divided by demand at once, in the same
+    /// What each of these would have if everything were divided at once, in the same
     /// order.
     pub fair: Vec<u64>,
     /// Groups that get less than is kept for them.
@@ -260,8 +262,8 @@ fn choose(budget: u64, total: u64, processes: &[Process], within: &[usize]) -> V
 /// each group, `least` is what no process goes below.
 ///
 /// The demand of a process is what it uses, what its pressure wants back, and an equal part of what
-/// is free; memory goes by demand ([`divide`]). A process without pressure thus keeps what it has
-/// until one with pressure needs it, and then yields gradually: no more than an eighth in
+/// is free; memory goes by working set and demand ([`divide`]). A process without either keeps what
+/// it has until another one needs it, and then yields gradually: no more than an eighth in
 /// [`YIELD_TIME`], so that a process which only rested is not empty when it wakes.
 fn approach(
     shares: &[Bounds],
@@ -360,8 +362,10 @@ fn floors(shares: &[Bounds], group: &[Process]) -> Vec<u64> {
     group.iter().zip(&least).map(|(p, least)| (*least).max(kept(p).unwrap_or(0))).collect()
 }
 
+/// What a process without pressure keeps, of the least: what it uses, and the room that its engine
+/// keeps free, or its limit would sink with its use, and its use with its limit.
 fn floor(p: &Process, least: u64) -> u64 {
-    p.used.min(least)
+    p.used.saturating_add(ENGINE_ROOM_BYTES.min(p.used)).min(least)
 }
 
 fn targets(shares: &[Bounds], group: &[Process], least: &[u64]) -> Vec<u64> {

@@ -210,7 +210,7 @@ pub struct ProcessView {
     pub state: String,
     /// Its limit; 0 when it has none.
     pub limit_bytes: u64,
-    /// What its limit would be if the budget were divided by demand at once; 0 when it has none.
+    /// What its limit would be if the budget were divided at once; 0 when it has none.
     /// Limits follow it gradually.
     #[serde(default)]
     pub fair_bytes: u64,

@@ -15,18 +15,19 @@ use std::collections::{HashMap, HashSet};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use swaptide_ipc::{Counter, ProcSlot, ProcState, Segment, SlotIndex};
+use swaptide_ipc::{Counter, ProcSlot, ProcState, RefaultHistogram, Segment, SlotIndex};
 use swaptide_sys::PAGE_SIZE;
 use swaptide_sys::process::proc_info;
 use swaptide_sys::thread::now;
 
 use crate::cgroup::psi::TimeShare;
 use crate::memctl::controller::TickMember;
-use crate::memctl::controller::flow::{PageFlow, WorkingsetEstimate};
+use crate::memctl::controller::flow::{PageCounts, PageFlow, WorkingsetEstimate};
 use crate::memctl::controller::runs::Runs;
 use crate::memctl::policy::{self, Process, RecentSum, Sharing, StableMin, Standing};
 use crate::memctl::processes::ProcessTree;
 use crate::memctl::shared_pager::SharedPager;
+use crate::report::working_set::refaults_since;
 
 /// A process that shares this much with another, and has as much in compressed memory, is of a
 /// copy-on-write group; it stays one as long as it shares half of that.
@@ -56,7 +57,7 @@ struct Watch {
     lately: RecentSum,
     /// Raised whenever it is seen to be in a copy-on-write group.
     word: u32,
-    /// What it would have if all were divided by demand at once.
+    /// What it would have if all were divided at once.
     fair: u64,
 }
 
@@ -91,7 +92,7 @@ struct ProcessSample {
     used: u64,
     /// Its limit so far; 0 where it has none.
     limit: u64,
-    flow: PageFlow,
+    pages: PageCounts,
     in_cow_group: bool,
     stalled_us: u64,
     /// The most that its pressure can count for.
@@ -125,11 +126,10 @@ impl Watch {
     fn follow(&mut self, seen: ProcessSample, elapsed: Duration) -> ShownNeed {
         if std::mem::replace(&mut self.in_cow_group, seen.in_cow_group) != seen.in_cow_group {
             // A fork: what either wanted before says nothing.
-            self.flow = seen.flow;
-            self.workingset = WorkingsetEstimate::default();
+            self.flow = PageFlow::new(seen.pages);
             self.pressure = if seen.in_cow_group { 0 } else { self.pressure };
         }
-        let moves = self.flow.follow(seen.flow, elapsed);
+        let moves = self.flow.follow(seen.pages, elapsed);
         let bytes = moves.pressing(seen.in_cow_group).saturating_mul(PAGE_SIZE as u64);
         let rate = bytes as f64 / elapsed.as_secs_f64().max(1e-4);
         let (before, rate) = (self.pressure.min(seen.most), (rate as u64).min(seen.most));
@@ -139,11 +139,13 @@ impl Watch {
             policy::smooth(before, rate, elapsed)
         };
         self.waits.follow(seen.stalled_us, elapsed);
+        // The engine keeps some of its limit free.
+        let given = seen.used.max(seen.limit);
         let workingset = if seen.in_cow_group {
-            0
+            // What it worked on before the fork it may keep, as long as it does. What comes back
+            // meanwhile is the other processes', too.
+            self.workingset.follow(moves, given, 0, elapsed).min(seen.used)
         } else {
-            // The engine keeps some of its limit free.
-            let given = seen.used.max(seen.limit);
             self.workingset.follow(moves, given, seen.most, elapsed)
         };
         let grown = seen.used.saturating_sub(std::mem::replace(&mut self.used, seen.used));
@@ -155,6 +157,17 @@ impl Watch {
 /// it answered.
 pub(super) fn copied_nothing(slot: &ProcSlot) -> u64 {
     [Counter::EngineFaults, Counter::Pgmajfault].iter().map(|counter| slot.counted(*counter)).sum()
+}
+
+/// Of the `refaults` of a process so far, those of pages that would have stayed with the whole
+/// budget. The pager of shared memory has no distances: all of them.
+fn near_refaults(slot: &ProcSlot, refaults: u64, budget: u64) -> u64 {
+    let counts = refaults_since(slot, None);
+    let is_near = |bucket: &usize| {
+        RefaultHistogram::bound(*bucket).saturating_mul(PAGE_SIZE as u64) <= budget
+    };
+    let near = (0..counts.len()).take_while(is_near).map(|bucket| counts[bucket]);
+    if counts.iter().all(|pages| *pages == 0) { refaults } else { near.sum() }
 }
 
 /// How the process of a slot stands to the budget.
@@ -205,7 +218,7 @@ impl Watches {
         self.by_slot.remove(&index).filter(|watch| watch.pid == pid).map(|watch| watch.run)
     }
 
-    /// What a process would have if all were divided by demand at once.
+    /// What a process would have if all were divided at once.
     pub(super) fn fair(&self, index: SlotIndex, pid: u32) -> u64 {
         self.by_slot.get(&index).filter(|watch| watch.pid == pid).map_or(0, |watch| watch.fair)
     }
@@ -215,7 +228,7 @@ impl Watches {
         self.by_slot.get(&index).map_or_else(TimeShare::default, |watch| watch.waits.part)
     }
 
-    /// Notes what a process would have by demand, and, where it got a new limit, what of that is
+    /// Notes what a process would have, and, where it got a new limit, what of that is
     /// lent.
     pub(super) fn note_limit(&mut self, index: SlotIndex, fair: u64, lent: Option<u64>) {
         if let Some(watch) = self.by_slot.get_mut(&index) {
@@ -270,12 +283,18 @@ impl Watches {
         }
         let (shared, pool) = (tree.shared(pid), ProcSlot::bytes(&slot.usage.pool_bytes));
         let in_cow_group = self.is_in_cow_group(index, pid, shared.min(pool));
-        // Read first: the engine counts what went out when it is no longer there, so hardly a page
+        // Read first: an engine counts what went out when it is no longer there, so hardly a page
         // counts twice.
         let steals = slot.counted(Counter::Pgsteal);
         let resident = ProcSlot::bytes(&slot.usage.managed_bytes) / PAGE_SIZE as u64;
         let refaults = slot.counted(Counter::WorkingsetRefault);
-        let flow = PageFlow { refaults, steals, came: resident + steals };
+        let near = match self.by_slot.get(&index) {
+            Some(watch) if watch.pid == pid && watch.flow.refaults() == refaults => {
+                watch.flow.near()
+            }
+            _ => near_refaults(slot, refaults, budget),
+        };
+        let pages = PageCounts { refaults, near, steals, resident };
         let at = now();
         if slot.stalls_for(at) > LONG_STALL && proc_info(pid).is_some_and(|info| info.stopped) {
             slot.restart_stall(at);
@@ -288,7 +307,7 @@ impl Watches {
         let new = || Watch {
             pid,
             run: member.run,
-            flow,
+            flow: PageFlow::new(pages),
             in_cow_group,
             used: before,
             waits: Waits { us: stalled_us, ..Waits::default() },
@@ -306,7 +325,7 @@ impl Watches {
             ProcessSample {
                 used,
                 limit,
-                flow,
+                pages,
                 in_cow_group,
                 stalled_us,
                 most: swapped.min(budget),

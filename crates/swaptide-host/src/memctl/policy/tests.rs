@@ -268,8 +268,8 @@ fn when_nothing_is_left_each_process_keeps_its_floor() {
     assert_eq!(limits(&whole(0), &group, TICK), [CROWDED_FLOOR_BYTES, CROWDED_FLOOR_BYTES]);
     assert_eq!(
         limits(&whole(16 * MIB), &group, TICK).iter().min(),
-        Some(&(3 * MIB)),
-        "a process that uses less than its floor keeps that"
+        Some(&(4 * MIB)),
+        "a process that uses less than its floor keeps that, and the room that its engine needs"
     );
 }
 
