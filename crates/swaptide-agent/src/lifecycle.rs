@@ -27,8 +27,9 @@ use crate::log;
 use crate::marks::set_own_mark;
 use crate::pages::{excluded, pinned, references};
 use crate::process::{
-    ENGINE, ENGINE_PID, FORK_LOCK, NO_SLOT, PLACE, SLOT_PENDING, STAYS_UNMANAGED, empty_table,
-    engine, exchange, hold_child, open_area, release_hold, request_hold, segment, spawn,
+    ENGINE, ENGINE_PID, FORK_LOCK, PLACE, SLOT_PENDING, SLOT_UNCLAIMED, STAYS_UNMANAGED,
+    empty_table, engine, exchange, hold_child, open_area, release_hold, request_hold, segment,
+    spawn,
 };
 use crate::seccomp;
 use crate::threads::{spawn_reader, spawn_server, start_workers};
@@ -76,13 +77,13 @@ extern "C" fn sleeper(_: usize) {
             Some(segment) => wait_for_supervisor(segment),
         }
     }
-    PLACE.store(NO_SLOT, Release);
+    PLACE.store(SLOT_UNCLAIMED, Release);
 }
 
 pub(crate) fn start_sleeper() {
     PLACE.store(SLOT_PENDING, Release);
     if !spawn(sleeper) {
-        PLACE.store(NO_SLOT, Release);
+        PLACE.store(SLOT_UNCLAIMED, Release);
     }
 }
 
@@ -92,7 +93,7 @@ pub(crate) fn wait_for_supervisor(segment: &'static Segment) {
     let index = match segment.claim(getpid().0, forked_from) {
         Some(index) => index,
         None => {
-            PLACE.store(NO_SLOT, Release);
+            PLACE.store(SLOT_UNCLAIMED, Release);
             log::line(
                 "the supervisor's process table is full: this process is not managed until \
                     another one ends",

@@ -284,10 +284,10 @@ pub(crate) fn release_hold() -> bool {
     false
 }
 
-/// What has become of this process's way to its supervisor: [`NO_SLOT`], [`SLOT_PENDING`], or its
-/// slot's number plus one.
-pub(crate) static PLACE: AtomicU32 = AtomicU32::new(NO_SLOT);
-pub(crate) const NO_SLOT: u32 = 0;
+/// What has become of this process's way to its supervisor: [`SLOT_UNCLAIMED`], [`SLOT_PENDING`],
+/// or its slot's number plus one.
+pub(crate) static PLACE: AtomicU32 = AtomicU32::new(SLOT_UNCLAIMED);
+pub(crate) const SLOT_UNCLAIMED: u32 = 0;
 pub(crate) const SLOT_PENDING: u32 = u32::MAX;
 /// No budget is smaller.
 const MIN_BUDGET_BYTES: usize = 16 << 20;
@@ -307,7 +307,8 @@ pub(crate) fn begin_before(len: usize, reserved: bool) {
     };
     while PLACE.load(Acquire) == SLOT_PENDING && pause() {}
     let place = PLACE.load(Acquire);
-    let Some(segment) = known_segment().filter(|_| place != NO_SLOT && place != SLOT_PENDING)
+    let Some(segment) =
+        known_segment().filter(|_| place != SLOT_UNCLAIMED && place != SLOT_PENDING)
     else {
         return;
     };

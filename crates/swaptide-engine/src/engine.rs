@@ -31,7 +31,7 @@ use crate::memcg::small::Small;
 use crate::memcg::thrash::ThrashDetector;
 use crate::mm::batch::Jobs;
 use crate::mm::busy::Busy;
-use crate::mm::grace::Grace;
+use crate::mm::fault_hold::FaultHold;
 use crate::mm::lru::Queues;
 use crate::mm::page_table::PageTable;
 use crate::mm::references::References;
@@ -292,7 +292,7 @@ impl Engine {
                 jobs: Jobs::default(),
                 pool_sizer: PoolSizer::new(),
                 clocks: MmClocks::default(),
-                grace: Grace::default(),
+                fault_hold: FaultHold::default(),
                 thrash: ThrashDetector::default(),
                 handed: Handed::new(servers.is_forced),
                 busy: Busy::default(),

@@ -69,7 +69,7 @@ use self::extent_store::ExtentStore;
 pub use self::io::own_ring_mappings;
 use self::io::{BlockIo, SwapFile};
 pub use self::opened::{HandedOver, Opened};
-use self::places::SlotExtent;
+use self::places::SlotPlace;
 pub use self::reading::MAX_REMOTE_READERS;
 use self::reading::PageReader;
 pub use self::relocate::Leaving;
@@ -94,7 +94,7 @@ const PAGE_BLOCKS: usize = 2;
 /// What a slot held at a moment. Two stamps of a slot that are equal mean that it held the same
 /// page all the time.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
-pub struct Stamp(SlotExtent);
+pub struct Stamp(SlotPlace);
 
 /// How full a device is and what it costs.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]

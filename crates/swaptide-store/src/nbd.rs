@@ -61,7 +61,7 @@ use crate::block::BlockRun;
 /// The most connections to one export.
 pub const MAX_CONNECTIONS: u32 = pool::MAX_POOLED_CONNECTIONS as u32;
 /// Bytes of one request: enough for a disk, little enough that a few of them share a deep queue.
-const CHUNK: u32 = 128 << 10;
+const MAX_TRANSFER_BYTES: u32 = 128 << 10;
 /// After a write could not reach the server, writes fail at once for so long.
 const WRITE_BACKOFF: Duration = Duration::from_secs(1);
 
@@ -105,7 +105,8 @@ pub struct Export {
 impl Export {
     /// The bytes of one request.
     const fn chunk(&self) -> u32 {
-        let longest = if self.longest < CHUNK { self.longest } else { CHUNK };
+        let longest =
+            if self.longest < MAX_TRANSFER_BYTES { self.longest } else { MAX_TRANSFER_BYTES };
         if longest < PAGE_SIZE as u32 {
             PAGE_SIZE as u32
         } else {

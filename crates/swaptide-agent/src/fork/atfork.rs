@@ -38,7 +38,7 @@ use crate::marks::{is_copied_memory, set_own_mark};
 use crate::own_pid::{OWN_PID, is_own_process};
 use crate::pages::kernel_words;
 use crate::process::{
-    ENGINE, ENGINE_PID, FORK_LOCK, NO_SLOT, PLACE, detach, detach_without_calls, engine,
+    ENGINE, ENGINE_PID, FORK_LOCK, PLACE, SLOT_UNCLAIMED, detach, detach_without_calls, engine,
     engine_without_calls, inherited_engine, may_follow_forks, own_memory, spawn,
 };
 use crate::seccomp;
@@ -274,7 +274,7 @@ pub(crate) extern "C" fn child() {
         // SAFETY: no other thread exists here. This process is not managed.
         unsafe { FORK_LOCK.force_unlock() };
         own_memory(true);
-        PLACE.store(NO_SLOT, Release);
+        PLACE.store(SLOT_UNCLAIMED, Release);
         return;
     }
     after_fork_in_child();
@@ -301,7 +301,7 @@ pub(crate) extern "C" fn child() {
     }
     match inherited {
         // It may continue with the outer fork without `prepare`: nothing may be missing then.
-        None if is_inner && may_follow_forks() => PLACE.store(NO_SLOT, Release),
+        None if is_inner && may_follow_forks() => PLACE.store(SLOT_UNCLAIMED, Release),
         None => start_sleeper(),
         Some(engine) => {
             engine.forked();

@@ -12,7 +12,7 @@ use crate::memcg::pool_sizing::PoolSizer;
 use crate::memcg::thrash::ThrashDetector;
 use crate::mm::batch::Jobs;
 use crate::mm::busy::Busy;
-use crate::mm::grace::Grace;
+use crate::mm::fault_hold::FaultHold;
 use crate::mm::lru::Queues;
 use crate::mm::page_table::{PageState, PageTable};
 use crate::mm::staging::{FrameNo, Staging};
@@ -94,7 +94,7 @@ pub struct Mm {
     /// Counts of pages and forks, by which distances are measured.
     pub clocks: MmClocks,
     /// Pages that threads must get to use.
-    pub grace: Grace,
+    pub fault_hold: FaultHold,
     /// Whether refaults say that the program makes no progress.
     pub(crate) thrash: ThrashDetector,
     /// What fault servers have read for the handler.

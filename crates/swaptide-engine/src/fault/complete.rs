@@ -147,7 +147,7 @@ fn install_run(
     };
     let at = now();
     for k in (k..k + filled).filter(|k| (sent.asked | sent.waited) >> k & 1 == 1) {
-        mm.grace.lands(sent.page(k), at);
+        mm.fault_hold.lands(sent.page(k), at);
     }
     for k in k..k + filled {
         path.finish_swap_in(mm, sent.page(k), sent.entries[k], Origin::Server);

@@ -192,7 +192,7 @@ impl FaultPath {
                 return Served::Again;
             }
             if is_of_program {
-                mm.grace.note(fault.tid, page, at);
+                mm.fault_hold.note(fault.tid, page, at);
             }
             if let Some(other) = mm.busy.filler_of(page) {
                 mm.busy.want(other, page);

@@ -29,7 +29,8 @@ use crate::engine::Engine;
 use crate::events::apply::{apply, apply_late, apply_now};
 use crate::fork::allow_fork::deny_fork;
 use crate::fork::protocol::{
-    DECLINED, Decline, MESSAGE_BYTES, MSG_SERVING, NO_ENGINE, NO_ENGINE_INCOMPLETE, NO_SLOT, decode,
+    DECLINED, DECLINED_SLOT, Decline, MESSAGE_BYTES, MSG_SERVING, NO_ENGINE, NO_ENGINE_INCOMPLETE,
+    decode,
 };
 use crate::memcg::psi::StallClock;
 use crate::memcg::thrash::ThrashDetector;
@@ -171,7 +172,7 @@ impl Engine {
     /// # Errors
     /// When the parent is gone: what is swapped is lost, and the process must be stopped.
     pub fn decline(&self, end: Option<Conn>, why: Decline) -> Result<bool, Errno> {
-        hear_off(&self.greet(end, NO_SLOT - why as u32)?)
+        hear_off(&self.greet(end, DECLINED_SLOT - why as u32)?)
     }
 
     /// In the child's handler thread: asks the parent's handler for what the child needs.

@@ -24,7 +24,7 @@ pub(super) const MSG_SERVING: u8 = b'T';
 /// The child's word at the end: it cannot serve itself.
 pub(super) const DECLINED: u8 = b'D';
 /// In a child's hello instead of its slot: a [`Decline`] less than this.
-pub(super) const NO_SLOT: u32 = u32::MAX;
+pub(super) const DECLINED_SLOT: u32 = u32::MAX;
 /// Bytes of one message of the hand-over.
 pub(super) const MESSAGE_BYTES: usize = 32 << 10;
 
@@ -52,7 +52,7 @@ impl Decline {
     pub(super) fn of(word: u32) -> Option<Decline> {
         [Decline::TableFull, Decline::Namespace, Decline::NoThread]
             .into_iter()
-            .find(|d| NO_SLOT - *d as u32 == word)
+            .find(|d| DECLINED_SLOT - *d as u32 == word)
     }
 }
 

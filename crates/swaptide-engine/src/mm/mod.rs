@@ -4,7 +4,7 @@
 pub mod batch;
 pub(crate) mod busy;
 pub(crate) mod dontfork;
-pub(crate) mod grace;
+pub(crate) mod fault_hold;
 pub(crate) mod lru;
 pub(crate) mod page_table;
 pub(crate) mod references;

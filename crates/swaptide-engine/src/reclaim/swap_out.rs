@@ -188,7 +188,7 @@ impl Batch {
                 continue;
             }
             movable &= !(engine.start.pinned)(chunk);
-            movable &= !mm.grace.spared(chunk, now);
+            movable &= !mm.fault_hold.spared(chunk, now);
             let range = range_of(chunk.first(), PAGES_PER_CHUNK);
             let held = range.start < mm.held.end && mm.held.start < range.end;
             if info.hot > 0 || info.flags & UNMOVABLE != 0 || held || movable == 0 {

@@ -45,7 +45,7 @@ pub(crate) struct Seen {
     /// Armed, in one mapping.
     armed: VirtRange,
     /// A region of several mappings.
-    torn: VirtRange,
+    several_mappings: VirtRange,
 }
 
 fn contains(outer: VirtRange, inner: VirtRange) -> bool {
@@ -71,7 +71,7 @@ impl Seen {
             end: start.offset(LEAF_BYTES).min(region.end),
         };
         for candidate in [region, leaf, range] {
-            if candidate == self.torn || !contains(candidate, range) {
+            if candidate == self.several_mappings || !contains(candidate, range) {
                 continue;
             }
             match engine.uffd().coverage(candidate) {
@@ -80,7 +80,9 @@ impl Seen {
                     return Lookup::Armed;
                 }
                 Coverage::Changing => return Lookup::Unread,
-                Coverage::NotWhole | Coverage::Gone if candidate == region => self.torn = region,
+                Coverage::NotWhole | Coverage::Gone if candidate == region => {
+                    self.several_mappings = region
+                }
                 Coverage::NotWhole | Coverage::Gone => {}
             }
         }

@@ -73,7 +73,7 @@ fn mark_cold(path: &FaultPath, range: VirtRange) {
     let mm = &mut *guard;
     let pages = pages_of(range);
     let (mut at, end) = (PageNo(pages.start), PageNo(pages.end));
-    mm.grace.give_up(at, end);
+    mm.fault_hold.give_up(at, end);
     // The range may be far larger than what is there of it.
     while let Some(page) = mm.table.next_used(at, end).filter(|page| *page < end) {
         mm.queues.first_to_go(&mut mm.table, page.chunk());

@@ -53,7 +53,7 @@ use crate::control::peer::{Peer, without};
 
 /// Forks that can be waited for at a time; of more, the others are looked at whenever something
 /// happens.
-const FORK_TIMEOUT: usize = 24;
+const MAX_AWAITED_FORKS: usize = 24;
 /// Forks of one process that are followed at a time. It has one under way, and others that came to
 /// nothing and are being detached; one that asks for more wants to block the supervisor.
 const MAX_FORKS_PER_PROCESS: usize = 8;
@@ -193,7 +193,7 @@ impl TracedForks {
 
     /// What is to be waited for besides children's changes.
     pub(crate) fn awaited(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.forks.iter().take(FORK_TIMEOUT).flat_map(|fork| {
+        self.forks.iter().take(MAX_AWAITED_FORKS).flat_map(|fork| {
             let life = match &fork.stage {
                 Stage::Arming(arming) => Some(arming.life.as_fd()),
                 _ => None,
@@ -207,7 +207,7 @@ impl TracedForks {
     /// How long to wait at most: not all can be waited for, or a child has its time.
     pub fn timeout(&self) -> Option<Duration> {
         let arms = |fork: &Fork| matches!(fork.stage, Stage::Arming(_));
-        (self.forks.len() > FORK_TIMEOUT)
+        (self.forks.len() > MAX_AWAITED_FORKS)
             .then_some(Duration::from_millis(1))
             .or_else(|| self.forks.iter().any(arms).then_some(POLL_INTERVAL))
     }

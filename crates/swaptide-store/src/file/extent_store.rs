@@ -17,7 +17,7 @@ use super::cipher::Cipher;
 use super::digests::Digests;
 use super::extents::{Extents, FreedExtent, Taken};
 use super::io::{self, BlockIo};
-use super::places::SlotExtents;
+use super::places::SlotPlaces;
 use super::{EXTENT_BYTES, Extent, ExtentSource, MAX_AREAS, WRITE_BLOCKS};
 use crate::{PAGE_SIZE, Slot};
 
@@ -52,7 +52,7 @@ pub(super) struct ExtentStore {
 }
 
 pub(super) struct FileState {
-    pub(super) places: SlotExtents,
+    pub(super) places: SlotPlaces,
     /// Of pages that were read and neither freed nor written again since.
     pub(super) digests: Digests,
     pub(super) extents: Extents,
@@ -74,7 +74,7 @@ impl ExtentStore {
     ) -> ExtentStore {
         let extents = Extents::new(Arc::new(cipher));
         let state =
-            FileState { places: SlotExtents::default(), digests: Digests::default(), extents };
+            FileState { places: SlotPlaces::default(), digests: Digests::default(), extents };
         ExtentStore {
             io,
             source,
@@ -168,7 +168,7 @@ impl ExtentStore {
     pub(super) fn clear(&self) {
         let vacated = {
             let mut state = self.state.lock();
-            state.places = SlotExtents::default();
+            state.places = SlotPlaces::default();
             state.digests = Digests::default();
             state.extents.clear()
         };

@@ -12,7 +12,7 @@ use super::cipher::{Cipher, Form};
 use super::digests::Digester;
 use super::extent_store::{ExtentStore, FileState};
 use super::io::BlockIo;
-use super::places::SlotExtent;
+use super::places::SlotPlace;
 use super::{PAGE_BLOCKS, ReadError, ReadErrorKind};
 use crate::block::{BlockRun, is_own_shortage};
 use crate::codec::{self, Unpacker};
@@ -184,7 +184,7 @@ fn look_again(store: &ExtentStore, wanted: &mut [Wanted]) -> Result<(), ReadErro
 /// A page to read, and what it takes to open it.
 pub(super) struct Wanted {
     pub(super) slot: Slot,
-    pub(super) place: SlotExtent,
+    pub(super) place: SlotPlace,
     pub(super) counter: u64,
     pub(super) cipher: Arc<Cipher>,
     pub(super) form: Form,
@@ -195,7 +195,7 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    pub(super) fn new(state: &FileState, slot: Slot, place: SlotExtent, number: usize) -> Wanted {
+    pub(super) fn new(state: &FileState, slot: Slot, place: SlotPlace, number: usize) -> Wanted {
         let (cipher, form, base) = state.extents.sealed_with(place.span);
         Wanted {
             slot,
@@ -234,7 +234,7 @@ impl Wanted {
         page: &mut Page,
         unpacker: &mut Unpacker,
     ) -> Result<(), ReadErrorKind> {
-        let SlotExtent { span, tag, .. } = &self.place;
+        let SlotPlace { span, tag, .. } = &self.place;
         if bytes.len() == PAGE_SIZE {
             let opens =
                 self.cipher.open_into(self.form, self.counter, span.name(), tag, bytes, page);

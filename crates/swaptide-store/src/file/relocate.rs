@@ -12,7 +12,7 @@ use swaptide_sys::Errno;
 use super::buffer::Buffer;
 use super::extent_store::{ExtentStore, Unwritten};
 use super::extents::{Purpose, RESERVE_BLOCKS, Taken, WriteCursor};
-use super::places::SlotExtent;
+use super::places::SlotPlace;
 use super::reading::{Wanted, lay_out};
 use super::{Extent, PAGE_BLOCKS, WRITE_BLOCKS};
 use crate::PAGE_SIZE;
@@ -127,7 +127,7 @@ fn relocate(
         }
         let mut opened = Vec::with_capacity(n);
         for w in &*some {
-            let SlotExtent { span, tag, .. } = w.place;
+            let SlotPlace { span, tag, .. } = w.place;
             let bytes = &mut blocks[w.at..w.at + span.len()];
             let mut opens = w.cipher.open(w.form, w.counter, span.name(), &tag, bytes);
             if !opens
@@ -212,7 +212,7 @@ pub(super) fn move_together(
         let mut state = store.state.lock();
         for ((w, &Taken { span, count, .. }), tag) in pages.iter().zip(&taken).zip(tags) {
             let unused = if state.places.get(w.slot) == Some(w.place) {
-                state.places.set(w.slot, SlotExtent { span, count, tag });
+                state.places.set(w.slot, SlotPlace { span, count, tag });
                 w.place.span
             } else {
                 span

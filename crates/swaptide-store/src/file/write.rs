@@ -15,7 +15,7 @@ use super::buffer::Buffer;
 use super::cipher::Cipher;
 use super::extent_store::{ExtentStore, Unwritten};
 use super::extents::{Full, Purpose, Taken, WriteCursor};
-use super::places::SlotExtent;
+use super::places::SlotPlace;
 use super::reading::Wanted;
 use super::relocate::{self, Leaving};
 use super::{WRITE_BLOCKS, WriteError};
@@ -182,7 +182,7 @@ fn try_to_write(
         let mut state = store.state.lock();
         for ((&(slot, _), &Taken { span, count, .. }), tag) in pages.iter().zip(&taken).zip(tags) {
             state.digests.remove(slot);
-            if let Some(before) = state.places.set(slot, SlotExtent { span, count, tag }) {
+            if let Some(before) = state.places.set(slot, SlotPlace { span, count, tag }) {
                 vacated.extend(state.extents.free(before.span));
             }
         }

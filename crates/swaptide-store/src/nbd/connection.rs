@@ -139,7 +139,7 @@ impl<'p> Connection<'p> {
         write_flags: u16,
     ) -> Result<(), Broken> {
         while !self.queue.is_empty() {
-            let mut heads = [[0; wire::REQUEST]; SENDS];
+            let mut heads = [[0; wire::REQUEST_HEADER_BYTES]; SENDS];
             for (head, &index) in heads.iter_mut().zip(&self.queue) {
                 *head = requests[index].head(self.serial << INDEX_BITS | index as u64, write_flags);
             }
@@ -161,7 +161,7 @@ impl<'p> Connection<'p> {
                     Err(_) => return Err(Broken::Ended),
                 };
             while let Some(&index) = self.queue.front() {
-                let rest = wire::REQUEST + requests[index].payload().len() - self.sent;
+                let rest = wire::REQUEST_HEADER_BYTES + requests[index].payload().len() - self.sent;
                 if left < rest {
                     self.sent += left;
                     break;

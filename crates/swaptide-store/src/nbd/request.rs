@@ -105,7 +105,7 @@ impl<'b> NbdRequest<'b> {
     }
 
     /// How it is written on the wire.
-    pub(super) fn head(&self, cookie: u64, flags: u16) -> [u8; wire::REQUEST] {
+    pub(super) fn head(&self, cookie: u64, flags: u16) -> [u8; wire::REQUEST_HEADER_BYTES] {
         let (command, flags) = match self.job {
             Job::Read(_) => (wire::READ, 0),
             Job::Write(_) => (wire::WRITE, flags),

@@ -12,11 +12,11 @@ pub(super) const TRIM: u16 = 4;
 pub(super) const FLAG_FUA: u16 = 1 << 0;
 
 /// Bytes before a request's data.
-pub(super) const REQUEST: usize = 28;
+pub(super) const REQUEST_HEADER_BYTES: usize = 28;
 /// Bytes of a simple reply before its data.
-const SIMPLE: usize = 16;
+const SIMPLE_HEADER_BYTES: usize = 16;
 /// Bytes of a chunk of a structured reply before its payload.
-pub(super) const CHUNK: usize = 20;
+const CHUNK_HEADER_BYTES: usize = 20;
 
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 const SIMPLE_MAGIC: u32 = 0x6744_6698;
@@ -39,8 +39,8 @@ pub(super) fn request(
     cookie: u64,
     offset: u64,
     len: u32,
-) -> [u8; REQUEST] {
-    let mut out = [0; REQUEST];
+) -> [u8; REQUEST_HEADER_BYTES] {
+    let mut out = [0; REQUEST_HEADER_BYTES];
     out[..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
     out[4..6].copy_from_slice(&flags.to_be_bytes());
     out[6..8].copy_from_slice(&command.to_be_bytes());
@@ -65,11 +65,14 @@ pub(super) fn head(bytes: &[u8]) -> Result<Option<(Head, usize)>, Garbled> {
     let head = match magic {
         SIMPLE_MAGIC => u32_at(bytes, 4)
             .zip(u64_at(bytes, 8))
-            .map(|(error, cookie)| (Head::Simple { error, cookie }, SIMPLE)),
+            .map(|(error, cookie)| (Head::Simple { error, cookie }, SIMPLE_HEADER_BYTES)),
         CHUNK_MAGIC => (|| {
             let (flags, kind) = (u16_at(bytes, 4)?, u16_at(bytes, 6)?);
             let (cookie, len) = (u64_at(bytes, 8)?, u32_at(bytes, 16)?);
-            Some((Head::Chunk { kind, last: flags & CHUNK_LAST != 0, cookie, len }, CHUNK))
+            Some((
+                Head::Chunk { kind, last: flags & CHUNK_LAST != 0, cookie, len },
+                CHUNK_HEADER_BYTES,
+            ))
         })(),
         _ => return Err(Garbled),
     };

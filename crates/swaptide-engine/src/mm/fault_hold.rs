@@ -7,7 +7,7 @@
 //!
 //! Owns: for each of the last [`MAX_THREADS`] threads that faulted, the last
 //! [`MAX_PAGES_PER_THREAD`] different pages it faulted on, and when. Reclaim passes these pages by
-//! for [`GRACE_PERIOD`], whatever the limit is.
+//! for [`FAULT_HOLD_TIME`], whatever the limit is.
 //!
 //! Invariants
 //! 1. A page is noted under the memory lock before it is filled, so no batch sees it unnoted.
@@ -35,7 +35,7 @@ const MAX_THREADS: usize = 64;
 /// Pages of a thread.
 const MAX_PAGES_PER_THREAD: usize = 16;
 /// How long a page is spared after its fault.
-const GRACE_PERIOD: Duration = Duration::from_secs(1);
+const FAULT_HOLD_TIME: Duration = Duration::from_secs(1);
 /// Counters of noted pages, by a hash of the chunk.
 const BUCKETS: usize = 256;
 
@@ -68,7 +68,7 @@ impl Faults {
 }
 
 /// The pages that threads faulted on last, which stay until they could be used.
-pub struct Grace {
+pub struct FaultHold {
     tids: [u32; MAX_THREADS],
     /// When each thread faulted last.
     last: [Nanos; MAX_THREADS],
@@ -79,9 +79,9 @@ pub struct Grace {
     buckets: [u16; BUCKETS],
 }
 
-impl Default for Grace {
-    fn default() -> Grace {
-        Grace {
+impl Default for FaultHold {
+    fn default() -> FaultHold {
+        FaultHold {
             tids: [0; MAX_THREADS],
             last: [Nanos(0); MAX_THREADS],
             faults: Box::new([Faults::NONE; MAX_THREADS]),
@@ -95,7 +95,7 @@ fn bucket(chunk: ChunkNo) -> usize {
     (chunk.0 ^ chunk.0 >> 8) % BUCKETS
 }
 
-impl Grace {
+impl FaultHold {
     /// The thread faulted on the page.
     pub fn note(&mut self, tid: u32, page: PageNo, at: Nanos) {
         if self.tids[self.current] != tid {
@@ -153,11 +153,11 @@ impl Grace {
         }
         let mut spared = 0;
         for (faults, last) in self.faults.iter().zip(&self.last) {
-            if now.since(*last) >= GRACE_PERIOD {
+            if now.since(*last) >= FAULT_HOLD_TIME {
                 continue;
             }
             for (page, since) in faults.pages().iter().zip(&faults.since) {
-                if page.chunk() == chunk && now.since(*since) < GRACE_PERIOD {
+                if page.chunk() == chunk && now.since(*since) < FAULT_HOLD_TIME {
                     spared |= 1 << page.in_chunk();
                 }
             }
@@ -183,60 +183,63 @@ mod tests {
 
     const BEGIN: Nanos = Nanos(1 << 40);
 
-    fn spares(grace: &Grace, page: PageNo, now: Nanos) -> bool {
-        grace.spared(page.chunk(), now) >> page.in_chunk() & 1 == 1
+    fn spares(fault_hold: &FaultHold, page: PageNo, now: Nanos) -> bool {
+        fault_hold.spared(page.chunk(), now) >> page.in_chunk() & 1 == 1
     }
 
     #[test]
     fn the_last_pages_of_each_thread_are_spared_and_no_others() {
-        let mut grace = Grace::default();
+        let mut fault_hold = FaultHold::default();
         for round in 0..40 {
             for tid in 1..=MAX_THREADS as u32 {
-                grace.note(tid, PageNo(tid as usize * 1000 + round), BEGIN);
+                fault_hold.note(tid, PageNo(tid as usize * 1000 + round), BEGIN);
             }
         }
         for tid in 1..=MAX_THREADS {
             for round in 0..40 {
                 let page = PageNo(tid * 1000 + round);
                 assert_eq!(
-                    spares(&grace, page, BEGIN),
+                    spares(&fault_hold, page, BEGIN),
                     round >= 40 - MAX_PAGES_PER_THREAD,
                     "thread {tid}, fault {round}"
                 );
             }
         }
-        let noted: usize = grace.buckets.iter().map(|n| usize::from(*n)).sum();
+        let noted: usize = fault_hold.buckets.iter().map(|n| usize::from(*n)).sum();
         assert_eq!(noted, MAX_THREADS * MAX_PAGES_PER_THREAD);
     }
 
     #[test]
     fn a_page_that_faults_again_displaces_none() {
-        let mut grace = Grace::default();
-        (0..MAX_PAGES_PER_THREAD).for_each(|page| grace.note(1, PageNo(page), BEGIN));
-        (0..100).for_each(|_| grace.note(1, PageNo(3), BEGIN));
-        assert!((0..MAX_PAGES_PER_THREAD).all(|page| spares(&grace, PageNo(page), BEGIN)));
+        let mut fault_hold = FaultHold::default();
+        (0..MAX_PAGES_PER_THREAD).for_each(|page| fault_hold.note(1, PageNo(page), BEGIN));
+        (0..100).for_each(|_| fault_hold.note(1, PageNo(3), BEGIN));
+        assert!((0..MAX_PAGES_PER_THREAD).all(|page| spares(&fault_hold, PageNo(page), BEGIN)));
     }
 
     #[test]
     fn the_thread_that_faulted_longest_ago_is_forgotten_first() {
-        let mut grace = Grace::default();
+        let mut fault_hold = FaultHold::default();
         for tid in 1..=MAX_THREADS as u32 + 1 {
-            grace.note(tid, PageNo(tid as usize * 100), Nanos(BEGIN.0 + u64::from(tid)));
+            fault_hold.note(tid, PageNo(tid as usize * 100), Nanos(BEGIN.0 + u64::from(tid)));
         }
-        assert!(!spares(&grace, PageNo(100), BEGIN));
-        assert!((2..=MAX_THREADS + 1).all(|tid| spares(&grace, PageNo(tid * 100), BEGIN)));
-        assert_eq!(grace.buckets[bucket(PageNo(100).chunk())], 0);
+        assert!(!spares(&fault_hold, PageNo(100), BEGIN));
+        assert!((2..=MAX_THREADS + 1).all(|tid| spares(&fault_hold, PageNo(tid * 100), BEGIN)));
+        assert_eq!(fault_hold.buckets[bucket(PageNo(100).chunk())], 0);
     }
 
     #[test]
     fn pages_are_spared_for_a_time_and_not_against_the_programs_will() {
-        let mut grace = Grace::default();
-        grace.note(1, PageNo(7), BEGIN);
-        let later = Nanos(BEGIN.0 + GRACE_PERIOD.as_nanos() as u64);
-        assert!(spares(&grace, PageNo(7), Nanos(later.0 - 1)) && !spares(&grace, PageNo(7), later));
-        grace.note(2, PageNo(500), later);
-        assert!(!spares(&grace, PageNo(7), later) && spares(&grace, PageNo(500), later));
-        grace.give_up(PageNo(500), PageNo(501));
-        assert!(!spares(&grace, PageNo(500), later));
+        let mut fault_hold = FaultHold::default();
+        fault_hold.note(1, PageNo(7), BEGIN);
+        let later = Nanos(BEGIN.0 + FAULT_HOLD_TIME.as_nanos() as u64);
+        assert!(
+            spares(&fault_hold, PageNo(7), Nanos(later.0 - 1))
+                && !spares(&fault_hold, PageNo(7), later)
+        );
+        fault_hold.note(2, PageNo(500), later);
+        assert!(!spares(&fault_hold, PageNo(7), later) && spares(&fault_hold, PageNo(500), later));
+        fault_hold.give_up(PageNo(500), PageNo(501));
+        assert!(!spares(&fault_hold, PageNo(500), later));
     }
 }
