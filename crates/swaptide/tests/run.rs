@@ -122,7 +122,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // The whole group, back and program too.
+        // The whole group, supervisor and program too.
         let _ = Command::new("kill")
             .args(["-KILL", "--", &format!("-{}", self.0.id())])
             .stderr(Stdio::null())
@@ -417,26 +417,26 @@ fn what_outlives_the_program_is_supervised_until_it_ends() {
     assert_eq!(running.line(), "started");
     assert_eq!(running.wait().code(), Some(0), "the run ends with the program");
     let group = running.0.id().to_string();
-    let back = || {
+    let supervisors = || {
         let listed = Command::new("pgrep").args(["-g", &group]).output().expect("pgrep");
         String::from_utf8_lossy(&listed.stdout).lines().count()
     };
     // The orphan has a group of its own by then, and the shells in between are ended, if not yet
     // collected.
     wait_for("the orphan", || place.join("mark.there").exists());
-    wait_for("the supervisor alone", || back() == 1);
+    wait_for("the supervisor alone", || supervisors() == 1);
     drop(running.0.stdin.take());
-    wait_for("the supervisor's end with the orphan's", || back() == 0 && mark.exists());
+    wait_for("the supervisor's end with the orphan's", || supervisors() == 0 && mark.exists());
     std::fs::remove_dir_all(place).expect("clean");
 }
 
 #[test]
 fn a_killed_supervisor_kills_no_program_and_the_status_still_comes() {
     let mut running = Running::start(&["--", "sh", "-c", "echo $PPID; read x; exit 12"]);
-    let back: u32 = running.line().parse().expect("the parent's number");
-    assert_ne!(back, running.0.id());
-    send(back, "-KILL");
-    wait_for("the supervisor's end", || state(back).is_none_or(|state| state == 'Z'));
+    let supervisor: u32 = running.line().parse().expect("the parent's number");
+    assert_ne!(supervisor, running.0.id());
+    send(supervisor, "-KILL");
+    wait_for("the supervisor's end", || state(supervisor).is_none_or(|state| state == 'Z'));
     drop(running.0.stdin.take());
     assert_eq!(running.wait().code(), Some(12));
     let mut lines = BufReader::new(running.0.stderr.as_mut().expect("stderr")).lines();
@@ -446,10 +446,10 @@ fn a_killed_supervisor_kills_no_program_and_the_status_still_comes() {
     let mut running =
         Running::start(&["--quiet", "--", "sh", "-c", "echo ready; read x; echo done"]);
     assert_eq!(running.line(), "ready");
-    running.0.kill().expect("kill the front");
+    running.0.kill().expect("kill the launcher");
     assert_eq!(running.wait().signal(), Some(9));
     running.0.stdin.as_mut().expect("stdin").write_all(b"x\n").expect("write");
-    assert_eq!(running.line(), "done", "the program continues without the front");
+    assert_eq!(running.line(), "done", "the program continues without the launcher");
 }
 
 #[test]

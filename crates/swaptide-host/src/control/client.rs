@@ -117,7 +117,7 @@ pub(crate) fn daemon_is_there() -> bool {
 /// The runs that the daemon keeps, by the processes that the users started.
 pub fn daemon_runs() -> Vec<u32> {
     match ask(ServerAddress::Daemon(None), &Question::Runs, |_| ()) {
-        Ok(Answer::Runs(runs)) => runs.into_iter().map(|(front, _)| front).collect(),
+        Ok(Answer::Runs(runs)) => runs.into_iter().map(|(launcher, _)| launcher).collect(),
         _ => Vec::new(),
     }
 }

@@ -221,7 +221,7 @@ mod tests {
     #[test]
     fn a_daemon_is_waited_for_as_long_as_it_waits_for_its_controller() {
         let run = || Join {
-            front: 1,
+            launcher: 1,
             group: None,
             program: String::new(),
             max: None,

@@ -121,7 +121,8 @@ pub enum Question {
 #[serde(deny_unknown_fields)]
 pub struct Join {
     /// The process that the user started.
-    pub front: u32,
+    #[serde(alias = "front")]
+    pub launcher: u32,
     /// The program's name, for lists.
     pub program: String,
     /// The group of its processes; where there is none, that of the cgroup of the one that asks.

@@ -141,7 +141,7 @@ impl MetricsSnapshot {
         let runs: Vec<controller::ManagedRun> = controller.runs().cloned().collect();
         let runs = runs
             .into_iter()
-            .map(|run| (run.front, run.program, controller.view(run.root)))
+            .map(|run| (run.launcher, run.program, controller.view(run.root)))
             .collect();
         let areas = controller.areas().view().into_iter();
         let areas = areas

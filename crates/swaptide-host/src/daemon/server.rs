@@ -327,7 +327,7 @@ impl ClientShared {
                     controller
                         .runs()
                         .filter(|run| all || run.uid == uid)
-                        .map(|run| (run.front, run.root))
+                        .map(|run| (run.launcher, run.root))
                         .collect()
                 };
                 controller::ask(&self.controller, runs).map_or_else(ending, Answer::Runs)
@@ -417,10 +417,10 @@ impl ClientShared {
             }
             let group =
                 Some(controller.groups().ensure(&path, uid).map_err(|error| error.to_string())?);
-            let Join { front, program, max, strict, stall, .. } = join;
+            let Join { launcher, program, max, strict, stall, .. } = join;
             controller.add_run(controller::ManagedRun {
                 root: pid,
-                front,
+                launcher,
                 uid,
                 program,
                 started,
@@ -554,7 +554,7 @@ impl ClientShared {
 fn view_of(controller: &MemoryController, run: controller::ManagedRun) -> View {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
     View {
-        pid: run.front,
+        pid: run.launcher,
         program: run.program,
         wall_s: (now - run.started).max(0.0),
         ..controller.view(run.root)
@@ -579,6 +579,6 @@ fn log_of_runs() -> Box<SayToRun> {
     });
     Box::new(move |run, line| {
         let program = run.program.replace(char::is_control, "?");
-        let _ = lines.try_send(format!("{program} (run {}): {line}", run.front));
+        let _ = lines.try_send(format!("{program} (run {}): {line}", run.launcher));
     })
 }

@@ -613,7 +613,7 @@ mod tests {
         let me = std::process::id();
         let run = ManagedRun {
             root: me,
-            front: 7,
+            launcher: 7,
             uid: 1000,
             program: "x".into(),
             started: 1.5,
@@ -636,7 +636,7 @@ mod tests {
         state.restore_runs(&mut again, segment, SegmentId::of(other).expect("identity"));
         let run = again.runs().next().expect("the run").clone();
         assert_eq!(
-            (run.root, run.front, run.group, run.max, run.strict, run.stall.percent),
+            (run.root, run.launcher, run.group, run.max, run.strict, run.stall.percent),
             (me, 7, Some(index), Some(5), true, 70)
         );
         assert_eq!(

@@ -162,7 +162,7 @@ impl MemoryController {
     /// Keeps a run, too.
     pub fn add_run(&mut self, run: ManagedRun) {
         self.tree.add_root(run.root);
-        self.tree.add_front(run.front, run.root);
+        self.tree.add_launcher(run.launcher, run.root);
         self.runs.add(run);
     }
 
@@ -295,8 +295,8 @@ impl MemoryController {
 
     /// The run of a process: one in it, or the one that the user started.
     pub fn run_of(&self, pid: u32) -> Option<&ManagedRun> {
-        let by_front = self.runs().find(|run| run.front == pid || run.root == pid);
-        by_front.or_else(|| self.runs.get(self.tree.root_of(pid)).map(|kept| &kept.run))
+        let by_launcher = self.runs().find(|run| run.launcher == pid || run.root == pid);
+        by_launcher.or_else(|| self.runs.get(self.tree.root_of(pid)).map(|kept| &kept.run))
     }
 
     /// Whose a process is that is kept here.

@@ -90,7 +90,7 @@ struct Pss {
 pub struct ProcessTree {
     roots: BTreeSet<u32>,
     /// Parents of roots, which take the tree over when the root is killed, with that root.
-    fronts: BTreeMap<u32, u32>,
+    launchers: BTreeMap<u32, u32>,
     /// Processes that were found not to be of any tree, and when.
     outsiders: HashMap<u32, Instant>,
     members: BTreeMap<u32, Member>,
@@ -117,16 +117,16 @@ impl ProcessTree {
     }
 
     /// The parent of a root, if it is that: when the root is killed, the tree is its own.
-    pub(crate) fn add_front(&mut self, front: u32, root: u32) {
-        if parent_of(root) == Some(front) && !self.roots.contains(&front) {
-            self.fronts.insert(front, root);
+    pub(crate) fn add_launcher(&mut self, launcher: u32, root: u32) {
+        if parent_of(root) == Some(launcher) && !self.roots.contains(&launcher) {
+            self.launchers.insert(launcher, root);
         }
     }
 
     /// The descendants of a process that is gone: those that live on stay members.
     pub(crate) fn forget_root(&mut self, root: u32) {
         self.roots.remove(&root);
-        self.fronts.retain(|_, of| *of != root);
+        self.launchers.retain(|_, of| *of != root);
     }
 
     /// Makes a process a member if it descends from a root or from a member, and lives. False when
@@ -175,7 +175,7 @@ impl ProcessTree {
         }
         let known = |at: u32| {
             let root = self.roots.contains(&at).then_some(at);
-            root.or_else(|| self.fronts.get(&at).copied())
+            root.or_else(|| self.launchers.get(&at).copied())
                 .or_else(|| self.members.get(&at).map(|member| member.root))
         };
         above(pid, known)
@@ -218,7 +218,7 @@ impl ProcessTree {
             children.entry(process.ppid).or_default().push(process.pid);
         }
         let mut open: Vec<(u32, u32)> = self.roots.iter().map(|root| (*root, *root)).collect();
-        open.extend(self.fronts.iter().map(|(front, root)| (*front, *root)));
+        open.extend(self.launchers.iter().map(|(launcher, root)| (*launcher, *root)));
         open.extend(self.members.iter().map(|(pid, member)| (*pid, member.root)));
         while let Some((parent, root)) = open.pop() {
             for child in children.remove(&parent).unwrap_or_default() {

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 
 use serde::{Deserialize, Serialize};
 
-/// What the back tells the front.
+/// What the supervisor tells the launcher.
 #[derive(Serialize, Deserialize)]
 pub(super) enum LauncherMessage {
     Failed(String),
@@ -22,14 +22,14 @@ pub(super) enum LauncherMessage {
     },
 }
 
-/// A signal that the front got.
+/// A signal that the launcher got.
 #[derive(Serialize, Deserialize)]
 pub(super) struct PassOn {
     pub(super) signal: i32,
     pub(super) sender: u32,
 }
 
-/// Messages between front and back: one JSON text to a line.
+/// Messages between launcher and supervisor: one JSON text to a line.
 pub(super) struct Channel {
     pub(super) stream: UnixStream,
     received: Vec<u8>,

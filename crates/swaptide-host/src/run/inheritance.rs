@@ -39,7 +39,7 @@ const TIMERS: [libc::c_int; 3] = [libc::ITIMER_REAL, libc::ITIMER_VIRTUAL, libc:
 pub(super) struct Inheritance {
     timers: [libc::itimerval; 3],
     /// The process that the user started. Some variables name it.
-    front: u32,
+    launcher: u32,
 }
 
 impl Inheritance {
@@ -54,7 +54,7 @@ impl Inheritance {
             unsafe { libc::setitimer(which, &off, &mut left) };
             left
         });
-        Inheritance { timers, front: std::process::id() }
+        Inheritance { timers, launcher: std::process::id() }
     }
 
     /// Between fork and exec of the program: `variables` are those that it gets, whatever else the
@@ -64,7 +64,7 @@ impl Inheritance {
     /// A variable with a NUL in it.
     pub(super) fn restore(&self, variables: &[(&str, &OsStr)]) -> io::Result<()> {
         let old = own_environment();
-        let new = environment(&old, variables, self.front, std::process::id())?;
+        let new = environment(&old, variables, self.launcher, std::process::id())?;
         let mut array: Vec<*const c_char> = new.iter().map(|entry| entry.as_ptr()).collect();
         array.push(std::ptr::null());
         // SAFETY: this process has one thread, and is about to execute the program: the array and
@@ -105,18 +105,18 @@ fn own_environment() -> Vec<&'static CStr> {
     entries
 }
 
-/// The variables of a service manager that name the process that it started, which is the front.
+/// The variables of a service manager that name the process that it started, which is the launcher.
 const NAME_THE_PROCESS: [&str; 3] = ["LISTEN_PID", "WATCHDOG_PID", "SYSTEMD_EXEC_PID"];
 /// Names it by its pidfd's inode, which no other process has. Without it the number counts.
 const NAMES_IT_BY_INODE: &str = "LISTEN_PIDFDID";
 
 /// An environment in the order of the old one, with all that stands there, as getenv and other
 /// programs read it; but with `variables`, and with the number of the program's process where
-/// that of the front is meant.
+/// that of the launcher is meant.
 fn environment(
     old: &[&CStr],
     variables: &[(&str, &OsStr)],
-    front: u32,
+    launcher: u32,
     program: u32,
 ) -> io::Result<Vec<CString>> {
     let mut new = Vec::new();
@@ -136,7 +136,7 @@ fn environment(
                 placed[at] = true;
                 new.push(entry(variables[at].0, variables[at].1.as_bytes())?);
             }
-            (_, Some(names)) if value == Some(front.to_string().as_bytes()) => {
+            (_, Some(names)) if value == Some(launcher.to_string().as_bytes()) => {
                 new.push(entry(names, program.to_string().as_bytes())?);
             }
             _ if name == NAMES_IT_BY_INODE.as_bytes() => {}

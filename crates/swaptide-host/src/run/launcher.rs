@@ -1,6 +1,6 @@
-//! The front: the process that the user started. See [`supervise`](crate::run::supervise).
+//! The launcher: the process that the user started. See [`supervise`](crate::run::supervise).
 //!
-//! Owns its end of the connection to the back, and its signals. Locks: none.
+//! Owns its end of the connection to the supervisor, and its signals. Locks: none.
 
 use std::io::{self, Write};
 use std::os::fd::AsFd;
@@ -14,7 +14,7 @@ use crate::signals::{self, ChildStatus, Signals};
 
 /// The process that the user started.
 pub(super) struct Launcher {
-    pub(super) back: u32,
+    pub(super) supervisor: u32,
     pub(super) channel: Channel,
     pub(super) signals: Signals,
     pub(super) program: Option<u32>,
@@ -55,7 +55,7 @@ impl Launcher {
     fn pass_on(&mut self) {
         while let Some(arrived) = self.signals.next() {
             match arrived.sender {
-                Some(sender) if arrived.signal != libc::SIGCHLD && sender != self.back => {
+                Some(sender) if arrived.signal != libc::SIGCHLD && sender != self.supervisor => {
                     self.channel.send(&PassOn { signal: arrived.signal, sender });
                 }
                 _ => {}
@@ -72,7 +72,8 @@ impl Launcher {
         }
     }
 
-    /// The back was killed. The program is this process's child now and keeps the limits it has.
+    /// The supervisor was killed. The program is this process's child now and keeps the limits it
+    /// has.
     fn wait_alone(mut self) -> Result<u8, RunError> {
         let Some(program) = self.program else {
             return Err(RunError::Start("the supervisor was killed".into()));

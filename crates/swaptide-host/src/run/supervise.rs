@@ -1,23 +1,23 @@
 //! A run from its first check to its exit status.
 //!
-//! Owns the order of things and the two processes of a supervisor:
-//! - the *front* is what the user started. It waits, passes signals on, stops and continues with
-//!   the program, prints the summary, and exits with the program's status;
-//! - the *back* is its child and the program's parent. It is the subreaper of the tree, serves the
-//!   socket, runs the controller's thread and writes the report. When the program ends and others
-//!   of its tree live on, the front ends and the back stays for them.
+//! Owns the order of things and the two processes of a run:
+//! - the *launcher* is what the user started. It waits, passes signals on, stops and continues
+//!   with the program, prints the summary, and exits with the program's status;
+//! - the *supervisor* is its child and the program's parent. It is the subreaper of the tree,
+//!   serves the socket, runs the controller's thread and writes the report. When the program ends
+//!   and others of its tree live on, the launcher ends and the supervisor stays for them.
 //!
 //! All checks come before the fork: bad input never starts anything.
 //!
 //! Signals. Neither process has a handler; both block everything and read descriptors. What the
 //! terminal sends goes to the whole process group, so the program has it already, and what is
-//! sent to the group by `kill` arrives at the back as well, which tells it from a signal for the
-//! front alone; only the latter is passed on.
+//! sent to the group by `kill` arrives at the supervisor as well, which tells it from a signal for
+//! the launcher alone; only the latter is passed on.
 //!
 //! Invariants
 //! 1. The program inherits the standard streams, other descriptors, mask, dispositions, timers and
-//!    environment exactly as the front was started with; neither process of the supervisor keeps
-//!    the streams open but the front its standard error.
+//!    environment exactly as the launcher was started with; neither of the two keeps the streams
+//!    open but the launcher its standard error.
 //! 2. A killed supervisor kills no process: the processes hold their own descriptors of the segment
 //!    and the file, and keep their limits.
 //!
@@ -115,42 +115,48 @@ pub struct RunConfig {
 pub fn run(config: &RunConfig) -> Result<u8, RunError> {
     let prepared = prepare(config)?;
     let system = |what| move |error: io::Error| RunError::System(what, error);
-    let (front_end, back_end) = UnixStream::pair().map_err(system("socketpair"))?;
+    let (launcher_end, supervisor_end) = UnixStream::pair().map_err(system("socketpair"))?;
     // Before signals are blocked: what a timer sends until then, this process takes as any does.
     let inheritance = Inheritance::take();
     let (signals, inherited) = signals::take().map_err(system("signals"))?;
     let subreaper =
         |error: swaptide_sys::Errno| RunError::System("PR_SET_CHILD_SUBREAPER", error.into());
-    // If the back is killed, the program comes to the front, which then waits for it itself.
+    // If the supervisor is killed, the program comes to the launcher, which then waits for it
+    // itself.
     set_child_subreaper(true).map_err(subreaper)?;
-    let front = std::process::id();
+    let launcher = std::process::id();
     // SAFETY: this process has one thread, so the child's copy of all locks and of the heap is
     // consistent.
     match unsafe { libc::fork() } {
         -1 => Err(RunError::System("fork", io::Error::last_os_error())),
         0 => {
-            drop(front_end);
+            drop(launcher_end);
             Supervisor::run(
                 prepared,
-                Channel::new(back_end),
+                Channel::new(supervisor_end),
                 signals,
                 inherited,
                 inheritance,
-                front,
+                launcher,
             )
         }
-        back => {
-            drop(back_end);
+        supervisor => {
+            drop(supervisor_end);
             release_streams(&prepared.inherited_fds, &[0, 1]);
             // A daemon that is started again finds its segment by the processes that have it open;
-            // this process has it should the back be killed.
+            // this process has it should the supervisor be killed.
             let kept = matches!(prepared.place.mode, RunMode::Daemon { .. })
                 .then(|| prepared.place.segment_fd.try_clone());
             std::mem::forget(kept);
             drop(prepared);
             leave_directory();
-            Launcher { back: back as u32, channel: Channel::new(front_end), signals, program: None }
-                .run()
+            Launcher {
+                supervisor: supervisor as u32,
+                channel: Channel::new(launcher_end),
+                signals,
+                program: None,
+            }
+            .run()
         }
     }
 }
@@ -282,7 +288,7 @@ fn look_for_daemon(
     program: &str,
 ) -> Result<Option<(Joined, OwnedFd, Join)>, RunError> {
     let join = Join {
-        front: std::process::id(),
+        launcher: std::process::id(),
         program: program.to_owned(),
         group: config.group.clone(),
         max,

@@ -1,4 +1,4 @@
-//! The back: the parent of the program and the subreaper of its tree. See
+//! The supervisor: the parent of the program and the subreaper of its tree. See
 //! [`supervise`](crate::run::supervise).
 //!
 //! Owns what was prepared before the fork, the thread that keeps a run that is alone, the sockets,
@@ -42,8 +42,9 @@ use crate::signals::{self, ChildStatus, Inherited, Signals};
 use crate::swap::areas::{AreaOpener, Areas};
 use crate::units::human;
 
-/// Two signals from one sender within this time, one here and one at the front, are one sent to the
-/// group. The front may have to wait for its turn on a busy machine before it passes its own on.
+/// Two signals from one sender within this time, one here and one at the launcher, are one sent to
+/// the group. The launcher may have to wait for its turn on a busy machine before it passes its own
+/// on.
 const SAME_SIGNAL_TIME: Duration = Duration::from_secs(2);
 /// How often clients are looked at when there are more than can be waited for.
 const CROWDED_POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -118,7 +119,7 @@ impl Prepared {
 
     /// Starts the controller of a run that is alone, and opens its control socket; and what a pager
     /// of shared memory needs.
-    fn keep(&mut self, front: u32, channel: &Channel) -> SideServices {
+    fn keep(&mut self, launcher: u32, channel: &Channel) -> SideServices {
         raise_descriptor_limit();
         if self.shared {
             raise_file_size_limit();
@@ -140,11 +141,11 @@ impl Prepared {
         )
         .with_shared(shared)
         .within_cgroups()
-        .saying(say_to_front(channel, self.quiet));
+        .saying(say_to_launcher(channel, self.quiet));
         let uid = rustix::process::geteuid().as_raw();
         let run = controller::ManagedRun {
             root,
-            front,
+            launcher,
             uid,
             program: program.clone(),
             started: 0.0,
@@ -159,7 +160,7 @@ impl Prepared {
             .spawn(move || thread.run(requests))
             .ok();
         let run = ServedRun {
-            pid: front,
+            pid: launcher,
             root,
             program,
             started: self.started,
@@ -174,10 +175,10 @@ impl Prepared {
 /// The process in the background.
 pub(super) struct Supervisor {
     prepared: Prepared,
-    front: u32,
+    launcher: u32,
     /// Its name goes with the last process of the tree.
     _socket: Option<ControlSocket>,
-    /// The front, while it is there.
+    /// The launcher, while it is there.
     channel: Option<Channel>,
     signals: Signals,
     counter: AgentServer,
@@ -203,7 +204,7 @@ impl Supervisor {
         signals: Signals,
         inherited: Inherited,
         inheritance: Inheritance,
-        front: u32,
+        launcher: u32,
     ) -> ! {
         let subreaper = set_child_subreaper(true).map_err(io::Error::from);
         let started = subreaper
@@ -221,11 +222,11 @@ impl Supervisor {
         };
         release_streams(&prepared.inherited_fds, &[0, 1, 2]);
         leave_directory();
-        let kept = prepared.keep(front, &channel);
+        let kept = prepared.keep(launcher, &channel);
         let followed = TracedForks::new(prepared.follows_forks);
-        let back = Supervisor {
+        let supervisor = Supervisor {
             prepared,
-            front,
+            launcher,
             _socket: kept.socket,
             channel: Some(channel),
             signals,
@@ -237,7 +238,7 @@ impl Supervisor {
             seen: HashMap::new(),
             ending: Ending::default(),
         };
-        back.serve();
+        supervisor.serve();
         if let Some(thread) = kept.thread {
             let _ = thread.join();
         }
@@ -269,7 +270,8 @@ impl Supervisor {
             };
             fds.truncate(MAX_POLL);
             let ready = poll_readable(&fds, timeout).unwrap_or(0);
-            // Signals first: they tell whether one that the front passes on was meant for it alone.
+            // Signals first: they tell whether one that the launcher passes on was meant for it
+            // alone.
             self.note_signals();
             if ready & 2 != 0 || self.counter.timeout().is_some() {
                 let areas = self.prepared.place.mode.areas();
@@ -288,7 +290,7 @@ impl Supervisor {
                 }
             }
             if ready & 4 != 0 && self.channel.is_some() {
-                self.listen_to_front();
+                self.listen_to_launcher();
             }
             self.attend_forks();
             self.follow_signals();
@@ -342,10 +344,10 @@ impl Supervisor {
         }
     }
 
-    fn listen_to_front(&mut self) {
+    fn listen_to_launcher(&mut self) {
         let Some(messages) = self.channel.as_mut().and_then(|channel| channel.receive::<PassOn>())
         else {
-            // The front was killed. The tree continues.
+            // The launcher was killed. The tree continues.
             self.channel = None;
             return;
         };
@@ -388,7 +390,7 @@ impl Supervisor {
                 }
                 ChildStatus::Continued(pid) if Some(pid) == self.program => {
                     if self.channel.is_some() {
-                        signals::send(self.front, libc::SIGCONT);
+                        signals::send(self.launcher, libc::SIGCONT);
                     }
                     if self.prepared.stall.then == OnStall::Stop {
                         // The whole tree was stopped.
@@ -406,7 +408,7 @@ impl Supervisor {
         left
     }
 
-    /// The program has ended: the report, and the front's release.
+    /// The program has ended: the report, and the launcher's release.
     fn finish(&mut self, status: u8, stays: bool) {
         let root = std::process::id();
         let totals = match &self.controller {
@@ -472,8 +474,8 @@ impl Supervisor {
     }
 }
 
-/// Sends lines to the front, which prints them. With `--quiet`, only what was done to the run.
-fn say_to_front(channel: &Channel, quiet: bool) -> Box<SayToRun> {
+/// Sends lines to the launcher, which prints them. With `--quiet`, only what was done to the run.
+fn say_to_launcher(channel: &Channel, quiet: bool) -> Box<SayToRun> {
     // A message is one small write: it goes whole or not at all, and two threads' do not mix.
     let stream = channel.stream.try_clone().ok();
     Box::new(move |run, line| {
@@ -483,7 +485,7 @@ fn say_to_front(channel: &Channel, quiet: bool) -> Box<SayToRun> {
         let line = format!("{}: {line}", run.program);
         let Ok(mut message) = serde_json::to_vec(&LauncherMessage::Said(line)) else { return };
         message.push(b'\n');
-        // A front that is stopped reads nothing, and limits must be kept: the line is lost then.
+        // A launcher that is stopped reads nothing, and limits must be kept: the line is lost then.
         let _ = stream.as_ref().map(|stream| send(stream, &message, SendFlags::DONTWAIT));
     })
 }
@@ -499,8 +501,8 @@ fn least_seconds() -> f64 {
     ticks as f64 / rustix::param::clock_ticks_per_second().max(1) as f64 / cpus as f64
 }
 
-/// Starts the program, which tells the front its own number before it begins: however early this
-/// process is killed, the front knows what to wait for.
+/// Starts the program, which tells the launcher its own number before it begins: however early this
+/// process is killed, the launcher knows what to wait for.
 fn start(
     prepared: &Prepared,
     inherited: Inherited,
@@ -510,10 +512,10 @@ fn start(
     let counter = AgentServer::open(prepared.users)?;
     let mut command = Command::new(&prepared.target.path);
     command.arg0(&prepared.target.name).args(&prepared.arguments);
-    let mut to_front = Channel::new(channel.stream.try_clone()?);
+    let mut to_launcher = Channel::new(channel.stream.try_clone()?);
     let (preload, socket) = (prepared.preload.clone(), OsString::from(counter.name()));
     let before_exec = move || {
-        to_front.send(&LauncherMessage::Started(std::process::id()));
+        to_launcher.send(&LauncherMessage::Started(std::process::id()));
         inheritance.restore(&[("LD_PRELOAD", &preload), (ENV_SOCKET, &socket)])?;
         inherited.restore()
     };

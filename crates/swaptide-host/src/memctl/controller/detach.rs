@@ -92,7 +92,7 @@ impl MemoryController {
 
     /// The processes of a run that can be detached, or one of them.
     pub(crate) fn detachable(&self, pid: u32) -> BTreeSet<u32> {
-        let is_run = self.runs().any(|run| run.front == pid || run.root == pid);
+        let is_run = self.runs().any(|run| run.launcher == pid || run.root == pid);
         let root = self.run_of(pid).map(|run| run.root);
         let in_run =
             |one: &u32| if is_run { Some(self.tree.root_of(*one)) == root } else { *one == pid };

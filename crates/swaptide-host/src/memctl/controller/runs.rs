@@ -27,7 +27,8 @@ pub struct ManagedRun {
     /// Whose descendants its processes are.
     pub root: u32,
     /// The process that the user started.
-    pub front: u32,
+    #[serde(alias = "front")]
+    pub launcher: u32,
     /// User id of the run's user.
     pub uid: u32,
     /// The program's name, for lists.

@@ -26,7 +26,7 @@ fn controller(
     let (root, program) = (child.id(), "sleep".to_owned());
     controller.add_run(ManagedRun {
         root,
-        front: root,
+        launcher: root,
         uid: 0,
         program,
         started: 0.0,
