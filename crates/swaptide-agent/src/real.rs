@@ -92,18 +92,18 @@ macro_rules! symbols {
     };
 }
 
-pub(crate) type Text = *const c_char;
+pub(crate) type CStrPtr = *const c_char;
 /// A null-terminated array of texts.
-pub(crate) type Texts = *const Text;
+pub(crate) type CStrArray = *const CStrPtr;
 pub(crate) type Routine = extern "C" fn(*mut c_void) -> *mut c_void;
 pub(crate) type C11Routine = extern "C" fn(*mut c_void) -> c_int;
 pub(crate) type Bytes = *const c_void;
-type Exec = unsafe extern "C" fn(Text, Texts, Texts) -> c_int;
-type Spawn = unsafe extern "C" fn(*mut c_int, Text, Bytes, Bytes, Texts, Texts) -> c_int;
-type OpenFn = unsafe extern "C" fn(Text, c_int, c_uint) -> c_int;
-type OpenAtFn = unsafe extern "C" fn(c_int, Text, c_int, c_uint) -> c_int;
-type Open2 = unsafe extern "C" fn(Text, c_int) -> c_int;
-type OpenAt2 = unsafe extern "C" fn(c_int, Text, c_int) -> c_int;
+type Exec = unsafe extern "C" fn(CStrPtr, CStrArray, CStrArray) -> c_int;
+type Spawn = unsafe extern "C" fn(*mut c_int, CStrPtr, Bytes, Bytes, CStrArray, CStrArray) -> c_int;
+type OpenFn = unsafe extern "C" fn(CStrPtr, c_int, c_uint) -> c_int;
+type OpenAtFn = unsafe extern "C" fn(c_int, CStrPtr, c_int, c_uint) -> c_int;
+type Open2 = unsafe extern "C" fn(CStrPtr, c_int) -> c_int;
+type OpenAt2 = unsafe extern "C" fn(c_int, CStrPtr, c_int) -> c_int;
 // Its third argument is read as one word.
 type Fcntl = unsafe extern "C" fn(c_int, c_int, ...) -> c_int;
 
@@ -114,7 +114,7 @@ symbols! {
         = c"thrd_create";
     EXECVE: Exec = c"execve";
     EXECVPE: Exec = c"execvpe";
-    FEXECVE: unsafe extern "C" fn(c_int, Texts, Texts) -> c_int = c"fexecve";
+    FEXECVE: unsafe extern "C" fn(c_int, CStrArray, CStrArray) -> c_int = c"fexecve";
     SPAWN: Spawn = c"posix_spawn";
     SPAWNP: Spawn = c"posix_spawnp";
     CLONE: unsafe extern "C" fn() = c"clone";

@@ -47,7 +47,7 @@ use crate::sched::handed::Handed;
 use crate::sched::handler_cpu::leave_sched_idle;
 
 /// How long no page is written to swap areas after they took nothing.
-const FILE_FULL_BACKOFF: Duration = Duration::from_millis(100);
+const AREA_FULL_BACKOFF: Duration = Duration::from_millis(100);
 
 /// What the engine needs of the kernel. Forks it learns of by [`Features::EVENT_FORK`], or they are
 /// followed ([`crate::fork`]).
@@ -126,7 +126,7 @@ struct SwapFull {
     /// Pages could not be stored anywhere: told once.
     is_told: AtomicBool,
     /// Until then nothing is written to swap areas: they took nothing a moment ago.
-    file_rests_until: AtomicU64,
+    area_rests_until: AtomicU64,
 }
 
 /// The threads that reclaim.
@@ -447,7 +447,7 @@ impl Engine {
     /// So is it where compressed memory could not take another batch: what was taken out must have
     /// a place there in the end, also if every area refuses it.
     pub(crate) fn is_full(&self, mm: &Mm) -> bool {
-        let alone = !self.devices.is_backed() || self.file_rests();
+        let alone = !self.devices.is_backed() || self.area_rests();
         let at_end = !self.devices.pool_has_room(mm.jobs.in_flight, PAGES_PER_LEAF);
         let full = alone && (at_end || self.charge.pool_is_full());
         if full {
@@ -465,7 +465,7 @@ impl Engine {
             Verdict::AtLimit => self.count(Counter::PoolLimitHit, 1),
             Verdict::NotYet => {}
         }
-        self.devices.is_backed() && !self.file_rests()
+        self.devices.is_backed() && !self.area_rests()
     }
 
     /// Something had no place on a device; the first time it is logged.
@@ -539,19 +539,19 @@ impl Engine {
 
     /// Notes that the swap areas take nothing. Asking them again and again would cost more than
     /// what is to be had.
-    pub(crate) fn rest_file(&self) {
+    pub(crate) fn rest_area(&self) {
         self.swap_full
-            .file_rests_until
-            .store(now().0.saturating_add(FILE_FULL_BACKOFF.as_nanos() as u64), Relaxed);
+            .area_rests_until
+            .store(now().0.saturating_add(AREA_FULL_BACKOFF.as_nanos() as u64), Relaxed);
     }
 
     /// True for a while after the swap areas took nothing, and where the group's pages stay in
     /// memory.
-    pub(crate) fn file_rests(&self) -> bool {
+    pub(crate) fn area_rests(&self) -> bool {
         if self.slot().control.no_writeback.load(Relaxed) != 0 {
             return true;
         }
-        let until = self.swap_full.file_rests_until.load(Relaxed);
+        let until = self.swap_full.area_rests_until.load(Relaxed);
         until != 0 && now().0 < until
     }
 
@@ -559,7 +559,7 @@ impl Engine {
     pub(crate) fn write_failed(&self, error: &swaptide_store::file::WriteError) {
         (self.start.log)(&format!("write to a swap area failed, pages stay in memory: {error}"));
         self.count(Counter::WriteErrors, 1);
-        self.rest_file();
+        self.rest_area();
     }
 
     /// True when the page of a staging frame is no longer swapped.

@@ -456,7 +456,7 @@ impl Nbd {
 impl Drop for Nbd {
     fn drop(&mut self) {
         while let Some(link) = self.pool.take() {
-            connection::say_goodbye(link.fd());
+            connection::send_disconnect(link.fd());
         }
     }
 }

@@ -543,7 +543,7 @@ impl Zram {
     pub fn trim(&self) -> usize {
         self.change(|state| {
             let before = state.pool.resident_bytes();
-            state.pool.chill();
+            state.pool.discard_warm();
             before - state.pool.resident_bytes()
         })
     }

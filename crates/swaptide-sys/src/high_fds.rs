@@ -27,13 +27,13 @@ use crate::time::now;
 
 /// The kernel's table is as large as its highest number, and every fork copies it: no higher
 /// numbers are looked for, as long as there are free ones below.
-const CEILING: u64 = 4096;
+const MAX_FD: u64 = 4096;
 /// Numbers that are tried below the limit.
-const ROOM: u64 = 64;
+const MAX_FDS_BELOW_LIMIT: u64 = 64;
 /// The first number behind the standard streams.
 const STANDARD: RawFd = 3;
 /// How often something is opened again that another thread of the program has replaced at once.
-const TRIES: u32 = 3;
+const MAX_OPEN_TRIES: u32 = 3;
 
 /// Opens something at a high number, or, where there is none, at any from 3 on. `is_right` tells
 /// whether a descriptor is of the kind that is opened: another thread of the program may have put
@@ -44,7 +44,7 @@ pub fn open(
 ) -> Result<OwnedFd, Errno> {
     let _opening = GATE.open();
     let _fillers = Fillers::new();
-    for _ in 0..TRIES {
+    for _ in 0..MAX_OPEN_TRIES {
         if let Some(fd) = move_up(open()?, is_right)? {
             return Ok(fd);
         }
@@ -59,7 +59,7 @@ pub(crate) fn open_two(
 ) -> Result<(OwnedFd, OwnedFd), Errno> {
     let _opening = GATE.open();
     let _fillers = Fillers::new();
-    for _ in 0..TRIES {
+    for _ in 0..MAX_OPEN_TRIES {
         let (a, b) = open()?;
         let (a, b) = (move_up(a, is_right), move_up(b, is_right));
         if let (Some(a), Some(b)) = (a?, b?) {
@@ -157,8 +157,8 @@ pub fn forked() {
 /// `None` where something else is at the number.
 fn move_up(fd: OwnedFd, is_right: fn(BorrowedFd<'_>) -> bool) -> Result<Option<OwnedFd>, Errno> {
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-    let top = limit.min(CEILING);
-    let moved = [top.saturating_sub(ROOM), top / 2, STANDARD as u64]
+    let top = limit.min(MAX_FD);
+    let moved = [top.saturating_sub(MAX_FDS_BELOW_LIMIT), top / 2, STANDARD as u64]
         .into_iter()
         .map(|from| from.max(STANDARD as u64) as RawFd)
         .filter(|from| *from > fd.as_raw_fd())
@@ -293,7 +293,7 @@ mod tests {
             |_| true,
         )
         .expect("a descriptor");
-        assert!(fd.as_raw_fd() as u64 >= limit.min(CEILING) - ROOM, "{fd:?}");
+        assert!(fd.as_raw_fd() as u64 >= limit.min(MAX_FD) - MAX_FDS_BELOW_LIMIT, "{fd:?}");
     }
 
     #[test]

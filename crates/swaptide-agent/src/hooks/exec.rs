@@ -8,15 +8,15 @@ use swaptide_sys::Errno;
 use swaptide_sys::raw::syscall6;
 
 use crate::hooks::environment::with_environment;
-use crate::real::{self, Bytes, Text, Texts};
+use crate::real::{self, Bytes, CStrArray, CStrPtr};
 
 unsafe extern "C" {
-    static environ: Texts;
+    static environ: CStrArray;
 }
 
 /// Calls `f` with an environment that has what a program of this tree needs, and returns its
 /// result; with `None` for the function, the result of a function that this libc does not have.
-unsafe fn exec_with<F>(real: Option<F>, envp: Texts, f: impl Fn(F, Texts) -> c_int) -> c_int
+unsafe fn exec_with<F>(real: Option<F>, envp: CStrArray, f: impl Fn(F, CStrArray) -> c_int) -> c_int
 where
     F: Copy,
 {
@@ -33,8 +33,8 @@ where
 /// # Safety
 /// As for execve(2).
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn execve(path: Text, argv: Texts, envp: Texts) -> c_int {
-    let raw = |envp: Texts| {
+pub unsafe extern "C" fn execve(path: CStrPtr, argv: CStrArray, envp: CStrArray) -> c_int {
+    let raw = |envp: CStrArray| {
         let words = [path as usize, argv as usize, envp as usize, 0, 0, 0];
         // SAFETY: the program's own arguments.
         real::libc_result(unsafe { syscall6(__NR_execve, words) }) as c_int
@@ -53,7 +53,7 @@ pub unsafe extern "C" fn execve(path: Text, argv: Texts, envp: Texts) -> c_int {
 /// # Safety
 /// As for exec(3).
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn execv(path: Text, argv: Texts) -> c_int {
+pub unsafe extern "C" fn execv(path: CStrPtr, argv: CStrArray) -> c_int {
     // SAFETY: the program's own arguments and environment.
     unsafe { execve(path, argv, environ) }
 }
@@ -63,7 +63,7 @@ pub unsafe extern "C" fn execv(path: Text, argv: Texts) -> c_int {
 /// # Safety
 /// As for exec(3).
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn execvpe(file: Text, argv: Texts, envp: Texts) -> c_int {
+pub unsafe extern "C" fn execvpe(file: CStrPtr, argv: CStrArray, envp: CStrArray) -> c_int {
     // SAFETY: the program's own arguments.
     unsafe { exec_with(real::EXECVPE.get(), envp, |real, envp| real(file, argv, envp)) }
 }
@@ -73,7 +73,7 @@ pub unsafe extern "C" fn execvpe(file: Text, argv: Texts, envp: Texts) -> c_int 
 /// # Safety
 /// As for exec(3).
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn execvp(file: Text, argv: Texts) -> c_int {
+pub unsafe extern "C" fn execvp(file: CStrPtr, argv: CStrArray) -> c_int {
     // SAFETY: the program's own arguments and environment.
     unsafe { execvpe(file, argv, environ) }
 }
@@ -83,7 +83,7 @@ pub unsafe extern "C" fn execvp(file: Text, argv: Texts) -> c_int {
 /// # Safety
 /// As for fexecve(3).
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn fexecve(fd: c_int, argv: Texts, envp: Texts) -> c_int {
+pub unsafe extern "C" fn fexecve(fd: c_int, argv: CStrArray, envp: CStrArray) -> c_int {
     // SAFETY: the program's own arguments.
     unsafe { exec_with(real::FEXECVE.get(), envp, |real, envp| real(fd, argv, envp)) }
 }
@@ -95,9 +95,9 @@ pub unsafe extern "C" fn fexecve(fd: c_int, argv: Texts, envp: Texts) -> c_int {
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn execveat(
     directory: c_int,
-    path: Text,
-    argv: Texts,
-    envp: Texts,
+    path: CStrPtr,
+    argv: CStrArray,
+    envp: CStrArray,
     flags: c_int,
 ) -> c_int {
     // SAFETY: the program's own arguments.
@@ -126,11 +126,11 @@ macro_rules! spawn {
         #[cfg_attr(not(test), unsafe(no_mangle))]
         pub unsafe extern "C" fn $name(
             pid: *mut c_int,
-            path: Text,
+            path: CStrPtr,
             actions: Bytes,
             attributes: Bytes,
-            argv: Texts,
-            envp: Texts,
+            argv: CStrArray,
+            envp: CStrArray,
         ) -> c_int {
             let Some(real) = real::$real.get() else { return Errno::NOSYS.raw_os_error() };
             // SAFETY: the program's own arguments.
@@ -145,14 +145,14 @@ spawn!(posix_spawn, SPAWN);
 spawn!(posix_spawnp, SPAWNP);
 
 /// The end of `execle`'s arguments: behind their null stands the environment.
-unsafe extern "C" fn execle_list(path: Text, argv: Texts) -> c_int {
+unsafe extern "C" fn execle_list(path: CStrPtr, argv: CStrArray) -> c_int {
     let mut end = 0;
     // SAFETY: the arguments end with a null.
     while !unsafe { *argv.add(end) }.is_null() {
         end += 1;
     }
     // SAFETY: and behind it stands the environment.
-    unsafe { execve(path, argv, *argv.add(end + 1).cast::<Texts>()) }
+    unsafe { execve(path, argv, *argv.add(end + 1).cast::<CStrArray>()) }
 }
 
 /// Defines a function `(path, arg0, arg1, ..., NULL)`: the arguments that came in registers are

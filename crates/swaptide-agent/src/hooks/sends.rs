@@ -27,7 +27,7 @@ use swaptide_sys::thread::gettid;
 use crate::pages::excluded;
 use crate::pages::references::{O_DIRECT, REFERENCES, is_unpinned};
 use crate::process;
-use crate::real::{self, Bytes, Text};
+use crate::real::{self, Bytes, CStrPtr};
 use crate::seccomp;
 
 const MSG_ZEROCOPY: c_int = 0x400_0000;
@@ -203,14 +203,14 @@ macro_rules! opens {
     };
 }
 
-opens!(open, OPEN, (path: Text, flags: c_int, mode: c_uint), flags);
-opens!(open64, OPEN64, (path: Text, flags: c_int, mode: c_uint), flags);
-opens!(openat, OPENAT, (at: c_int, path: Text, flags: c_int, mode: c_uint), flags);
-opens!(openat64, OPENAT64, (at: c_int, path: Text, flags: c_int, mode: c_uint), flags);
-opens!(__open_2, OPEN_2, (path: Text, flags: c_int), flags);
-opens!(__open64_2, OPEN64_2, (path: Text, flags: c_int), flags);
-opens!(__openat_2, OPENAT_2, (at: c_int, path: Text, flags: c_int), flags);
-opens!(__openat64_2, OPENAT64_2, (at: c_int, path: Text, flags: c_int), flags);
+opens!(open, OPEN, (path: CStrPtr, flags: c_int, mode: c_uint), flags);
+opens!(open64, OPEN64, (path: CStrPtr, flags: c_int, mode: c_uint), flags);
+opens!(openat, OPENAT, (at: c_int, path: CStrPtr, flags: c_int, mode: c_uint), flags);
+opens!(openat64, OPENAT64, (at: c_int, path: CStrPtr, flags: c_int, mode: c_uint), flags);
+opens!(__open_2, OPEN_2, (path: CStrPtr, flags: c_int), flags);
+opens!(__open64_2, OPEN64_2, (path: CStrPtr, flags: c_int), flags);
+opens!(__openat_2, OPENAT_2, (at: c_int, path: CStrPtr, flags: c_int), flags);
+opens!(__openat64_2, OPENAT64_2, (at: c_int, path: CStrPtr, flags: c_int), flags);
 
 /// Defines a function in front of libc's `fcntl` or its 64-bit name. Its variable part is one word.
 macro_rules! changes_flags {

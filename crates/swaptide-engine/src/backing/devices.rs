@@ -96,7 +96,7 @@ struct SegmentExtents {
     /// Held over any change of what is held: it must not change while it moves to another group.
     change: Arc<Lock<()>>,
     /// Until when nothing is leased of an area that did not take a write, if another one has room.
-    shunned: Arc<[AtomicU64; MAX_AREAS]>,
+    back_off_until_ns: Arc<[AtomicU64; MAX_AREAS]>,
     /// Until when nothing is leased of an area that this process may not write to, as its own
     /// limits say.
     barred: Arc<[AtomicU64; MAX_AREAS]>,
@@ -111,8 +111,8 @@ impl SegmentExtents {
     }
 
     /// Areas that nothing is to be leased of for the moment.
-    fn back_off_until(&self) -> u32 {
-        Self::now_in(&self.shunned)
+    fn backed_off(&self) -> u32 {
+        Self::now_in(&self.back_off_until_ns)
     }
 
     fn now_in(until: &[AtomicU64; MAX_AREAS]) -> u32 {
@@ -135,21 +135,19 @@ impl ExtentSource for SegmentExtents {
     fn lease(&self) -> Option<Extent> {
         let _change = self.change.lock();
         self.follow_group();
-        let (shunned, barred) = (self.back_off_until(), Self::now_in(&self.barred));
+        let (backed_off, barred) = (self.backed_off(), Self::now_in(&self.barred));
         let lease = |mask: u32| self.segment.lease_charged_in(self.index(), AreaMask(mask));
-        let elsewhere = (shunned != 0).then(|| lease(!shunned & !barred)).flatten();
+        let elsewhere = (backed_off != 0).then(|| lease(!backed_off & !barred)).flatten();
         elsewhere.or_else(|| lease(!barred)).map(|extent| Extent(extent.0))
     }
 
     fn back_off(&self, extent: Extent) -> bool {
         let Some(place) = self.segment.place_of(ExtentId(extent.0)) else { return false };
-        if let Some(until) = self.shunned.get(usize::from(place.area.0)) {
+        if let Some(until) = self.back_off_until_ns.get(usize::from(place.area.0)) {
             until.store(now().0 + FAILED_WRITE_BACKOFF.as_nanos() as u64, Relaxed);
         }
-        self.segment.has_room_in(
-            self.index(),
-            AreaMask(!self.back_off_until() & !Self::now_in(&self.barred)),
-        )
+        self.segment
+            .has_room_in(self.index(), AreaMask(!self.backed_off() & !Self::now_in(&self.barred)))
     }
 
     fn bar(&self, extent: Extent) {
@@ -485,7 +483,7 @@ impl Devices {
             index,
             open,
             change: Arc::new(Lock::new(())),
-            shunned: Arc::default(),
+            back_off_until_ns: Arc::default(),
             barred: Arc::default(),
             transfers: Arc::default(),
             injection,
@@ -549,7 +547,7 @@ impl Devices {
     }
 
     /// True when the areas have little room left, at the last [`Devices::metadata_bytes`].
-    pub(crate) fn file_is_scarce(&self) -> bool {
+    pub(crate) fn area_is_scarce(&self) -> bool {
         !self.areas.roomy.load(Relaxed)
     }
 
@@ -602,7 +600,7 @@ impl Devices {
 
     /// True while the swap areas have room for what its pages' program has again, at the last
     /// [`Devices::metadata_bytes`].
-    pub(crate) fn file_is_roomy(&self) -> bool {
+    pub(crate) fn area_is_roomy(&self) -> bool {
         self.areas.roomy.load(Relaxed) && self.is_backed()
     }
 

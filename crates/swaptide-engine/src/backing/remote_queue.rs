@@ -1,16 +1,16 @@
-//! Orders for pages that a server alone has, between the handler and the threads that read them.
+//! Requests for pages that a server alone has, between the handler and the threads that read them.
 //!
 //! | thread | does |
 //! |---|---|
-//! | handler ([`crate::fault::remote`]) | sends orders, and is told when some are back |
+//! | handler ([`crate::fault::remote`]) | sends requests, and is told when some are back |
 //! | reader ([`RemoteReads::serve`]) | takes what was sent meanwhile and lies on one server, reads it at once, signals the event |
 //!
 //! Not all readers wait for one server, and none goes to one that keeps another waiting.
 //!
-//! Owns: the orders that were sent and not taken back, and the memory pages are read into.
+//! Owns: the requests that were sent and not taken back, and the memory pages are read into.
 //!
 //! Invariants
-//! 1. A buffer's memory is the reader's from when its order is sent until it is back, and the
+//! 1. A buffer's memory is the reader's from when its request is sent until it is back, and the
 //!    handler's else.
 //! 2. Before a fork all has landed, readers allocate nothing, and until its end nothing is sent
 //!    for: the forking thread may wait for a lock whose holder waits for a page.
@@ -48,13 +48,13 @@ use crate::mm::types::PAGES_PER_CHUNK;
 /// which follow each other.
 pub(crate) const READ_RETRY_DELAYS: [Duration; 3] =
     [Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(100)];
-/// Orders that can be under way.
+/// Requests that can be under way.
 pub(crate) const MAX_REMOTE_READS: usize = 64;
 const READ_BUFFER_BYTES: usize = PAGES_PER_CHUNK * PAGE_SIZE;
 /// Readers at most. Each takes all that waits for its server, so that a deep queue does not need
 /// many; one less may read from one server.
 pub(crate) const MAX_READERS: usize = swaptide_store::file::MAX_REMOTE_READERS;
-/// Orders that a reader takes at a time.
+/// Requests that a reader takes at a time.
 const MAX_READS_PER_TURN: usize = 8;
 /// A server that a reader has waited for so long gets no other one.
 const SLOW_SERVER_TIME: Duration = Duration::from_secs(1);
@@ -91,20 +91,20 @@ pub(crate) struct Queue {
 }
 
 impl Queue {
-    /// Takes orders in, before those that no fault has led to.
-    pub(crate) fn send(&mut self, orders: impl Iterator<Item = RemoteRead>) {
-        for order in orders {
-            let at = if order.unasked {
+    /// Takes requests in, before those that no fault has led to.
+    pub(crate) fn send(&mut self, requests: impl Iterator<Item = RemoteRead>) {
+        for request in requests {
+            let at = if request.unasked {
                 None
             } else {
                 self.sent.iter().position(|before| before.unasked)
             };
-            self.sent.insert(at.unwrap_or(self.sent.len()), order);
+            self.sent.insert(at.unwrap_or(self.sent.len()), request);
         }
     }
 
-    /// A reader comes for orders: those of the first server that it may go to.
-    fn take(&mut self, reader: usize, orders: &mut Vec<RemoteRead>) {
+    /// A reader comes for requests: those of the first server that it may go to.
+    fn take(&mut self, reader: usize, requests: &mut Vec<RemoteRead>) {
         let now = now();
         self.calls[reader] = None;
         let may_go = |server: ServerId| {
@@ -116,14 +116,14 @@ impl Queue {
             !late && there < MAX_READERS - 1
         };
         let Some(server) =
-            self.sent.iter().map(|order| order.server).find(|server| may_go(*server))
+            self.sent.iter().map(|request| request.server).find(|server| may_go(*server))
         else {
             return;
         };
         let mut at = 0;
-        while at < self.sent.len() && orders.len() < MAX_READS_PER_TURN {
+        while at < self.sent.len() && requests.len() < MAX_READS_PER_TURN {
             if self.sent[at].server == server {
-                orders.extend(self.sent.remove(at));
+                requests.extend(self.sent.remove(at));
             } else {
                 at += 1;
             }
@@ -225,7 +225,7 @@ impl RemoteReads {
         tids.filter(|tid| *tid != 0).all(|tid| lives(Tid(tid)))
     }
 
-    /// True when no reader is about to allocate anything but for an order.
+    /// True when no reader is about to allocate anything but for a request.
     pub(crate) fn are_initialized(&self) -> bool {
         self.initialized.load(Acquire) == self.readers.load(Relaxed)
     }
@@ -240,31 +240,31 @@ impl RemoteReads {
         VirtAddr(self.buffers.as_ptr() as usize + buffer * READ_BUFFER_BYTES)
     }
 
-    /// The pages that an order's wanted bits name, and where they are read to.
-    fn pages(&self, order: &RemoteRead) -> impl Iterator<Item = (u16, Slot, &mut Page)> {
-        let base = self.buffer_addr(order.buffer);
-        let (slots, wanted) = (order.slots, order.wanted);
+    /// The pages that a request's wanted bits name, and where they are read to.
+    fn pages(&self, request: &RemoteRead) -> impl Iterator<Item = (u16, Slot, &mut Page)> {
+        let base = self.buffer_addr(request.buffer);
+        let (slots, wanted) = (request.slots, request.wanted);
         (0..PAGES_PER_CHUNK).filter(move |k| wanted >> k & 1 != 0).map(move |k| {
-            // SAFETY: the page lies in the order's buffer, which nothing else uses while the reader
-            // has the order (invariant 5), and each is given once.
+            // SAFETY: the page lies in the request's buffer, which nothing else uses while the
+            // reader has the request (invariant 1), and each is given once.
             let page = unsafe { &mut *base.offset(k * PAGE_SIZE).as_ptr::<Page>() };
             (1 << k, slots[k], page)
         })
     }
 
-    /// Reads what was ordered of one server, at once. What fails is tried again, as often and for
+    /// Reads what was requested of one server, at once. What fails is tried again, as often and for
     /// as long as any other page ([`READ_RETRY_DELAYS`]), and then lost; when the server does not
     /// answer, all that is left is lost. What fails for want of something of this process's own is
     /// tried again until it succeeds ([`crate::backing::shortage`]).
-    fn read(&self, device: &FileDevice, orders: &mut [RemoteRead], is_test: bool, log: fn(&str)) {
-        // What is still to be had of each order.
+    fn read(&self, device: &FileDevice, requests: &mut [RemoteRead], is_test: bool, log: fn(&str)) {
+        // What is still to be had of each request.
         let mut left: [u16; MAX_READS_PER_TURN] =
-            core::array::from_fn(|n| orders.get(n).map_or(0, |order| order.wanted));
+            core::array::from_fn(|n| requests.get(n).map_or(0, |request| request.wanted));
         let mut pauses = [Duration::ZERO].into_iter().chain(READ_RETRY_DELAYS);
         let mut shortage = OwnShortage::default();
         loop {
             let began = now();
-            match self.try_to_read(device, orders, &mut left, log) {
+            match self.try_to_read(device, requests, &mut left, log) {
                 Attempt::Short(error) => {
                     shortage.pause(&error, began, is_test, log);
                     continue;
@@ -276,8 +276,8 @@ impl RemoteReads {
             let Some(pause) = pauses.next() else { break };
             sleep(pause);
         }
-        for (order, left) in orders.iter_mut().zip(left) {
-            order.lost = left;
+        for (request, left) in requests.iter_mut().zip(left) {
+            request.lost = left;
         }
     }
 
@@ -286,24 +286,24 @@ impl RemoteReads {
     fn try_to_read(
         &self,
         device: &FileDevice,
-        orders: &mut [RemoteRead],
+        requests: &mut [RemoteRead],
         left: &mut [u16; MAX_READS_PER_TURN],
         log: fn(&str),
     ) -> Attempt {
         let mut failed = [0u16; MAX_READS_PER_TURN];
         let mut attempt = Attempt::Answered;
         loop {
-            let mut requests: Vec<(Slot, &mut Page)> =
-                Vec::with_capacity(orders.len() * PAGES_PER_CHUNK);
-            for (order, left) in orders.iter().zip(&*left) {
-                requests.extend(
-                    self.pages(order)
+            let mut pages: Vec<(Slot, &mut Page)> =
+                Vec::with_capacity(requests.len() * PAGES_PER_CHUNK);
+            for (request, left) in requests.iter().zip(&*left) {
+                pages.extend(
+                    self.pages(request)
                         .filter(|(bit, ..)| left & bit != 0)
                         .map(|(_, slot, page)| (slot, page)),
                 );
             }
-            let Err(error) = device.read(&mut requests) else { break };
-            drop(requests);
+            let Err(error) = device.read(&mut pages) else { break };
+            drop(pages);
             let ReadError { slot, kind } = error;
             if error.is_own_shortage() {
                 // All that is left is still to be had.
@@ -313,9 +313,9 @@ impl RemoteReads {
                 attempt = Attempt::Short(error);
                 break;
             }
-            let found = orders.iter().zip(&mut *left).zip(&mut failed).find_map(
-                |((order, left), failed)| {
-                    let bits = (0..PAGES_PER_CHUNK).map(|k| (1u16 << k, order.slots[k]));
+            let found = requests.iter().zip(&mut *left).zip(&mut failed).find_map(
+                |((request, left), failed)| {
+                    let bits = (0..PAGES_PER_CHUNK).map(|k| (1u16 << k, request.slots[k]));
                     let (bit, _) =
                         bits.into_iter().find(|(bit, of)| *left & bit != 0 && *of == slot)?;
                     Some((left, failed, bit))
@@ -339,8 +339,8 @@ impl RemoteReads {
                 break;
             }
         }
-        for (order, left) in orders.iter_mut().zip(&*left) {
-            order.read |= left;
+        for (request, left) in requests.iter_mut().zip(&*left) {
+            request.read |= left;
         }
         *left = failed;
         attempt
@@ -356,7 +356,7 @@ impl RemoteReads {
     ) {
         self.run_anywhere();
         let event = self.event.lock().clone();
-        let mut orders = Vec::with_capacity(MAX_READS_PER_TURN);
+        let mut requests = Vec::with_capacity(MAX_READS_PER_TURN);
         let number = self.initialized.fetch_add(1, Release) as usize;
         let (Some(event), Some(tid)) = (event, self.tids.get(number)) else { return };
         tid.store(gettid().0, Relaxed);
@@ -367,16 +367,16 @@ impl RemoteReads {
             if has_ended() {
                 break;
             }
-            self.queue.lock().take(number, &mut orders);
-            if orders.is_empty() {
+            self.queue.lock().take(number, &mut requests);
+            if requests.is_empty() {
                 self.idle.fetch_add(1, AcqRel);
                 futex::wait(&self.calls, calls, None, futex::Scope::Private);
                 self.idle.fetch_sub(1, AcqRel);
                 continue;
             }
             test.end_remote_reader();
-            self.read(device, &mut orders, test.shortens_timeouts(), log);
-            self.queue.lock().back.extend(orders.drain(..));
+            self.read(device, &mut requests, test.shortens_timeouts(), log);
+            self.queue.lock().back.extend(requests.drain(..));
             // The handler acquires it, and looks into the queue after that.
             if !self.signalled.swap(true, AcqRel) {
                 event.signal();

@@ -261,7 +261,7 @@ impl Mm {
 
     /// Writes the entry of a page whose data moved from compressed memory to a swap area. The old
     /// slot is the caller's to free.
-    pub(crate) fn moved_to_file(&mut self, page: PageNo, entry: SwapEntry) {
+    pub(crate) fn moved_to_area(&mut self, page: PageNo, entry: SwapEntry) {
         debug_assert_eq!(entry.ty(), AREA);
         self.table.set(page, PageState::Swapped(entry));
     }

@@ -38,14 +38,15 @@ pub(crate) fn complete(path: &mut FaultPath) {
     // A fork through no hook goes first.
     while path.reader.fork.untracked.is_empty() {
         let back = remote.queue.lock().back.pop_front();
-        let Some(order) = back else { break };
-        let Some(at) = path.remote.sent.iter().position(|sent| sent.buffer == order.buffer) else {
+        let Some(request) = back else { break };
+        let Some(at) = path.remote.sent.iter().position(|sent| sent.buffer == request.buffer)
+        else {
             crate::fatal("something came back that was not sent for");
         };
         let sent = path.remote.sent.swap_remove(at);
-        install_read(path, &sent, order.read);
+        install_read(path, &sent, request.read);
         if path.reader.fork.untracked.is_empty() {
-            poison_lost(path, &sent, order.lost & sent.asked);
+            poison_lost(path, &sent, request.lost & sent.asked);
         }
         path.remote.buffers &= !(1 << sent.buffer);
         let _ = path.reader.uffd.wake(range_of(sent.chunk.first(), PAGES_PER_CHUNK));

@@ -158,7 +158,7 @@ fn has_little_but_shared(engine: &Engine) -> bool {
 fn workers_are_busy(engine: &Engine) -> bool {
     engine.mm.lock().jobs.in_flight > 0
         || engine.devices.areas.device.is_writing_for(Duration::ZERO)
-        || engine.charge.pool_overflows() && !engine.file_rests()
+        || engine.charge.pool_overflows() && !engine.area_rests()
 }
 
 /// True when `n` pages can be filled within the limit. Where nothing can be taken out (what two

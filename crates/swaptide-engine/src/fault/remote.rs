@@ -88,7 +88,7 @@ pub(crate) struct InFlight {
     pub(super) asking: Option<PageNo>,
     /// Pages sent for since that began.
     pub(super) pages: usize,
-    /// Faults since the last order.
+    /// Faults since the last request.
     pub(super) quiet: u32,
     /// Faults that found no buffer.
     pub(super) crowd: VecDeque<Fault>,
@@ -121,9 +121,9 @@ impl InFlight {
     /// A thread waits for a page. False when it was not sent for.
     pub(crate) fn begin_wait(&mut self, page: PageNo) -> bool {
         let bit = 1 << page.in_chunk();
-        let order =
+        let request =
             self.sent.iter_mut().find(|sent| sent.chunk == page.chunk() && sent.wanted & bit != 0);
-        order.map(|sent| sent.waited |= bit).is_some()
+        request.map(|sent| sent.waited |= bit).is_some()
     }
 
     /// True while a thread waits for what was sent for, or is to be.
@@ -144,7 +144,7 @@ impl InFlight {
         self.sent.iter().map(|sent| sent.wanted.count_ones() as usize * PAGE_SIZE).sum()
     }
 
-    /// True when there is a place for that many orders.
+    /// True when there is a place for that many requests.
     pub(crate) fn has_buffers(&self, n: usize) -> bool {
         MAX_REMOTE_READS - self.buffers.count_ones() as usize >= n
     }
@@ -167,8 +167,8 @@ impl InFlight {
         self.crowd.push_back(fault);
     }
 
-    /// The order that is put together for a chunk and a server: the last one, or a new one. None if
-    /// there is no buffer for it.
+    /// The request that is put together for a chunk and a server: the last one, or a new one. None
+    /// if there is no buffer for it.
     fn draft(
         &mut self,
         chunk: ChunkNo,
@@ -263,12 +263,12 @@ impl InFlight {
             if mm.table.get(page) != PageState::Swapped(*entry) {
                 continue;
             }
-            let Some((order, sent)) = self.draft(chunk, server) else {
+            let Some((request, sent)) = self.draft(chunk, server) else {
                 return if new == 0 { Err(Stop::NoBuffer) } else { Ok(()) };
             };
-            (sent.entries[k], sent.stamps[k], order.slots[k]) = (*entry, Some(stamp), slot);
+            (sent.entries[k], sent.stamps[k], request.slots[k]) = (*entry, Some(stamp), slot);
             sent.wanted |= 1 << k;
-            order.wanted = sent.wanted;
+            request.wanted = sent.wanted;
             if asking == Some(page) {
                 sent.asked |= 1 << k;
             }

@@ -553,7 +553,7 @@ impl FaultPath {
             _ => {
                 let late =
                     mm.pool_sizer.belongs_on_areas(distance) && !engine.charge.may_compact_old();
-                (late || engine.charge.pool_refuses()) && engine.devices.file_is_roomy()
+                (late || engine.charge.pool_refuses()) && engine.devices.area_is_roomy()
             }
         };
         if keeps {

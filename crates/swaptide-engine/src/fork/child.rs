@@ -67,7 +67,7 @@ impl ForkHandoff {
     /// When the parent is gone: what is swapped is lost, and the process must be stopped.
     pub fn declined(&self) -> Result<(), Errno> {
         self.conn.send(&[DECLINED], &[])?;
-        hear_off(&self.conn).map(drop)
+        wait_for_memory(&self.conn).map(drop)
     }
 }
 
@@ -100,7 +100,7 @@ fn receive(conn: &Conn, buf: &mut [u8], fds: &mut [Option<OwnedFd>]) -> Result<u
 
 /// Waits until the parent's handler says that all memory is there. True when this process may
 /// allocate from its copy of the engine's memory.
-fn hear_off(conn: &Conn) -> Result<bool, Errno> {
+fn wait_for_memory(conn: &Conn) -> Result<bool, Errno> {
     let mut word = [0u8; 8];
     let n = receive(conn, &mut word, &mut [])?;
     match u64::from_le_bytes(word) {
@@ -172,7 +172,7 @@ impl Engine {
     /// # Errors
     /// When the parent is gone: what is swapped is lost, and the process must be stopped.
     pub fn decline(&self, end: Option<Conn>, why: Decline) -> Result<bool, Errno> {
-        hear_off(&self.greet(end, DECLINED_SLOT - why as u32)?)
+        wait_for_memory(&self.greet(end, DECLINED_SLOT - why as u32)?)
     }
 
     /// In the child's handler thread: asks the parent's handler for what the child needs.

@@ -52,7 +52,7 @@ const EVERYTHING: VirtRange = VirtRange { start: VirtAddr(0), end: VirtAddr(usiz
 const MAX_DOUBTFUL_RANGES: usize = 64;
 const DOUBT_BYTES: usize = 16;
 /// Working space for lists of mappings, on a stack of [`STACK_BYTES`] bytes.
-const LIST: usize = 16 << 10;
+const CHILD_MAPS_BUFFER_BYTES: usize = 16 << 10;
 /// Bytes of stack that [`child_init`] is to find.
 pub const STACK_BYTES: usize = 96 << 10;
 /// How long a moment is waited for in which no thread changes mappings.
@@ -256,7 +256,7 @@ fn arm(uffd: &Uffd, range: VirtRange) -> Result<(), Errno> {
         return Ok(());
     }
     let mut armed = Ok(());
-    for_each_vma(&mut [0; LIST], |vma| {
+    for_each_vma(&mut [0; CHILD_MAPS_BUFFER_BYTES], |vma| {
         let part = VirtRange {
             start: vma.range.start.max(range.start),
             end: vma.range.end.min(range.end),
@@ -275,7 +275,7 @@ fn register_marked(
     doubts: impl Iterator<Item = VirtRange> + Clone,
 ) -> Result<(), Errno> {
     let mut armed = Ok(());
-    for_each_advised_vma(&mut [0; LIST], |vma, advised| {
+    for_each_advised_vma(&mut [0; CHILD_MAPS_BUFFER_BYTES], |vma, advised| {
         for doubt in doubts.clone().filter(|_| advised.random) {
             let part = VirtRange { start: vma.start.max(doubt.start), end: vma.end.min(doubt.end) };
             if part.start < part.end && armed.is_ok() {

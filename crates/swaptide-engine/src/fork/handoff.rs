@@ -52,7 +52,7 @@ const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(30);
 const TORN_HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long other threads' faults wait for a child that says nothing, before one is answered. A
 /// child that says nothing for so long after the forking thread is back may be another thread's.
-const STALLED: Duration = Duration::from_millis(200);
+const SILENT_CHILD_TIMEOUT: Duration = Duration::from_millis(200);
 /// The timeouts where a test wants to see what happens then.
 const TEST_TIMEOUT: Duration = Duration::from_secs(2);
 const SIGKILL: i32 = 9;
@@ -120,7 +120,7 @@ impl ForkServer {
             self.serve_untracked(pager);
             // The child may be another thread's, and the forking thread not in fork(2) yet: it may
             // wait for a lock whose holder waits for a page.
-            if now().since(began) > STALLED
+            if now().since(began) > SILENT_CHILD_TIMEOUT
                 && !pager.path.reader.fork.is_done
                 && waits_outside_fork(forker)
             {
@@ -159,7 +159,7 @@ impl ForkServer {
             }
             if pager.path.reader.fork.is_done {
                 let silent = now().since(*done_at.get_or_insert_with(now));
-                if silent > STALLED && !has_child {
+                if silent > SILENT_CHILD_TIMEOUT && !has_child {
                     let age = now().since(self.prepared_at);
                     has_child = has_young_child(forker, age).unwrap_or(true);
                     if !has_child {

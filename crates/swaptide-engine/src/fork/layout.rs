@@ -288,25 +288,25 @@ mod tests {
     use super::*;
     use std::collections::BTreeMap;
 
-    const LEN: usize = 4 << 12;
+    const PLACE_BYTES: usize = 4 << 12;
 
     fn at(place: usize) -> VirtAddr {
-        VirtAddr(0x10_0000 + place * LEN)
+        VirtAddr(0x10_0000 + place * PLACE_BYTES)
     }
 
     fn range(place: usize) -> VirtRange {
-        VirtRange { start: at(place), end: at(place).offset(LEN) }
+        VirtRange { start: at(place), end: at(place).offset(PLACE_BYTES) }
     }
 
     fn moved(from: usize, to: usize) -> VmaChange {
-        VmaChange::Moved { from: at(from), to: at(to), len: LEN }
+        VmaChange::Moved { from: at(from), to: at(to), len: PLACE_BYTES }
     }
 
     /// What is at each place: the number of a block.
     type World = BTreeMap<usize, u32>;
 
     fn place_of(addr: VirtAddr) -> usize {
-        (addr.0 - at(0).0) / LEN
+        (addr.0 - at(0).0) / PLACE_BYTES
     }
 
     fn happen(world: &mut World, call: usize, change: VmaChange) {

@@ -43,8 +43,8 @@ use crate::sched::handed::Fault;
 const QUIET_TIMEOUT: Duration = Duration::from_millis(20);
 /// Number of pages of an untracked child's that come between two looks at this process's own
 /// faults, of which this many are answered at a time.
-const ATTEND_EVERY: usize = 256;
-const ATTENDED: usize = 16;
+const FAULT_CHECK_INTERVAL_PAGES: usize = 256;
+const MAX_FAULTS_PER_CHECK: usize = 16;
 /// Untracked children that are taken in before what was noted is applied, and those can continue
 /// whom that concerns.
 const MAX_NEW_CHILDREN: usize = 4;
@@ -260,7 +260,7 @@ impl Populator {
         if pager.path.reader.fork.phase.is_deferring() {
             return;
         }
-        for _ in 0..ATTENDED {
+        for _ in 0..MAX_FAULTS_PER_CHECK {
             if self.taken_in < MAX_NEW_CHILDREN {
                 pager.path.reader.read_noting();
             }
@@ -315,7 +315,8 @@ impl Populator {
                 if is_due(state) {
                     copy_read(&mut pager.path, child, page, &ahead);
                     copied += 1;
-                    if pager.path.reader.fork.populating && copied % ATTEND_EVERY == 0 {
+                    if pager.path.reader.fork.populating && copied % FAULT_CHECK_INTERVAL_PAGES == 0
+                    {
                         self.attend(pager, child);
                     }
                 }

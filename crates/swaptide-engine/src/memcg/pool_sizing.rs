@@ -60,7 +60,7 @@ struct Refaults {
 /// What swap-in costs; smoothed.
 struct SwapInCosts {
     /// Nanoseconds for a page from a swap area.
-    file_ns: u64,
+    area_ns: u64,
     /// Nanoseconds for a page that is compressed with zstd.
     zstd_ns: u64,
     /// Of all loads from compressed memory, how many are such, in 1/1024.
@@ -135,7 +135,7 @@ impl PoolSizer {
     pub fn new() -> PoolSizer {
         PoolSizer {
             refaults: Refaults::default(),
-            costs: SwapInCosts { file_ns: 60_000, zstd_ns: 10_000, zstd_part: 0, pages_16: 16 },
+            costs: SwapInCosts { area_ns: 60_000, zstd_ns: 10_000, zstd_part: 0, pages_16: 16 },
             distances: Distances { near_below: 0, tail_from: u64::MAX, missed_below: 0, age: 0 },
             soon: 0,
             late: 0,
@@ -194,7 +194,7 @@ impl PoolSizer {
 
     /// `pages` were read from swap areas in `ns` nanoseconds.
     pub fn read(&mut self, pages: usize, ns: u64) {
-        self.costs.file_ns = (self.costs.file_ns * 31 + ns / pages.max(1) as u64) / 32;
+        self.costs.area_ns = (self.costs.area_ns * 31 + ns / pages.max(1) as u64) / 32;
     }
 
     /// Pages were loaded from compressed memory.
@@ -236,14 +236,14 @@ impl PoolSizer {
         let delivery = FAULT_NS * 16 / self.costs.pages_16.max(16);
         let from_pool = delivery + POOL_NS + self.costs.zstd_ns * self.costs.zstd_part / 1024;
         let from_old = POOL_NS / 2 + if at.recompressed { self.costs.zstd_ns } else { 0 };
-        let more_from_file = (self.costs.file_ns + WRITE_NS).saturating_sub(from_old).max(1000);
+        let more_from_area = (self.costs.area_ns + WRITE_NS).saturating_sub(from_old).max(1000);
         let near = self.refaults.next.max(
             self.refaults.near * self.distances.near_below
                 / (at.resident + self.distances.near_below).max(1),
         );
         let resident = near * from_pool;
-        let shrinking_costs = self.refaults.tail * more_from_file;
-        let growing_gains = self.refaults.missed * more_from_file;
+        let shrinking_costs = self.refaults.tail * more_from_area;
+        let growing_gains = self.refaults.missed * more_from_area;
         // A quarter more is worth a move; less is chance.
         // What was decided last is not done yet: write-back takes its time.
         let behind = at.pool > at.limit / 1024 * u64::from(at.share + 2 * SHARE_STEP_1024);

@@ -100,13 +100,13 @@ pub struct Discard {
     start: VirtAddr,
     full: [u64; PAGES_PER_LEAF / 64],
     count: usize,
-    trash: Arc<Lock<DiscardArea>>,
+    discard_area: Arc<Lock<DiscardArea>>,
 }
 
 /// The slabs of staging frames, and which frames are full, lent or empty.
 pub struct Staging {
     map: Mapping,
-    trash: Arc<Lock<DiscardArea>>,
+    discard_area: Arc<Lock<DiscardArea>>,
     pagemap: Pagemap,
     slabs: Vec<Slab>,
     empty: Vec<SlabNo>,
@@ -129,7 +129,7 @@ impl Staging {
         map.unlock();
         Ok(Staging {
             map,
-            trash: Arc::new(Lock::new(DiscardArea::new()?)),
+            discard_area: Arc::new(Lock::new(DiscardArea::new()?)),
             pagemap: pagemap()?,
             slabs: vec![Slab { full: [0; PAGES_PER_LEAF / 64], count: 0, lent: 0 }; MAX_SLABS],
             empty: (0..MAX_SLABS as u16).rev().map(SlabNo).collect(),
@@ -161,7 +161,7 @@ impl Staging {
         // The parent's descriptor was never in this process's table under this number: forget it,
         // do not close it.
         std::mem::forget(std::mem::replace(&mut self.pagemap, pagemap()?));
-        self.trash.lock().reopen()
+        self.discard_area.lock().reopen()
     }
 
     /// The range of all frames.
@@ -319,7 +319,7 @@ impl Staging {
             start: self.addr(slab_no.frame(0)),
             full,
             count,
-            trash: Arc::clone(&self.trash),
+            discard_area: Arc::clone(&self.discard_area),
         })
     }
 
@@ -332,8 +332,8 @@ impl Staging {
     /// The frames are used no more: nothing of them stays, or stays registered.
     pub(crate) fn retire(&mut self) {
         self.trim(0);
-        let trash = self.trash.lock();
-        let _ = trash.uffd.unregister(trash.map.range());
+        let discard_area = self.discard_area.lock();
+        let _ = discard_area.uffd.unregister(discard_area.map.range());
     }
 
     /// Pages that a move really moved. When it stops early the kernel may have moved more than it
@@ -370,7 +370,7 @@ pub(crate) fn really_moved(
 impl Discard {
     /// Gives the pages back to the kernel.
     pub(crate) fn release_frames(&self) {
-        self.trash.lock().take(self.start, &self.full);
+        self.discard_area.lock().take(self.start, &self.full);
     }
 }
 

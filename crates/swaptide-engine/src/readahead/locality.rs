@@ -41,7 +41,7 @@ const MIN_DENSITY_X16: u32 = 7 * 16;
 
 /// The same for pages on a swap area: one reading brings them all, and a page that was not written
 /// goes out again for next to nothing.
-const MIN_FILE_DENSITY_X16: u32 = 16 + 8;
+const MIN_AREA_DENSITY_X16: u32 = 16 + 8;
 
 #[derive(Clone, Copy)]
 struct Stream {
@@ -215,10 +215,10 @@ impl Locality {
             next_observed: 0,
             faults: 0,
             // Nothing is brought in for nothing before there is a reason to.
-            mean_16: MIN_FILE_DENSITY_X16 - 8,
+            mean_16: MIN_AREA_DENSITY_X16 - 8,
             homes: [RegionStats {
                 first: usize::MAX,
-                mean_16: MIN_FILE_DENSITY_X16 - 8,
+                mean_16: MIN_AREA_DENSITY_X16 - 8,
                 until_observation: 0,
                 used: 0,
             }; TRACKED_REGIONS],
@@ -353,7 +353,7 @@ impl Locality {
     /// True when a page that is read from a swap area shall bring its neighbours in the chunk from
     /// there with it.
     pub(crate) fn reads_around(&self) -> bool {
-        self.homes[self.home].mean_16 >= MIN_FILE_DENSITY_X16
+        self.homes[self.home].mean_16 >= MIN_AREA_DENSITY_X16
     }
 
     /// Looks up what is known of a region.

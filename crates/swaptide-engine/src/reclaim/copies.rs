@@ -71,7 +71,7 @@ fn drop_some(engine: &Engine, want: usize) -> Option<usize> {
 
 /// Where the areas are nearly full, drops a few copies. To be called now and then.
 pub(crate) fn drop_where_scarce(engine: &Engine) {
-    if engine.devices.file_is_scarce() {
+    if engine.devices.area_is_scarce() {
         drop_some(engine, COPIES_PER_HOLD);
     }
 }

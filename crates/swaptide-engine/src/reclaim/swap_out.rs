@@ -463,7 +463,7 @@ impl Batch {
         if self.to_area.is_empty() {
             return;
         }
-        if !engine.file_rests() {
+        if !engine.area_rests() {
             for page in &mut self.to_area {
                 page.area_entry = copies::alloc_slot(engine, FolioId(page.frame.0));
             }
@@ -614,7 +614,7 @@ impl Batch {
                     mm.table.get(page)
                 ));
             }
-            mm.moved_to_file(page, place);
+            mm.moved_to_area(page, place);
         }
     }
 }

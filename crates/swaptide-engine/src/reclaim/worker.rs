@@ -43,8 +43,8 @@ use crate::requests::HandlerRequest;
 use crate::sched::handler_cpu::{self, NO_CPU, WorkerAffinity};
 
 /// Looks for memory to adopt may take a sixteenth of the time, a third while they find some.
-const PART_OF_TIME: u64 = 16;
-const PART_OF_TIME_GROWN: u64 = 3;
+const ADOPT_TIME_DIVISOR: u64 = 16;
+const ADOPT_TIME_DIVISOR_GROWN: u64 = 3;
 /// How often an idle worker looks at the accounts.
 const TICK: Duration = Duration::from_millis(20);
 /// The same while the limit is near.
@@ -640,9 +640,9 @@ impl Housekeeping {
         engine.small.follow(&engine.charge);
         let small = &engine.small;
         let is_grown = rest - self.rest_at_adoption > step;
-        if is_grown && small.may_look(PART_OF_TIME_GROWN)
-            || self.ticks.is_multiple_of(64) && small.may_look(PART_OF_TIME)
-            || small.may_look(PART_OF_TIME_GROWN) && small.is_look_due()
+        if is_grown && small.may_look(ADOPT_TIME_DIVISOR_GROWN)
+            || self.ticks.is_multiple_of(64) && small.may_look(ADOPT_TIME_DIVISOR)
+            || small.may_look(ADOPT_TIME_DIVISOR_GROWN) && small.is_look_due()
         {
             engine.handler_requests.submit(HandlerRequest::Adopt);
             engine.charge.measure(statm);

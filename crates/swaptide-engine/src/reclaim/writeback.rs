@@ -78,7 +78,7 @@ impl Writeback {
         if drop_copies(engine) {
             return true;
         }
-        if !engine.devices.is_backed() || engine.file_rests() {
+        if !engine.devices.is_backed() || engine.area_rests() {
             return false;
         }
         let mut chosen = 0;
@@ -175,7 +175,7 @@ impl Writeback {
                 engine.report_swap_full(
                     "the swap areas are full: compressed memory exceeds its share",
                 );
-                engine.rest_file();
+                engine.rest_area();
                 return false;
             };
             moving.copy = Some((new, start..self.data.len(), kind));
@@ -201,7 +201,7 @@ impl Writeback {
             engine.devices.to_shadow(*new, 1, WRITING, moving.shadow);
             // Looked at again: should a page stand here twice, it moves once.
             if valid && mm.table.get(moving.page) == PageState::Swapped(moving.old) {
-                mm.moved_to_file(moving.page, *new);
+                mm.moved_to_area(moving.page, *new);
                 engine.devices.drop_swapped(moving.old);
                 moved += 1;
             } else {

@@ -30,9 +30,9 @@ use crate::engine::Engine;
 use crate::mm::vma_set::VmaSet;
 
 /// How long advice that was found counts as given: the kernel walks all page tables for a look.
-const AGE: Duration = Duration::from_secs(1);
+const ADVICE_MAX_AGE: Duration = Duration::from_secs(1);
 /// Of how much time these looks may take one part: what is new waits.
-const PART_OF_TIME: u32 = 8;
+const ADVICE_TIME_DIVISOR: u32 = 8;
 const EVERYWHERE: VirtAddr = VirtAddr(usize::MAX);
 
 /// What is known of memory that the program keeps apart from its children.
@@ -54,9 +54,9 @@ impl ForkAdvice {
     /// what was advised before.
     pub(crate) fn begin(&mut self, engine: &Engine, buf: &mut [u8]) {
         self.is_fresh = false;
-        self.is_early = self
-            .looked_at
-            .is_some_and(|then| now().since(then) < (self.took * PART_OF_TIME).min(AGE));
+        self.is_early = self.looked_at.is_some_and(|then| {
+            now().since(then) < (self.took * ADVICE_TIME_DIVISOR).min(ADVICE_MAX_AGE)
+        });
         if !self.is_early {
             self.took = Duration::ZERO;
         }
@@ -118,7 +118,7 @@ impl ForkAdvice {
     }
 
     fn is_recent(&self) -> bool {
-        self.looked_at.is_some_and(|then| now().since(then) < AGE)
+        self.looked_at.is_some_and(|then| now().since(then) < ADVICE_MAX_AGE)
     }
 
     /// Looks at all mappings.

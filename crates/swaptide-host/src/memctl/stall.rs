@@ -28,9 +28,9 @@ use crate::report::working_set::{
 };
 
 /// The time that is judged.
-const WINDOW: Duration = Duration::from_secs(10);
+const STALL_WINDOW: Duration = Duration::from_secs(10);
 /// How often a process is looked at.
-const INTERVAL: Duration = Duration::from_secs(1);
+const STALL_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// A process that continues to stall is reported again after this time.
 const SAY_INTERVAL: Duration = Duration::from_secs(60);
 /// A process that waits for less of its time than this is not looked at any closer, in percent.
@@ -238,7 +238,7 @@ impl StallWatch {
             .saturating_add(slot.counted(Counter::Pgmajfault).saturating_mul(ROUND_TRIP_US));
         let (then, before) = *self.looked.entry(pid).or_insert((at, waited_us));
         let time = at.duration_since(then);
-        if time < INTERVAL {
+        if time < STALL_CHECK_INTERVAL {
             return None;
         }
         self.looked.insert(pid, (at, waited_us));
@@ -336,17 +336,17 @@ impl Suspect {
         if is_faulting { busy_us.saturating_sub(used_us) } else { 0 }
     }
 
-    /// Judges the last [`WINDOW`], if there was such a long time.
+    /// Judges the last [`STALL_WINDOW`], if there was such a long time.
     fn judge(&mut self, policy: StallPolicy) -> Option<StallWindow> {
         let time = |slices: &VecDeque<Slice>| slices.iter().map(|slice| slice.time).sum();
         let mut all: Duration = time(&self.slices);
         while let Some(first) = self.slices.front().map(|slice| slice.time)
-            && all >= WINDOW + first
+            && all >= STALL_WINDOW + first
         {
             self.slices.pop_front();
             all = time(&self.slices);
         }
-        if all < WINDOW {
+        if all < STALL_WINDOW {
             return None;
         }
         let sum = |of: fn(&Slice) -> u64| self.slices.iter().map(of).sum::<u64>();

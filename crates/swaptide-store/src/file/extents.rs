@@ -28,8 +28,9 @@ use super::{EXTENT_PAGES, Extent, ExtentSource};
 use crate::PAGE_SIZE;
 
 /// An extent of ours with fewer live blocks than this is written to again.
-const SPARSE_BELOW: u16 = (EXTENT_PAGES / 4) as u16;
-/// Shortest run worth using in a sparse extent. One below [`SPARSE_BELOW`] always has such a run.
+const MIN_DENSE_BLOCKS: u16 = (EXTENT_PAGES / 4) as u16;
+/// Shortest run worth using in a sparse extent. One below [`MIN_DENSE_BLOCKS`] always has such a
+/// run.
 const MIN_RUN_BLOCKS: usize = 3;
 /// When the file may not grow: an extent with this many free blocks is used as it is, before
 /// cleaning
@@ -197,7 +198,7 @@ struct Open {
 pub(super) struct Extents {
     leased: BTreeMap<u32, Leased>,
     open: Option<Open>,
-    /// Extents that fell below [`SPARSE_BELOW`]; checked again when taken from here.
+    /// Extents that fell below [`MIN_DENSE_BLOCKS`]; checked again when taken from here.
     sparse: Vec<u32>,
     free: usize,
     /// What new extents are sealed with.
@@ -330,7 +331,7 @@ impl Extents {
             while let Some(extent) = self.sparse.pop() {
                 if let Some(leased) = self.leased.get_mut(&extent) {
                     leased.listed = false;
-                    if leased.live_blocks < SPARSE_BELOW && leased.writable() {
+                    if leased.live_blocks < MIN_DENSE_BLOCKS && leased.writable() {
                         return Ok(self.open(extent, MIN_RUN_BLOCKS));
                     }
                 }
@@ -455,7 +456,7 @@ impl Extents {
 
     fn list_if_sparse(&mut self, extent: u32) {
         if let Some(leased) = self.leased.get_mut(&extent)
-            && leased.live_blocks < SPARSE_BELOW
+            && leased.live_blocks < MIN_DENSE_BLOCKS
             && !leased.listed
             && leased.writable()
         {

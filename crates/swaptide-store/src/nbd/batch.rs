@@ -8,23 +8,23 @@ use swaptide_sys::Errno;
 use swaptide_sys::thread::{Nanos, now, sleep};
 
 use super::connection::{Broken, Connection};
-use super::request::{Failure, GROUP, NbdRequest, State};
+use super::request::{Failure, MAX_BATCH_REQUESTS, NbdRequest, State};
 use super::wire;
 use super::{Flags, Nbd, Relaxed};
 use crate::block::is_own_shortage;
 
 /// Requests on one connection at a time: the kernel's buffers hold them, and the server has enough
 /// to choose from.
-const DEPTH: usize = 64;
+const MAX_REQUESTS_PER_CONNECTION: usize = 64;
 /// Requests that make another connection worth using: servers work on about as many of one
 /// connection at once.
-const WIDE_FROM: usize = 16;
+const REQUESTS_PER_EXTRA_CONNECTION: usize = 16;
 /// No extra connection is tried for so long after one was refused.
 const EXTRAS_REST: Duration = Duration::from_secs(10);
 
 /// Brings requests to their ends; each has an outcome then.
 pub(super) fn run(nbd: &Nbd, requests: &mut [NbdRequest<'_>], timeout: Duration) {
-    for group in requests.chunks_mut(GROUP) {
+    for group in requests.chunks_mut(MAX_BATCH_REQUESTS) {
         RequestBatch {
             nbd,
             requests: group,
@@ -139,7 +139,11 @@ impl RequestBatch<'_, '_> {
     /// Takes more connections for a deep queue, those that can be had without waiting for others.
     fn widen(&mut self) {
         let nbd = self.nbd;
-        let wanted = self.requests.len().div_ceil(WIDE_FROM).min(nbd.pool.most() as usize);
+        let wanted = self
+            .requests
+            .len()
+            .div_ceil(REQUESTS_PER_EXTRA_CONNECTION)
+            .min(nbd.pool.most() as usize);
         while self.connections.len() < wanted {
             if let Some(link) = nbd.pool.take() {
                 self.connections.push(Connection::new(link, nbd));
@@ -174,7 +178,7 @@ impl RequestBatch<'_, '_> {
             else {
                 return;
             };
-            if connection.under_way() >= DEPTH {
+            if connection.under_way() >= MAX_REQUESTS_PER_CONNECTION {
                 return;
             }
             connection.offer(i);

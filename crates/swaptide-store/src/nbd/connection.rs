@@ -16,20 +16,20 @@ use swaptide_sys::{BorrowedFd, Errno};
 use core::time::Duration;
 
 use super::pool::Link;
-use super::request::{Failure, GROUP, Job, NbdRequest, State};
+use super::request::{Failure, Job, MAX_BATCH_REQUESTS, NbdRequest, State};
 use super::wire::{self, Garbled, Head};
 use super::{Nbd, Relaxed};
 
 /// Bytes received before they are looked at.
-const INPUT: usize = 16 << 10;
+const INPUT_BYTES: usize = 16 << 10;
 /// What is still to come of a read is received where it belongs if it is so much; otherwise by way
 /// of the input.
-const DIRECT: usize = INPUT / 2;
+const MIN_DIRECT_BYTES: usize = INPUT_BYTES / 2;
 /// Receives in a row, before the caller looks at the clock.
-const RECEIVES: usize = 64;
+const MAX_RECEIVES: usize = 64;
 /// Requests in one system call.
-const SENDS: usize = 16;
-const INDEX_BITS: u32 = GROUP.trailing_zeros();
+const MAX_REQUESTS_PER_SEND: usize = 16;
+const INDEX_BITS: u32 = MAX_BATCH_REQUESTS.trailing_zeros();
 
 /// Why a connection is of no more use.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
@@ -90,7 +90,7 @@ impl<'p> Connection<'p> {
             under_way: 0,
             last_progress: now(),
             incoming: Incoming::Head,
-            input: vec![0; INPUT].into_boxed_slice(),
+            input: vec![0; INPUT_BYTES].into_boxed_slice(),
             unread: 0..0,
         }
     }
@@ -139,11 +139,12 @@ impl<'p> Connection<'p> {
         write_flags: u16,
     ) -> Result<(), Broken> {
         while !self.queue.is_empty() {
-            let mut heads = [[0; wire::REQUEST_HEADER_BYTES]; SENDS];
+            let mut heads = [[0; wire::REQUEST_HEADER_BYTES]; MAX_REQUESTS_PER_SEND];
             for (head, &index) in heads.iter_mut().zip(&self.queue) {
                 *head = requests[index].head(self.serial << INDEX_BITS | index as u64, write_flags);
             }
-            let mut slices: [IoSlice<'_>; 2 * SENDS] = core::array::from_fn(|_| IoSlice::new(&[]));
+            let mut slices: [IoSlice<'_>; 2 * MAX_REQUESTS_PER_SEND] =
+                core::array::from_fn(|_| IoSlice::new(&[]));
             let mut skip = self.sent;
             for ((pair, head), &index) in slices.chunks_mut(2).zip(&heads).zip(&self.queue) {
                 let payload = requests[index].payload();
@@ -151,7 +152,7 @@ impl<'p> Connection<'p> {
                 pair[1] = IoSlice::new(&payload[skip.saturating_sub(head.len())..]);
                 skip = 0;
             }
-            let slices = &slices[..2 * self.queue.len().min(SENDS)];
+            let slices = &slices[..2 * self.queue.len().min(MAX_REQUESTS_PER_SEND)];
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
             let mut left =
                 match sendmsg(self.link.fd(), slices, &mut SendAncillaryBuffer::default(), flags) {
@@ -177,10 +178,10 @@ impl<'p> Connection<'p> {
 
     /// Receives what there is.
     pub(super) fn receive(&mut self, requests: &mut [NbdRequest<'_>]) -> Result<(), Broken> {
-        for _ in 0..RECEIVES {
+        for _ in 0..MAX_RECEIVES {
             let direct = match &mut self.incoming {
                 Incoming::Data { index, part, .. }
-                    if self.unread.is_empty() && part.len() >= DIRECT =>
+                    if self.unread.is_empty() && part.len() >= MIN_DIRECT_BYTES =>
                 {
                     Some((*index, part))
                 }
@@ -304,7 +305,7 @@ impl<'p> Connection<'p> {
         let cookie = match head {
             Head::Simple { cookie, .. } | Head::Chunk { cookie, .. } => cookie,
         };
-        let index = (cookie & (GROUP as u64 - 1)) as usize;
+        let index = (cookie & (MAX_BATCH_REQUESTS as u64 - 1)) as usize;
         let asked =
             requests.get(index).is_some_and(|request| request.state == State::Sent(self.serial));
         if !asked || cookie >> INDEX_BITS != self.serial {
@@ -386,7 +387,7 @@ impl<'p> Connection<'p> {
             return;
         }
         let start = now();
-        let mut trash = [0; 4096];
+        let mut discarded = [0; 4096];
         loop {
             let left = time.saturating_sub(now().since(start));
             if left.is_zero() {
@@ -398,7 +399,7 @@ impl<'p> Connection<'p> {
             };
             let _ =
                 poll(&mut [PollFd::from_borrowed_fd(self.link.fd(), PollFlags::IN)], Some(&left));
-            match recv(self.link.fd(), &mut trash[..], RecvFlags::DONTWAIT) {
+            match recv(self.link.fd(), &mut discarded[..], RecvFlags::DONTWAIT) {
                 Ok((1.., _)) | Err(Errno::AGAIN | Errno::INTR) => {}
                 Ok((0, _)) | Err(_) => return,
             }
@@ -407,7 +408,7 @@ impl<'p> Connection<'p> {
 }
 
 /// Ends an idle connection as the protocol wants it.
-pub(super) fn say_goodbye(fd: BorrowedFd<'_>) {
+pub(super) fn send_disconnect(fd: BorrowedFd<'_>) {
     let _ =
         send(fd, &wire::request(wire::DISC, 0, 0, 0, 0), SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
     let _ = shutdown(fd, Shutdown::Write);

@@ -8,9 +8,9 @@ use swaptide_sys::Errno;
 use super::wire::{self, Garbled};
 
 /// Most requests carried out together: what cookies have room for.
-pub(super) const GROUP: usize = 1024;
+pub(super) const MAX_BATCH_REQUESTS: usize = 1024;
 /// Pieces of a reply that may wait for others, besides those that come in order.
-const MOST_PIECES: usize = 64;
+const MAX_EARLY_PIECES: usize = 64;
 
 /// What is wanted of the server.
 pub(super) enum Job<'b> {
@@ -129,7 +129,7 @@ impl<'b> NbdRequest<'b> {
         }
         if part.start == self.came.end {
             self.came.end = part.end;
-        } else if self.pieces.len() < MOST_PIECES {
+        } else if self.pieces.len() < MAX_EARLY_PIECES {
             self.pieces.push(part.clone());
         } else {
             return Err(Garbled);

@@ -431,7 +431,7 @@ impl ObjectPool {
     }
 
     /// Gives the pages of all warm blocks back.
-    pub(super) fn chill(&mut self) {
+    pub(super) fn discard_warm(&mut self) {
         while let Some(block) = self.warm.pop() {
             self.discard(block);
         }
@@ -554,7 +554,7 @@ impl ObjectPool {
             self.discard(block);
         }
         if (self.resident_pages + pages) * PAGE_SIZE > self.limit.saturating_add(self.slack) {
-            self.chill();
+            self.discard_warm();
             if (self.resident_pages + pages) * PAGE_SIZE > self.limit.saturating_add(self.slack) {
                 return Err(PoolFull);
             }

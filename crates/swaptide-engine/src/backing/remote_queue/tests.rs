@@ -27,8 +27,8 @@ fn page(n: u8) -> Page {
     std::array::from_fn(|k| n ^ (k as u8).wrapping_mul(37))
 }
 
-fn order(buffer: usize, slots: &[(usize, u32)]) -> RemoteRead {
-    let mut order = RemoteRead {
+fn request(buffer: usize, slots: &[(usize, u32)]) -> RemoteRead {
+    let mut request = RemoteRead {
         buffer,
         server: ServerId(0),
         slots: [Slot(0); PAGES_PER_CHUNK],
@@ -38,10 +38,10 @@ fn order(buffer: usize, slots: &[(usize, u32)]) -> RemoteRead {
         unasked: false,
     };
     for (k, slot) in slots {
-        order.slots[*k] = Slot(*slot);
-        order.wanted |= 1 << k;
+        request.slots[*k] = Slot(*slot);
+        request.wanted |= 1 << k;
     }
-    order
+    request
 }
 
 #[test]
@@ -51,24 +51,24 @@ fn reads_fill_their_buffers_and_a_missing_page_fails_alone() {
     for n in 1..=5u8 {
         device.write(&[(Slot(u32::from(n)), Packed::Raw(&page(n)))]).expect("written");
     }
-    let mut orders = [order(3, &[(0, 1), (15, 2)]), order(9, &[(7, 3)])];
-    remote.read(device, &mut orders, false, |line| panic!("{line}"));
-    assert_eq!(orders.map(|order| (order.read, order.lost)), [(0x8001, 0), (0x80, 0)]);
-    let found = |order: &RemoteRead| {
-        remote.pages(order).map(|(bit, _, page)| (bit, *page)).collect::<Vec<_>>()
+    let mut requests = [request(3, &[(0, 1), (15, 2)]), request(9, &[(7, 3)])];
+    remote.read(device, &mut requests, false, |line| panic!("{line}"));
+    assert_eq!(requests.map(|request| (request.read, request.lost)), [(0x8001, 0), (0x80, 0)]);
+    let found = |request: &RemoteRead| {
+        remote.pages(request).map(|(bit, _, page)| (bit, *page)).collect::<Vec<_>>()
     };
-    assert!(found(&orders[0]) == [(1, page(1)), (0x8000, page(2))]);
-    assert!(found(&orders[1]) == [(0x80, page(3))]);
-    // A page is freed between its order and the reading.
+    assert!(found(&requests[0]) == [(1, page(1)), (0x8000, page(2))]);
+    assert!(found(&requests[1]) == [(0x80, page(3))]);
+    // A page is freed between its request and the reading.
     device.free(Slot(2));
-    let mut orders = [order(3, &[(0, 1), (1, 2), (2, 4)]), order(9, &[(7, 5)])];
-    remote.read(device, &mut orders, false, |line| panic!("{line}"));
+    let mut requests = [request(3, &[(0, 1), (1, 2), (2, 4)]), request(9, &[(7, 5)])];
+    remote.read(device, &mut requests, false, |line| panic!("{line}"));
     assert_eq!(
-        orders.map(|order| (order.read, order.lost)),
+        requests.map(|request| (request.read, request.lost)),
         [(0b101, 0), (0x80, 0)],
         "a freed page is no loss"
     );
-    assert!(remote.pages(&orders[0]).any(|(bit, _, there)| bit == 0b100 && *there == page(4)));
+    assert!(remote.pages(&requests[0]).any(|(bit, _, there)| bit == 0b100 && *there == page(4)));
 }
 
 #[test]
@@ -82,18 +82,18 @@ fn what_is_damaged_is_lost_alone() {
     }
     // What `devices` opens is one file after the other: this one has zeros where the page was.
     device.abandon(Vec::new());
-    let mut orders = [order(0, &[(0, 1), (1, 2)]), order(1, &[(0, 3)])];
-    remote.read(device, &mut orders, false, |_| ());
+    let mut requests = [request(0, &[(0, 1), (1, 2)]), request(1, &[(0, 3)])];
+    remote.read(device, &mut requests, false, |_| ());
     assert_eq!(
-        orders.map(|order| (order.read, order.lost)),
+        requests.map(|request| (request.read, request.lost)),
         [(0, 0b11), (0, 1)],
         "nothing of it is there any more"
     );
     device.write(&[(Slot(9), Packed::Raw(&pages[3]))]).expect("written");
-    let mut orders = [order(0, &[(0, 1), (1, 9)]), order(1, &[(0, 3)])];
-    remote.read(device, &mut orders, false, |_| ());
-    assert_eq!(orders.map(|order| (order.read, order.lost)), [(0b10, 1), (0, 1)]);
-    assert!(remote.pages(&orders[0]).any(|(bit, _, there)| bit == 0b10 && *there == pages[3]));
+    let mut requests = [request(0, &[(0, 1), (1, 9)]), request(1, &[(0, 3)])];
+    remote.read(device, &mut requests, false, |_| ());
+    assert_eq!(requests.map(|request| (request.read, request.lost)), [(0b10, 1), (0, 1)]);
+    assert!(remote.pages(&requests[0]).any(|(bit, _, there)| bit == 0b10 && *there == pages[3]));
 }
 
 #[test]
@@ -114,20 +114,20 @@ fn what_fails_three_times_in_a_row_is_read_and_not_lost() {
         [(); 3].map(|()| device.read(&mut [(Slot(1), &mut buffer)]).is_ok()),
         [false, true, true]
     );
-    let mut orders = [order(0, &[(0, 1), (5, 2)])];
-    remote.read(device, &mut orders, false, |_| ());
-    assert_eq!(orders.map(|order| (order.read, order.lost)), [(0b100001, 0)]);
-    assert!(remote.pages(&orders[0]).map(|(_, _, there)| *there).eq([page(1), page(2)]));
+    let mut requests = [request(0, &[(0, 1), (5, 2)])];
+    remote.read(device, &mut requests, false, |_| ());
+    assert_eq!(requests.map(|request| (request.read, request.lost)), [(0b100001, 0)]);
+    assert!(remote.pages(&requests[0]).map(|(_, _, there)| *there).eq([page(1), page(2)]));
 }
 
 #[test]
 fn a_server_that_keeps_one_waiting_gets_no_other_reader() {
     let mut queue = Queue::default();
-    let at = |server, buffer| RemoteRead { server: ServerId(server), ..order(buffer, &[(0, 1)]) };
+    let at = |server, buffer| RemoteRead { server: ServerId(server), ..request(buffer, &[(0, 1)]) };
     let take = |queue: &mut Queue, reader| {
-        let mut orders = Vec::new();
-        queue.take(reader, &mut orders);
-        orders.iter().map(|order| order.buffer).collect::<Vec<_>>()
+        let mut requests = Vec::new();
+        queue.take(reader, &mut requests);
+        requests.iter().map(|request| request.buffer).collect::<Vec<_>>()
     };
     queue.sent.extend([at(1, 0), at(2, 1), at(1, 2)]);
     assert_eq!(take(&mut queue, 0), [0, 2], "those of one server together");
@@ -150,10 +150,13 @@ fn a_server_that_keeps_one_waiting_gets_no_other_reader() {
 #[test]
 fn reads_for_faults_go_before_readahead() {
     let mut queue = Queue::default();
-    let at = |buffer, unasked| RemoteRead { unasked, ..order(buffer, &[(0, 1)]) };
+    let at = |buffer, unasked| RemoteRead { unasked, ..request(buffer, &[(0, 1)]) };
     queue.send([at(0, true), at(1, true)].into_iter());
     queue.send([at(2, false), at(3, false)].into_iter());
     queue.send([at(4, true)].into_iter());
     queue.send([at(5, false)].into_iter());
-    assert_eq!(queue.sent.iter().map(|order| order.buffer).collect::<Vec<_>>(), [2, 3, 5, 0, 1, 4]);
+    assert_eq!(
+        queue.sent.iter().map(|request| request.buffer).collect::<Vec<_>>(),
+        [2, 3, 5, 0, 1, 4]
+    );
 }

@@ -112,12 +112,12 @@ fn set_group(
     };
     let pids =
         moves.iter().map(|(_, value)| number(value)).collect::<Result<Vec<u32>, String>>()?;
-    if let Some(stranger) = pids
+    if let Some(foreign) = pids
         .iter()
         .find(|pid| !controller.keeps(**pid) || !all && controller.owner_of(**pid) != Some(uid))
     {
         return Err(format!(
-            "{path}: processes: {stranger} is not a process of this run; see swaptide ctl stats"
+            "{path}: processes: {foreign} is not a process of this run; see swaptide ctl stats"
         ));
     }
     let before: Vec<GroupPath> =

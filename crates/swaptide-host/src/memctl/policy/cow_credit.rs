@@ -17,7 +17,7 @@ use crate::memctl::policy::{Bounds, Process, Standing, is_in, sums};
 /// left it shared does it sooner.
 const STABLE_AFTER: Duration = Duration::from_millis(100);
 /// The time in which engines take out what a program copies of what a fork left it shared.
-const COPIED_AHEAD: Duration = Duration::from_millis(50);
+const COPY_AHEAD_TIME: Duration = Duration::from_millis(50);
 
 /// A process's pages that others have too, since a fork.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -54,7 +54,7 @@ impl StableMin {
     }
 }
 
-/// Follows what was copied for a process: that of the last one to two `COPIED_AHEAD`.
+/// Follows what was copied for a process: that of the last one to two `COPY_AHEAD_TIME`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RecentSum {
     before: u64,
@@ -66,9 +66,9 @@ impl RecentSum {
     /// `bytes` were copied in the time `elapsed`; gives what was lately, these among it.
     pub fn add(&mut self, bytes: u64, elapsed: Duration) -> u64 {
         self.age += elapsed;
-        if self.age >= COPIED_AHEAD {
+        if self.age >= COPY_AHEAD_TIME {
             *self = RecentSum {
-                before: if self.age < 2 * COPIED_AHEAD { self.now } else { 0 },
+                before: if self.age < 2 * COPY_AHEAD_TIME { self.now } else { 0 },
                 now: 0,
                 age: Duration::ZERO,
             };
@@ -225,12 +225,12 @@ mod tests {
     #[test]
     fn what_came_lately_is_forgotten_in_time() {
         let mut lately = RecentSum::default();
-        let step = COPIED_AHEAD / 5;
+        let step = COPY_AHEAD_TIME / 5;
         let seen: Vec<u64> =
             (0..20).map(|at| lately.add(if at < 5 { 10 } else { 0 }, step)).collect();
         assert_eq!((seen[3], seen[4], seen[19]), (40, 50, 0), "{seen:?}");
         assert!(seen[5..9].iter().all(|bytes| *bytes >= 10), "{seen:?}");
-        assert_eq!(lately.add(7, 3 * COPIED_AHEAD), 7);
+        assert_eq!(lately.add(7, 3 * COPY_AHEAD_TIME), 7);
     }
 
     #[test]
