@@ -12,7 +12,9 @@ use std::time::Duration;
 
 use swaptide_engine::Engine;
 use swaptide_engine::requests::{FaultRequest, HandlerRequest};
-use swaptide_ipc::{AgentRequest, AreaId, ENV_SOCKET, NO_LIMIT, ProcState, Segment, SlotIndex};
+use swaptide_ipc::{
+    AgentRequest, AreaId, ENV_SOCKET, MIN_BUDGET_BYTES, NO_LIMIT, ProcState, Segment, SlotIndex,
+};
 use swaptide_sys::helper::PrivilegedHelper;
 use swaptide_sys::lock::Lock;
 use swaptide_sys::mem::SharedMap;
@@ -289,15 +291,16 @@ pub(crate) fn release_hold() -> bool {
 pub(crate) static PLACE: AtomicU32 = AtomicU32::new(SLOT_UNCLAIMED);
 pub(crate) const SLOT_UNCLAIMED: u32 = 0;
 pub(crate) const SLOT_PENDING: u32 = u32::MAX;
-/// No budget is smaller.
-const MIN_BUDGET_BYTES: usize = 16 << 20;
 
 /// A mapping of `len` bytes is about to be made, to be written. One that is as large as the whole
 /// budget is not made before the process is managed: filled at full speed, or by the kernel at
 /// once, it would be past the budget before the supervisor looked. What is `reserved` beyond all
 /// memory of the machine is address space, and not to be filled.
 pub(crate) fn begin_before(len: usize, reserved: bool) {
-    if len < MIN_BUDGET_BYTES || !is_own_process() || (reserved && len as u64 > machine_bytes()) {
+    if (len as u64) < MIN_BUDGET_BYTES
+        || !is_own_process()
+        || (reserved && len as u64 > machine_bytes())
+    {
         return;
     }
     let began = now();

@@ -11,7 +11,7 @@ use std::sync::atomic::{
 use std::time::Duration;
 
 use swaptide_core::{Expect, FolioId, SharedGate, SlotContent as TableSlot, SwapEntry};
-use swaptide_ipc::{Counter, OfOrder, ProcSlot, Segment, SlotIndex};
+use swaptide_ipc::{Counter, OfOrder, POOL_PERCENT_ALONE, ProcSlot, Segment, SlotIndex};
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::sock::Conn;
@@ -254,7 +254,7 @@ impl Engine {
         let index = Arc::new(AtomicU32::new(start.index.0));
         let devices = Devices::new(start.segment, index.clone(), start.open_area, start.salt)?;
         let percent = match header.pool.percent.load(Relaxed) {
-            0 => 75,
+            0 => u64::from(POOL_PERCENT_ALONE),
             percent => u64::from(percent),
         };
         let acceptance = Acceptance::new(

@@ -28,6 +28,13 @@ pub const NO_LIMIT: u64 = 1 << 46;
 const MAX_BYTES: u64 = NO_LIMIT;
 /// No counter of one process counts for more.
 const MAX_COUNT: u64 = 1 << 47;
+/// The smallest budget: a floor for the program, staging frames, tables and a compressed pool.
+pub const MIN_BUDGET_BYTES: u64 = 16 << 20;
+/// How fast a program may grow at most, by which the time of the next look is set.
+pub const MAX_GROWTH_BYTES_PER_S: u64 = 6_000_000_000;
+/// The share of a process's limit that compressed memory may take where nothing stands behind it,
+/// in percent.
+pub const POOL_PERCENT_ALONE: u32 = 75;
 /// Pages that the price of growth past `swap.high` is for ([`ProcControl::throttle_us`]).
 pub const THROTTLE_PAGES: u64 = 64;
 

@@ -14,6 +14,7 @@ use crate::real::programs::{PROGRAMS, RealProgram};
 use crate::real::run::{End, RealRun, Under, run};
 use crate::report::comparison::{BenchReport, Better, SWAPTIDE, Spread};
 use crate::report::real::{RealRow, RealSide};
+use crate::report::svg::MAX_SLOWDOWN;
 use crate::session::{Failed, Session};
 
 /// A program has a half, a third and a quarter of its memory.
@@ -21,8 +22,7 @@ const DIVISORS: [u64; 3] = [2, 3, 4];
 /// The program of `kernel-build`, and the parts of its memory.
 const KERNEL_BUILD: &str = "linux";
 const KERNEL_BUILD_DIVISORS: [u64; 2] = [2, 3];
-/// A run may take this many times as long as without a limit, and some seconds.
-const MAX_SLOWDOWN: f64 = 10.0;
+/// What a run may take besides [`MAX_SLOWDOWN`].
 const STARTING: Duration = Duration::from_secs(5);
 /// The same where there is no limit and no time to compare with.
 const ALONE_TIMEOUT: Duration = Duration::from_secs(600);

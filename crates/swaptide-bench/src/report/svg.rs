@@ -290,8 +290,8 @@ fn divisors(rows: &[RealRow]) -> Vec<u64> {
     divisors
 }
 
-/// Most times longer than without a limit that a bar shows.
-const MAX_SLOWDOWN: f64 = 10.0;
+/// Most times longer than without a limit that a run may take, and that a bar shows.
+pub(crate) const MAX_SLOWDOWN: f64 = 10.0;
 
 /// A panel for each part of the memory, with two bars for each program: how many times longer it
 /// takes than without a limit.

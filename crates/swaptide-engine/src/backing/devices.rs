@@ -77,6 +77,8 @@ const RENEWING: FolioId = FolioId(u32::MAX >> 9);
 /// the other threads' follow.
 const LOADING: FolioId = FolioId(u32::MAX >> 10);
 
+// The segment's areas and the store's are the same.
+const _: () = assert!(MAX_AREAS == swaptide_ipc::MAX_AREAS);
 /// The group of everything as long as a run has only one.
 const GROUP: GroupId = GroupId(0);
 /// CPUs that allocate in clusters of their own; those beyond share them.

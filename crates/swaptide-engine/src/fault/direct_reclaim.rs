@@ -24,7 +24,7 @@ use crate::engine::Engine;
 use crate::events::reader::UffdReader;
 use crate::fault::install::Stop;
 use crate::memcg::psi::Stall;
-use crate::reclaim::worker::{Step, Worker};
+use crate::reclaim::worker::{MIN_POOL_DIVISOR, Step, Worker};
 
 /// Turns in which room is left to be made by the workers, where they write to a server.
 const MAX_WAITS_FOR_WORKERS: usize = 16;
@@ -41,8 +41,6 @@ const STALLED_WRITE_TIME: Duration = Duration::from_millis(100);
 /// past its limit by this part of it, and then slowly.
 const STALLED_OVERSHOOT_DIVISOR: i64 = 32;
 const SLOW_TIME: Duration = Duration::from_millis(1);
-/// Compressed memory larger than this part of the limit is written back when nothing can be taken.
-const MIN_POOL_DIVISOR: u64 = 16;
 
 /// Makes room for `n` pages, with the serving thread's own `worker`. `tries`: how often the fault
 /// was put off.

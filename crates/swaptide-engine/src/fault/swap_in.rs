@@ -35,6 +35,7 @@ use crate::fault::install::{LoadedPages, MIN_MOVE_PAGES, Stop};
 use crate::fault::load::readahead_limits;
 use crate::fault::loading::{NotBegun, other_filler};
 use crate::fault::path::{COPY_BYTES, FaultPath};
+use crate::memcg::pool_sizing::{FAULT_NS, POOL_NS};
 use crate::mm::page_table::PageState;
 use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PageNo, pages_of, range_of};
 use crate::readahead::locality::{Reading, SwapIn};
@@ -47,10 +48,6 @@ const _: () = assert!(
 );
 /// Out-of-date snapshots of a single page in a row before other messages get their turn.
 const MAX_STALE_SNAPSHOTS: u32 = 8;
-/// What a fault costs besides bringing pages in, and what a page from compressed memory costs with
-/// the one that goes out for it, in nanoseconds.
-const FAULT_NS: u64 = 8_000;
-const POOL_NS: u64 = 6_000;
 
 /// Where a page that was put in place has come from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

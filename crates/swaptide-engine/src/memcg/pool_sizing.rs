@@ -34,9 +34,9 @@ const MIN_REFAULTS: u64 = 48;
 /// Refaults from swap areas that are remembered.
 const MAX_GHOST_REFAULTS: u64 = 4096;
 /// What a fault costs besides bringing pages in (its delivery), in nanoseconds.
-const FAULT_NS: u64 = 8_000;
+pub(crate) const FAULT_NS: u64 = 8_000;
 /// What bringing one page in from compressed memory and taking another one out costs.
-const POOL_NS: u64 = 6_000;
+pub(crate) const POOL_NS: u64 = 6_000;
 /// What a page costs that goes to a swap area and comes back, besides the reading.
 const WRITE_NS: u64 = 8_000;
 /// Pages that compressed memory keeps in one, as a rule.

@@ -20,7 +20,7 @@
 use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::time::Duration;
 
-use swaptide_ipc::Counter;
+use swaptide_ipc::{Counter, MAX_GROWTH_BYTES_PER_S};
 use swaptide_store::codec::{Compressor, Scheme, Unpacker};
 use swaptide_sys::AsFd;
 use swaptide_sys::lock::futex;
@@ -52,8 +52,6 @@ const TICK_NEAR_LIMIT: Duration = Duration::from_millis(1);
 /// The same while a thread faults again and again with the handler on its CPU: a thread that wakes
 /// up, if only for a look, may part the two.
 const TICK_SINGLE_FAULTER: Duration = Duration::from_millis(4);
-/// How fast a program may grow at most, by which the time of the next look is set.
-const GROWTH_BYTES_PER_US: u64 = 6_000;
 /// A handler that neither waits nor reads for so long starves, or does something long, and then it
 /// is no harm if it does it in the normal class.
 const STARVED_HANDLER_TIME: Duration = Duration::from_millis(3);
@@ -64,8 +62,9 @@ const DIVISION_INTERVAL: Duration = Duration::from_millis(10);
 const COMPACT_SLACK_BYTES: usize = 1 << 20;
 /// Bytes that are moved at a time then.
 const COMPACT_STEP_BYTES: usize = 512 << 10;
-/// Compressed memory smaller than this part of the limit is not made smaller for its own sake.
-const MIN_POOL_DIVISOR: u64 = 16;
+/// Compressed memory smaller than this part of the limit is not made smaller for its own sake, and
+/// not written back when nothing can be taken.
+pub(crate) const MIN_POOL_DIVISOR: u64 = 16;
 /// Batches that may wait for a worker.
 const MAX_QUEUED_BATCHES: usize = 2;
 
@@ -461,7 +460,7 @@ fn tick(engine: &Engine, keeps: bool) -> Duration {
         return if charge.headroom() < 4 * charge.high() { shortest } else { TICK };
     }
     let free = charge.headroom().max(0) as u64;
-    Duration::from_micros(free / 2 / GROWTH_BYTES_PER_US).clamp(shortest, TICK)
+    Duration::from_micros(free / 2 / (MAX_GROWTH_BYTES_PER_S / 1_000_000)).clamp(shortest, TICK)
 }
 
 /// Pages that were shared are not for ever: the other process writes to them, ends, or executes a

@@ -2,11 +2,11 @@
 
 use std::io;
 use std::path::PathBuf;
+use swaptide_ipc::MIN_BUDGET_BYTES;
 use thiserror::Error;
 
 use crate::cgroup::tree::GroupError;
 use crate::config::ConfigError;
-use crate::memctl::policy::MIN_BUDGET_BYTES;
 use crate::swap::areas::AreaError;
 use crate::swap::spec::DeviceError;
 use crate::units::human;

@@ -36,7 +36,7 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use swaptide_core::Tiers;
-use swaptide_ipc::{AreaId, GroupIndex, Segment};
+use swaptide_ipc::{AreaId, GroupIndex, MIN_BUDGET_BYTES, Segment};
 use swaptide_sys::sock::{Conn, PeerCred, peer_of, poll_readable};
 
 use crate::cgroup::tree::{GroupError, GroupPath, GroupTree, cgroup_of};
@@ -48,7 +48,6 @@ use crate::control::server::{
     read_line, send_answer,
 };
 use crate::memctl::controller::{self, MemoryController, SayToRun};
-use crate::memctl::policy::MIN_BUDGET_BYTES;
 use crate::report::totals::View;
 use crate::signals;
 use crate::swap::areas::{AreaOpener, Areas};

@@ -22,7 +22,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::memctl::policy::MIN_BUDGET_BYTES;
+use swaptide_ipc::MIN_BUDGET_BYTES;
+
 use crate::units::limiting_cgroups;
 
 /// How often is looked.

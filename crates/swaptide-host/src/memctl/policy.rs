@@ -28,6 +28,8 @@
 
 use std::time::Duration;
 
+use swaptide_ipc::MAX_GROWTH_BYTES_PER_S;
+
 use crate::memctl::hierarchy::{Claim, Node, divide};
 
 mod cow_credit;
@@ -49,16 +51,12 @@ const ENGAGE_TIME: Duration = Duration::from_millis(20);
 /// The time over which the pressure of processes of one copy-on-write group is averaged: each has
 /// moments at which it wants much.
 const PRESSURE_WINDOW: Duration = Duration::from_millis(250);
-/// The smallest budget: a floor for the program, staging frames, tables and a compressed pool.
-pub(crate) const MIN_BUDGET_BYTES: u64 = 16 << 20;
 /// The room that an engine keeps within a small limit.
 const ENGINE_ROOM_BYTES: u64 = 1 << 20;
 /// The time in which a limit sinks by an eighth at most, while the budget is kept.
 const YIELD_TIME: Duration = Duration::from_millis(50);
 /// Eighths of a group's memory that copy-on-write groups keep.
 const COW_GROUP_KEEPS_EIGHTHS: u64 = 7;
-/// How fast a program may grow at most, by which the time of the next look is set.
-const GROWTH_BYTES_PER_S: u64 = 6_000_000_000;
 
 /// What a group may have. The first of a list is the root; a parent stands before its children.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -416,8 +414,8 @@ pub fn interval(groups: &[Bounds], processes: &[Process]) -> Duration {
     let wait = |((group, total), others): ((&Bounds, &u64), &u64)| {
         let steady = total > others && *others < group.max / 16 && !grows;
         let shortest = if steady { 5_000 } else { 1_000 };
-        let micros =
-            group.max.saturating_sub(*total) as u128 / 2 * 1_000_000 / GROWTH_BYTES_PER_S as u128;
+        let micros = group.max.saturating_sub(*total) as u128 / 2 * 1_000_000
+            / MAX_GROWTH_BYTES_PER_S as u128;
         Duration::from_micros((micros.min(50_000) as u64).max(shortest))
     };
     let populated = groups.iter().zip(&totals).zip(&others).filter(|((_, total), _)| **total > 0);

@@ -3,12 +3,12 @@
 use std::io;
 use std::path::PathBuf;
 
+use swaptide_ipc::MIN_BUDGET_BYTES;
 use swaptide_sys::uffd::OpenError;
 use thiserror::Error;
 
 use crate::cgroup::tree::GroupError;
 use crate::config::ConfigError;
-use crate::memctl::policy::MIN_BUDGET_BYTES;
 use crate::run::target::TargetError;
 use crate::swap::areas::AreaError;
 use crate::swap::spec::DeviceError;

@@ -5,7 +5,7 @@
 use std::io;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
-use swaptide_ipc::{MAGIC, Segment, VERSION};
+use swaptide_ipc::{MAGIC, POOL_PERCENT_ALONE, Segment, VERSION};
 
 use crate::run::doctor::{self, Forks};
 use crate::swap::spec::RunSwapSpace;
@@ -23,8 +23,6 @@ const ENV_FAIL: &str = "SWAPTIDE_TEST_FAIL";
 /// The share of a process's limit that compressed memory may take where a file stands behind it, in
 /// percent.
 const POOL_PERCENT: u32 = 60;
-/// The same where there is nothing behind it.
-const POOL_PERCENT_ALONE: u32 = 75;
 
 fn test_setting(name: &str) -> Option<u32> {
     std::env::var(name).ok().and_then(|text| text.parse().ok())

@@ -34,7 +34,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use swaptide_core::Tiers;
-use swaptide_ipc::{GroupIndex, Segment};
+use swaptide_ipc::{GroupIndex, MIN_BUDGET_BYTES, Segment};
 use swaptide_shared::MAX_REGION_BYTES;
 use swaptide_store::codec::Scheme;
 use swaptide_sys::mem::{SharedMap, memfd_create};
@@ -45,7 +45,6 @@ use crate::config::Config;
 use crate::control::Users;
 use crate::control::daemon_client::{self as client, RemoteAreas};
 use crate::control::server::{Join, Joined};
-use crate::memctl::policy::MIN_BUDGET_BYTES;
 use crate::memctl::stall::StallPolicy;
 use crate::report::totals::{ReportFile, Sink, program_name};
 use crate::run::agent::find_agent;
