@@ -5,6 +5,7 @@
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 
 use crate::ids::MAX_EXTENTS;
+use crate::optional_limit::OptionalLimit;
 
 /// Groups that there can be at one time, the root among them.
 pub const MAX_GROUPS: usize = 64;
@@ -25,8 +26,8 @@ pub struct GroupSlot {
     pub(crate) parent_plus: AtomicU32,
     /// Areas that it may not use, a bit each.
     pub(crate) areas_excluded: AtomicU32,
-    /// One more than the extents that it may have (0: as many as there are).
-    pub(crate) swap_max_plus: AtomicU32,
+    /// Extents that it may have; without, as many as there are.
+    pub(crate) swap_max: OptionalLimit<AtomicU32>,
     /// Extents that it has.
     pub(crate) swap_used: AtomicU32,
     /// Leases that its own maximum prevented.
@@ -48,12 +49,12 @@ impl GroupSlot {
 
     /// Extents that it may have; `None`: as many as there are.
     pub fn swap_max(&self) -> Option<u32> {
-        self.swap_max_plus.load(Relaxed).checked_sub(1)
+        self.swap_max.get()
     }
 
     /// Sets them. What it has beyond them stays.
     pub fn set_swap_max(&self, extents: Option<u32>) {
-        self.swap_max_plus.store(extents.map_or(0, |extents| extents.saturating_add(1)), Relaxed);
+        self.swap_max.set(extents);
     }
 
     /// Extents that it and those below it have.

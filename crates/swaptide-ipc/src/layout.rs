@@ -14,6 +14,7 @@ use crate::area::{Area, MAX_AREAS};
 use crate::counters::{Counter, FaultHistogram, RefaultHistogram};
 use crate::group::Groups;
 use crate::ids::{ExtentId, MAX_EXTENTS, SlotIndex};
+use crate::optional_limit::OptionalLimit;
 
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
@@ -112,12 +113,12 @@ pub struct PoolConfig {
 /// What was said of swap-in. Written by the supervisor.
 #[repr(C)]
 pub struct SwapInConfig {
-    /// One more than page-cluster: windows from the swap file, and from compressed memory in front
-    /// of it, are at most two to the power of page-cluster pages (0: nothing was said).
-    pub page_cluster_plus: AtomicU32,
-    /// One more than the largest order of a swap-in (0: any). For comparisons: with order 0, every
-    /// fault brings its page alone.
-    pub largest_order_plus: AtomicU32,
+    /// Windows from the swap file, and from compressed memory in front of it, are at most two to
+    /// the power of page-cluster pages.
+    pub page_cluster: OptionalLimit<AtomicU32>,
+    /// The largest order of a swap-in. For comparisons: with order 0, every fault brings its page
+    /// alone.
+    pub largest_order: OptionalLimit<AtomicU32>,
 }
 
 /// Faults to be injected, for tests. Written by the supervisor.
@@ -191,9 +192,9 @@ pub struct ProcSlot {
 pub struct ProcControl {
     /// Bytes of anonymous memory that the process may keep resident, everything included.
     pub limit_bytes: AtomicU64,
-    /// One more than the bytes that its compressed memory may have for its group's sake (0: as many
-    /// as its limit permits).
-    pub pool_max_plus: AtomicU64,
+    /// Bytes that its compressed memory may have for its group's sake; without, as many as its
+    /// limit permits.
+    pub pool_max: OptionalLimit<AtomicU64>,
     /// Futex word: raised, and its waiters woken, when `limit_bytes` or `engage` changed.
     pub wake_seq: AtomicU32,
     /// Futex word: raised, and its waiters woken, while the first thread of the process has ended
@@ -261,7 +262,7 @@ impl ProcControl {
         ] {
             own.store(parents.load(Relaxed), Relaxed);
         }
-        self.pool_max_plus.store(parent.pool_max_plus.load(Relaxed), Relaxed);
+        self.pool_max.set(parent.pool_max.get());
     }
 
     /// As for a process of which nothing was said. The futex words keep their numbers.
@@ -275,7 +276,7 @@ impl ProcControl {
             &self.detach,
             &self.cow_hint,
         ]);
-        self.pool_max_plus.store(0, Relaxed);
+        self.pool_max.set(None);
         self.limit_bytes.store(0, Relaxed);
     }
 }

@@ -25,6 +25,7 @@ mod group;
 pub mod groups;
 mod ids;
 mod layout;
+mod optional_limit;
 pub mod shared;
 mod wire;
 
@@ -43,4 +44,5 @@ pub use layout::{
     POOL_PERCENT_ALONE, PoolConfig, ProcControl, ProcSlot, ProcState, ProcUsage, Segment,
     SegmentError, SwapInConfig, THROTTLE_PAGES, VERSION,
 };
+pub use optional_limit::OptionalLimit;
 pub use wire::{AgentRequest, ENV_AGENT_LOG, ENV_SOCKET};

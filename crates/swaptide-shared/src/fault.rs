@@ -433,16 +433,15 @@ impl FaultThread {
         let bound = (limit / 64) as usize / PAGE_SIZE;
         // As for a process's own memory: with a file, page-cluster says how far is read ahead, of
         // compressed memory in front of it too.
-        let bound = match self.inner.segment.header.swap_in.page_cluster_plus.load(Relaxed) {
-            0 => bound,
-            plus if self.inner.store.has_file() => {
-                bound.min(1 << (plus - 1).min(u32::from(LAST_ORDER)))
+        let bound = match self.inner.segment.header.swap_in.page_cluster.get() {
+            Some(order) if self.inner.store.has_file() => {
+                bound.min(1 << order.min(u32::from(LAST_ORDER)))
             }
             _ => bound,
         };
-        match self.inner.segment.header.swap_in.largest_order_plus.load(Relaxed) {
-            0 => bound.clamp(1, MAX_PAGES_PER_FAULT),
-            plus => bound.clamp(1, 1 << (plus - 1).min(u32::from(LAST_ORDER))),
+        match self.inner.segment.header.swap_in.largest_order.get() {
+            None => bound.clamp(1, MAX_PAGES_PER_FAULT),
+            Some(order) => bound.clamp(1, 1 << order.min(u32::from(LAST_ORDER))),
         }
     }
 

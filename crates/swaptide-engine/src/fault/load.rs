@@ -19,8 +19,6 @@
 //! 4. A page that this process cannot read for want of memory or descriptors is never poisoned
 //!    ([`crate::backing::shortage`]).
 
-use std::sync::atomic::Ordering::Relaxed;
-
 use swaptide_core::SwapEntry;
 use swaptide_ipc::Counter;
 use swaptide_store::codec::{Codec, Unpacker};
@@ -268,8 +266,5 @@ pub(crate) fn is_worth_another(error: &ReadError, device: &FileDevice) -> bool {
 /// How much may come in at a time. Read each time: it may be changed while the run is under way.
 pub(crate) fn readahead_limits(engine: &Engine) -> ReadaheadLimits {
     let header = &engine.start.segment.header;
-    ReadaheadLimits::new(
-        header.swap_in.page_cluster_plus.load(Relaxed),
-        header.swap_in.largest_order_plus.load(Relaxed),
-    )
+    ReadaheadLimits::new(header.swap_in.page_cluster.get(), header.swap_in.largest_order.get())
 }

@@ -130,9 +130,7 @@ impl Charge {
         if limit != 0 && self.cow_group.accepts_limit(limit) {
             self.limit.store(limit, Relaxed);
         }
-        self.bounds
-            .group_max
-            .store(slot.control.pool_max_plus.load(Relaxed).wrapping_sub(1), Relaxed);
+        self.bounds.group_max.store(slot.control.pool_max.get().unwrap_or(u64::MAX), Relaxed);
         self.cow_group.on_hint(slot.control.cow_hint.load(Relaxed));
     }
 
@@ -581,11 +579,11 @@ mod tests {
         charge.publish(4096, 0, 10 << 20);
         charge.take_limit(slot);
         assert_eq!(charge.pool_limit(), 48 << 20);
-        slot.control.pool_max_plus.store((8 << 20) + 1, Relaxed);
+        slot.control.pool_max.set(Some(8 << 20));
         charge.take_limit(slot);
         assert_eq!(charge.pool_limit(), 8 << 20);
         assert!(charge.pool_is_full() && charge.pool_overflows());
-        slot.control.pool_max_plus.store(0, Relaxed);
+        slot.control.pool_max.set(None);
         charge.take_limit(slot);
         assert!(!charge.pool_is_full());
     }

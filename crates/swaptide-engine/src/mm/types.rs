@@ -59,7 +59,7 @@ impl PageNo {
     }
 
     /// The page `n` pages further.
-    pub fn plus(self, n: usize) -> PageNo {
+    pub(crate) fn plus(self, n: usize) -> PageNo {
         PageNo(self.0 + n)
     }
 }
@@ -71,7 +71,7 @@ impl ChunkNo {
     }
 
     /// The chunk `n` chunks further.
-    pub fn plus(self, n: usize) -> ChunkNo {
+    pub(crate) fn plus(self, n: usize) -> ChunkNo {
         ChunkNo(self.0 + n)
     }
 }

@@ -32,13 +32,10 @@ pub struct ReadaheadLimits {
 }
 
 impl ReadaheadLimits {
-    /// From the words of a segment's header, each one more than its value or 0.
-    pub fn new(page_cluster_plus: u32, largest_order_plus: u32) -> ReadaheadLimits {
-        let value = |plus: u32| plus.checked_sub(1).map(|n| n.min(9) as u8);
-        ReadaheadLimits {
-            page_cluster: value(page_cluster_plus),
-            largest_order: value(largest_order_plus),
-        }
+    /// From the words of a segment's header.
+    pub fn new(page_cluster: Option<u32>, largest_order: Option<u32>) -> ReadaheadLimits {
+        let value = |limit: Option<u32>| limit.map(|n| n.min(9) as u8);
+        ReadaheadLimits { page_cluster: value(page_cluster), largest_order: value(largest_order) }
     }
 
     /// Most pages of one fault, where `window` is what the limit allows. Without a swap area
@@ -297,13 +294,13 @@ mod tests {
 
     #[test]
     fn limits_apply_where_a_swap_area_is_behind() {
-        let limits = ReadaheadLimits::new(4, 0);
+        let limits = ReadaheadLimits::new(Some(3), None);
         assert_eq!(limits, ReadaheadLimits { page_cluster: Some(3), largest_order: None });
         assert_eq!((limits.most(512, true), limits.most(512, false)), (8, 512));
-        assert_eq!(ReadaheadLimits::new(1, 0).most(512, true), 1, "page-cluster 0");
-        assert_eq!(ReadaheadLimits::new(0, 1).most(512, false), 1, "order 0");
-        assert_eq!(ReadaheadLimits::new(0, 0).most(300, true), 300);
-        assert_eq!(ReadaheadLimits::new(10, 5).most(512, true), 16);
+        assert_eq!(ReadaheadLimits::new(Some(0), None).most(512, true), 1, "page-cluster 0");
+        assert_eq!(ReadaheadLimits::new(None, Some(0)).most(512, false), 1, "order 0");
+        assert_eq!(ReadaheadLimits::new(None, None).most(300, true), 300);
+        assert_eq!(ReadaheadLimits::new(Some(9), Some(4)).most(512, true), 16);
     }
 
     #[test]

@@ -30,7 +30,6 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use swaptide_core::Tiers;
@@ -366,14 +365,8 @@ fn set_up_segment(
     let map = SharedMap::map(fd.as_fd(), Segment::BYTES)?;
     let segment = Segment::raw(map).map_err(io::Error::other)?;
     let header = &segment.header;
-    header
-        .swap_in
-        .page_cluster_plus
-        .store(config.page_cluster.map_or(0, |n| u32::from(n) + 1), Relaxed);
-    header
-        .swap_in
-        .largest_order_plus
-        .store(config.largest_order.map_or(0, |n| u32::from(n) + 1), Relaxed);
+    header.swap_in.page_cluster.set(config.page_cluster.map(u32::from));
+    header.swap_in.largest_order.set(config.largest_order.map(u32::from));
     set_up_header(segment, budget, space)?;
     Ok((segment, fd))
 }

@@ -3,11 +3,11 @@
 //! Locks: none.
 
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use swaptide_ipc::Header;
+use swaptide_ipc::{Header, OptionalLimit};
 
 use super::{Answer, REQUEST_TIMEOUT, TiersView, send_answer};
 use crate::cgroup::tree::{GroupPath, GroupView};
@@ -21,28 +21,26 @@ pub(super) fn change_readahead(
     header: &Header,
     set: &[(String, String)],
 ) -> Result<Vec<(String, String)>, String> {
-    let words = [&header.swap_in.page_cluster_plus, &header.swap_in.largest_order_plus];
+    let words = [&header.swap_in.page_cluster, &header.swap_in.largest_order];
     let mut changes = Vec::new();
     for (key, value) in set {
         let at = READAHEAD.iter().position(|known| known == key);
         let word = words
             [at.ok_or_else(|| format!("there is no {key:?}; there are {}", READAHEAD.join(", ")))?];
-        let plus = match (value.as_str(), value.parse::<u32>()) {
-            ("default", _) => 0,
-            (_, Ok(order @ 0..=9)) => order + 1,
+        let limit = match (value.as_str(), value.parse::<u32>()) {
+            ("default", _) => None,
+            (_, Ok(order @ 0..=9)) => Some(order),
             _ => {
                 return Err(format!(
                     "{key}: {value:?} is neither a number from 0 to 9 nor \"default\""
                 ));
             }
         };
-        changes.push((word, plus));
+        changes.push((word, limit));
     }
-    changes.into_iter().for_each(|(word, plus)| word.store(plus, Relaxed));
-    let shown = |word: &AtomicU32| {
-        word.load(Relaxed)
-            .checked_sub(1)
-            .map_or_else(|| "default".to_owned(), |order| order.to_string())
+    changes.into_iter().for_each(|(word, limit)| word.set(limit));
+    let shown = |word: &OptionalLimit<AtomicU32>| {
+        word.get().map_or_else(|| "default".to_owned(), |order| order.to_string())
     };
     Ok(READAHEAD.iter().zip(words).map(|(key, word)| ((*key).to_owned(), shown(word))).collect())
 }

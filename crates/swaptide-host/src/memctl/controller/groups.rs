@@ -155,9 +155,7 @@ impl GroupControl {
             };
             let most = above(&members[*at]).into_iter().filter_map(part).min();
             if let Some(slot) = members[*at].slot.map(|index| segment.slot(index)) {
-                slot.control
-                    .pool_max_plus
-                    .store(most.map_or(0, |most| most.saturating_add(1)), Relaxed);
+                slot.control.pool_max.set(most);
             }
         }
     }
