@@ -121,7 +121,7 @@ pub enum Question {
 #[serde(deny_unknown_fields)]
 pub struct Join {
     /// The process that the user started.
-    #[serde(alias = "front")]
+    #[serde(rename = "front", alias = "launcher")]
     pub launcher: u32,
     /// The program's name, for lists.
     pub program: String,

@@ -27,7 +27,7 @@ pub struct ManagedRun {
     /// Whose descendants its processes are.
     pub root: u32,
     /// The process that the user started.
-    #[serde(alias = "front")]
+    #[serde(rename = "front", alias = "launcher")]
     pub launcher: u32,
     /// User id of the run's user.
     pub uid: u32,
