@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The command line of the suite before it was pytest's; goes with the next release.
+"""Runs cases of the suite by their names, or lists them. All other options are pytest's.
 
 run.py --swaptide PATH [--full] [--list] [NAME...]        NAME: the start of cases' names
 """

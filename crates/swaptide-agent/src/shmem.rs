@@ -181,9 +181,10 @@ pub(crate) fn hint(addr: usize, len: usize, advice: c_int) {
     }
 }
 
-/// `MADV_REMOVE` of a range that may be of a region: the pager gives up what is in memory and what
-/// is out at one moment. Done by the kernel and then by the pager, what others write in between
-/// would be lost. `None`: the kernel shall do it, and answers with the kernel's word otherwise.
+/// `MADV_REMOVE` of a range that may be of a region: the pager frees the pages in memory and those
+/// swapped out at the same time. If the kernel freed some and the pager the rest later, what other
+/// processes write in between would be lost. Returns the result for the program, as the system call
+/// would, or `None` if the caller must make the call itself.
 pub(crate) fn remove(addr: usize, len: usize) -> Option<isize> {
     let end = addr.checked_add(len)?;
     if len == 0 || !VirtAddr(addr).is_page_aligned() || !concerns(addr, len) {
@@ -221,8 +222,9 @@ pub(crate) fn remove(addr: usize, len: usize) -> Option<isize> {
     Some(if gap { -ENOMEM } else { 0 })
 }
 
-/// What is answered to advice that makes huge pages of a range that may be of a region: a part of
-/// one could not go out. `None`: the kernel shall do it.
+/// Refuses advice that makes huge pages of a range that may be of a region: a part of a huge page
+/// could not be swapped out. Returns the result for the program, or `None` if the caller must make
+/// the system call itself.
 pub(crate) fn refuse_huge_pages(addr: usize, len: usize, advice: c_int) -> Option<isize> {
     const MADV_HUGEPAGE: u32 = k::MADV_HUGEPAGE;
     const MADV_COLLAPSE: u32 = k::MADV_COLLAPSE;

@@ -17,7 +17,7 @@ use crossbeam_utils::CachePadded;
 
 use crate::sync::{AtomicBool, AtomicUsize, Ordering, fence, relax};
 
-/// See the module.
+/// A lock that many threads hold shared, each in a place of its own, or one thread holds closed.
 pub struct SharedGate {
     closed: CachePadded<AtomicBool>,
     /// Threads have been inside by places below this.

@@ -5,16 +5,16 @@
 //! of the program's own memory, which they might find swapped out:
 //! - the **handler** ([`event_loop`]) reads the program's userfaultfd: faults
 //!   ([`fault`]), changes of mappings ([`events`](crate::events::apply)), forks ([`fork`]) and the
-//!   requests of other threads ([`requests`]). It alone
-//!   adopts memory ([`adopt`](crate::vma::adopt)).
+//!   requests of other threads ([`requests`]). It alone adopts memory
+//!   ([`adopt`](crate::vma::adopt)).
 //! - **fault servers** ([`fault_server`]) answer faults next to it while several threads fault.
 //! - one or more **workers** ([`reclaim`]) move cold chunks to staging frames, compress them and
 //!   hand out the frames; worker 0 also looks after the accounts and moves the oldest compressed
 //!   pages to a swap area ([`writeback`](crate::reclaim::writeback)).
 //!
 //! # A fault, in a minute
-//! [`event_loop::Handler::run`] reads the message, [`fault`] finds
-//! the page's word ([`page_table`](crate::mm::page_table)): empty pages are grown, swapped ones are
+//! [`event_loop::Handler::run`] reads the message, [`fault`] finds the page's word
+//! ([`page_table`](crate::mm::page_table)): empty pages are grown, swapped ones are
 //! loaded from their slot ([`devices`](crate::backing::devices)) into a buffer or into staging
 //! frames ([`staging`](crate::mm::staging)), moved or copied in, and the thread is woken last.
 //!

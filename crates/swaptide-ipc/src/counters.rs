@@ -26,7 +26,7 @@ counters! {
     Zswpout = "zswpout",
     /// Pages loaded from compressed memory.
     Zswpin = "zswpin",
-    /// Pages written back from compressed memory to the file.
+    /// Pages written back from compressed memory to the swap area.
     Zswpwb = "zswpwb",
     /// Pages that were compressed again because they stayed long in compressed memory, and got
     /// smaller by it.

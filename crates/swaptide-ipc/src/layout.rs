@@ -82,9 +82,9 @@ pub struct Header {
     /// Not 0: the kernel reports no forks here (that takes `CAP_SYS_PTRACE`), so the
     /// supervisor follows the forking thread.
     pub followed_forks: AtomicU32,
-    /// Of compressed memory.
+    /// Bounds and compression settings of compressed memory.
     pub pool: PoolConfig,
-    /// Of swap-in.
+    /// Settings of readahead at swap-in.
     pub swap_in: SwapInConfig,
     /// Faults to be injected.
     pub injection: InjectionConfig,

@@ -140,7 +140,7 @@ impl Host {
         self.pager().set_limit(bytes);
     }
 
-    /// How it stands.
+    /// A snapshot of the pager's counts: regions, address spaces, pages by place, and bytes.
     pub fn stats(&self) -> PagerStats {
         self.pager().stats()
     }

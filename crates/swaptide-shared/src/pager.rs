@@ -46,10 +46,10 @@ pub struct PagerSettings {
     pub close: fn(Conn),
 }
 
-/// How a pager stands.
+/// Counts of a pager at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PagerStats {
-    /// How many shared regions there are.
+    /// The number of shared regions.
     pub regions: usize,
     /// Address spaces that have them mapped.
     pub spaces: usize,
@@ -129,7 +129,7 @@ impl SharedMemoryPager {
         self.inner.resident_bytes()
     }
 
-    /// How it stands.
+    /// A snapshot of the counts of regions, address spaces and pages, and of the bytes in use.
     pub fn stats(&self) -> PagerStats {
         let state = self.inner.lock();
         PagerStats {

@@ -127,7 +127,8 @@ impl Space {
         self.broken && !self.restored
     }
 
-    /// How it stands. The range asked about is of no consequence.
+    /// The state of the address space, from the result of a write-protect ioctl on a range that has
+    /// no mapping.
     pub fn standing(&self) -> SpaceState {
         let nowhere = VirtRange::from_len(VirtAddr(1 << 16), PAGE_SIZE);
         match self.uffd.write_protect(nowhere, false) {

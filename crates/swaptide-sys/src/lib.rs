@@ -1,4 +1,5 @@
-//! Thin wrappers of the system calls swaptide stands on, and the one room where `unsafe` lives.
+//! Thin wrappers of the system calls that swaptide uses. Most of its `unsafe` code is here; the
+//! agent, the engine and the crates with shared memory have some as well.
 //!
 //! The crate is used inside programs that never asked for it, by threads those programs never
 //! started. So everything here keeps four rules:

@@ -12,8 +12,8 @@ use rustix::io::Errno;
 #[inline]
 pub unsafe fn syscall6(nr: u32, a: [usize; 6]) -> isize {
     let ret: isize;
-    // SAFETY: the kernel's calling convention: it clobbers rcx and r11 only; the rest is the
-    // caller's promise.
+    // SAFETY: the kernel's calling convention: it clobbers rcx and r11 only. The caller
+    // answers for all effects of the call ("Safety" above).
     unsafe {
         core::arch::asm!(
             "syscall",
@@ -27,7 +27,7 @@ pub unsafe fn syscall6(nr: u32, a: [usize; 6]) -> isize {
     ret
 }
 
-/// Turns the kernel's word into a value or an error.
+/// Turns the raw result of a system call into a value or an error.
 #[inline]
 pub fn check(ret: isize) -> Result<usize, Errno> {
     if (-4095..0).contains(&ret) {

@@ -1,7 +1,7 @@
 //! Abstract `AF_UNIX` sockets of packets: how an agent, its forked children and a host talk.
 //!
-//! Abstract names need no file system and vanish with the last descriptor; the peer is known
-//! by the kernel's word ([`PeerCred`]), so the name itself is no secret. Packets keep their
+//! Abstract names need no file system and vanish with the last descriptor; the kernel
+//! reports the peer's identity ([`PeerCred`]), so the name need not be secret. Packets keep their
 //! boundaries and may carry descriptors.
 
 use core::mem::MaybeUninit;

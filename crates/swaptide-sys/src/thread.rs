@@ -74,8 +74,8 @@ pub unsafe fn spawn_engine_thread(
     let id = place.map_or(core::ptr::null_mut(), AtomicU32::as_ptr);
     let old_mask = block_all_signals();
     let made = old_mask.and_then(|old_mask| {
-        // SAFETY: stack and thread pointer lie in memory that is leaked below; `entry` is the
-        // caller's promise; the word for the id is a static.
+        // SAFETY: stack and thread pointer lie in memory that is leaked below; the caller
+        // guarantees that `entry` may run with `arg`; the word for the id is a static.
         let ret = unsafe {
             arch::clone_thread(flags as usize, stack_top.0, thread_pointer, id, entry, arg)
         };
@@ -240,8 +240,8 @@ pub fn unshare_files_and_close_all(keep: &[i32]) -> Result<(), Errno> {
     }
     kept.sort_unstable();
     let close = |first: u32, last: u32, flags: u32| {
-        // SAFETY: descriptors are numbers; a remaining user of one of these in this table is the
-        // caller's affair.
+        // SAFETY: close_range(2) writes to no memory. The caller's contract is that no thread of
+        // this table uses one of these descriptors any more.
         unsafe { syscall!(k::__NR_close_range, first, last, flags) }.map(drop)
     };
     // The upper part first: the kernel then copies only what lies below it into the new table.

@@ -109,7 +109,8 @@ fn is_mark(advice: c_int) -> bool {
         && process::engine().is_some_and(|engine| engine.fork.followed)
 }
 
-/// Gives advice of which the mark is one to what has a file. Answers with the kernel's word.
+/// Forwards advice that doubles as swaptide's fork mark, for file mappings only. Returns the raw
+/// result of the system call.
 fn advise_files(addr: usize, len: usize, call: impl Fn(usize, usize) -> isize) -> isize {
     let Some(end) = addr.checked_add(len).map(|end| VirtAddr(end).page_up().0) else {
         return call(addr, len);
@@ -141,7 +142,8 @@ fn advise_files(addr: usize, len: usize, call: impl Fn(usize, usize) -> isize) -
     word
 }
 
-/// Before a range is opened for forks: managed memory must not be. Answers with the kernel's word.
+/// Makes `call`, which lets children inherit a range, after the range is no longer managed. Returns
+/// the raw result of the system call, or `-EAGAIN`.
 fn let_fork(range: VirtRange, call: impl Fn() -> isize) -> isize {
     let _kept = excluded::exclude_for_now(range);
     // During a fork that is followed it is open, and closed afterwards.
@@ -152,7 +154,8 @@ fn let_fork(range: VirtRange, call: impl Fn() -> isize) -> isize {
     if release_range(range) || is_forking() { call() } else { -EAGAIN }
 }
 
-/// madvise(2) with what the kernel leaves out. Answers with the kernel's word.
+/// madvise(2), with the userfaultfd event that the kernel does not send for some advice. Returns
+/// the raw result of the system call.
 pub(crate) fn advise(addr: usize, len: usize, advice: c_int) -> isize {
     // SAFETY: the arguments are the program's own; whatever the call does is what the program asked
     // for.
@@ -214,7 +217,7 @@ struct IoVec {
 // SAFETY: two integers of one size.
 unsafe impl probe::Word for IoVec {}
 
-/// process_madvise(2) with the same. Answers with the kernel's word.
+/// process_madvise(2), with the same event. Returns the raw result of the system call.
 pub(crate) fn advise_process(
     pidfd: usize,
     iov: usize,
@@ -335,7 +338,7 @@ fn segment_len(id: usize) -> Option<usize> {
 }
 
 /// shmat(2), with the event that the kernel leaves out where a segment is put over managed memory.
-/// Answers with the kernel's word.
+/// Returns the raw result of the system call.
 pub(crate) fn attach(id: usize, addr: usize, flags: usize) -> isize {
     // SAFETY: the arguments are the program's own; whatever the call does is what the program asked
     // for.
@@ -424,7 +427,7 @@ fn control(request: usize, arg: usize, call: impl FnOnce() -> isize, refused: is
     call()
 }
 
-/// ioctl(2). Answers with the kernel's word.
+/// ioctl(2). Returns the raw result of the system call.
 pub(crate) fn control_raw(fd: usize, request: usize, arg: usize) -> isize {
     // SAFETY: the arguments are the program's own.
     let call = || unsafe { syscall6(SYS_IOCTL, [fd, request, arg, 0, 0, 0]) as isize };

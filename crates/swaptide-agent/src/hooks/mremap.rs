@@ -56,7 +56,7 @@ const MAX_PIECES: usize = 64;
 /// Times a call is tried that is refused although there is no reason to be seen.
 const MAX_TRIES: usize = 64;
 
-/// mremap(2) as the program meant it. Answers with the kernel's word.
+/// mremap(2) as the program meant it. Returns the raw result of the system call.
 pub(crate) fn remap(old: usize, old_len: usize, new_len: usize, flags: c_int, to: usize) -> isize {
     const ENOMEM: isize = -(linux_raw_sys::errno::ENOMEM as isize);
     shmem::around(old, old_len, new_len, flags, || remap_private(old, old_len, new_len, flags, to))

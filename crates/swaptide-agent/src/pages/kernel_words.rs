@@ -145,7 +145,7 @@ fn writes(operation: usize) -> Writes {
     }
 }
 
-/// futex(2) as the program meant it. Answers with the kernel's word.
+/// futex(2) as the program meant it. Returns the raw result of the system call.
 pub(crate) fn futex(a: [usize; 6]) -> isize {
     // SAFETY: the program's own arguments.
     let call = || unsafe { syscall6(SYS_FUTEX as u32, a) } as isize;

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use crate::real::programs::RealProgram;
 
-/// See the module.
+/// The directory in which the real programs and their inputs are installed.
 pub(crate) struct Place {
     dir: PathBuf,
 }

@@ -24,7 +24,8 @@ use crate::mm::busy::Busy;
 use crate::mm::page_table::{PageState, PageTable};
 use crate::mm::types::{FillerNo, PageNo};
 
-/// See the module.
+/// One load in progress: 1 to [`MAX_SNAPSHOT_PAGES`] neighbouring pages whose slots hold the folio
+/// of the loading thread.
 pub(crate) struct Loading {
     filler: FillerNo,
     first: PageNo,

@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use crate::mm::types::{FillerNo, MAX_FILLERS, PageNo};
 
-/// See the module.
+/// The page ranges that each thread fills or loads without the memory lock.
 pub(crate) struct Busy {
     /// Page numbers, of the threads whose bits are set in `is_filling`.
     filling: [Range<usize>; MAX_FILLERS],

@@ -13,8 +13,8 @@
 //! Owns: the descriptors and words by which handler and servers wake each other.
 //!
 //! Invariants
-//! 1. A server that may not read waits on `turn` with the value that it had before it looked; the
-//!    word is raised after whatever it waits for has changed. None is left waiting.
+//! 1. A server that may not read waits on `turn` with the value that it had before it checked;
+//!    the word is raised after whatever it waits for has changed. None is left waiting.
 //! 2. Servers are quiesced as workers are: they count among the running ones, and stop at
 //!    [`Engine::quiescent_point`](crate::engine::Engine::quiescent_point) between two faults.
 //!
@@ -58,7 +58,8 @@ struct ServerSignals {
     handed: EventFd,
 }
 
-/// See the module.
+/// The fault servers of a process: their number, their thread ids, and the words and descriptors
+/// that wake and stop them.
 pub struct FaultServers {
     most: u32,
     /// They serve however few threads fault.
@@ -231,7 +232,7 @@ impl FaultServers {
         }
     }
 
-    /// They are there.
+    /// Ends [`FaultServers::call`]: all servers have reached their quiescent point.
     pub(crate) fn end_call(&self) {
         if let Some(signals) = self.signals() {
             signals.call.clear();

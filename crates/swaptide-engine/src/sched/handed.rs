@@ -63,7 +63,8 @@ impl Concurrency {
     }
 }
 
-/// See the module.
+/// The messages that fault servers have read and left for the handler: at most one event, and any
+/// number of faults.
 pub struct Handed {
     /// Servers are there.
     pub(crate) are_servers: bool,

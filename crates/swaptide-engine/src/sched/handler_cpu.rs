@@ -1,16 +1,16 @@
 //! Where the handler runs.
 //!
-//! A fault is a conversation of two threads that never run at the same time. On one CPU it costs
+//! A fault is an exchange between two threads that never run at the same time. On one CPU it costs
 //! two switches; on two it costs two wake-ups of a sleeping CPU, which is many times as much on a
 //! virtual machine. So the handler follows the thread that faults.
 //!
 //! That alone is not enough where a CPU is idle: the kernel then wakes the thread there, away from
 //! the handler. So while one thread faults again and again, the handler runs in the idle class: the
 //! CPU it occupies counts as free, and the thread it wakes stays. In that class the handler would
-//! starve when there is other work. So it measures: what the two waited for a CPU, beyond what the
-//! one waited for the other, is what others took. It goes there only where that is little, looks
-//! again every so often and whenever something took long, and stays away the longer the less its
-//! last stay was worth. (How many threads want a CPU says less: the kernel counts, for
+//! starve when there is other work. So it measures: the time that the two waited for a CPU, less
+//! the time that one waited for the other, is what other threads took. It enters the class only if
+//! that is little, checks again at intervals and after each long wait, and stays out the longer the
+//! less its last stay was worth. (How many threads want a CPU says less: the kernel counts, for
 //! milliseconds, those that have just gone to sleep.) It cannot see that it starves: others do. A
 //! worker that finds a message unread for some milliseconds, and a thread that has waited as long
 //! for a lock (the handler may hold it), call [`leave_sched_idle`], which puts it into the normal
@@ -38,7 +38,7 @@ use swaptide_sys::affinity::{
 };
 use swaptide_sys::thread::{Nanos, gettid, yield_now};
 
-/// Faults between two looks at where the faulting thread runs: at first, and at most.
+/// Faults between two checks of the CPU that the faulting thread runs on: at first, and at most.
 const MIN_LOOK_FAULTS: u32 = 8;
 const MAX_LOOK_FAULTS: u32 = 128;
 /// More than a batch takes to be stored in memory.
@@ -47,21 +47,21 @@ const LONG_APART_FAULTS: u32 = 256;
 const FOLLOW_EVERY: u32 = 4;
 /// Faults of one thread in a row, after which the handler goes to the idle class.
 const FAULTS_BEFORE_IDLE_CLASS: u32 = 64;
-/// Faults further apart than this are no conversation.
+/// Faults further apart than this, in nanoseconds, do not count as one exchange.
 const MAX_GAP_NS: u64 = 200_000;
-/// Faults between two looks at what others take, fewer after a look that saw a crowd; this many
-/// looks in a row that see one are a crowd.
+/// Faults between two checks of the CPU time that other threads take. There are fewer after a check
+/// that found contention; that many checks in a row must find it.
 const CROWD_CHECK_FAULTS: u32 = 32;
 const CROWD_RECHECK_FAULTS: u32 = 8;
 const CROWD_CHECKS: u32 = 2;
-/// It is a crowd that takes more than this part of the time: with one the handler would hardly run
-/// in the idle class. A host that takes a virtual machine's CPUs away takes less, and from either
-/// class.
+/// The CPU is contended if other threads take more than one part in this many of the time: the
+/// handler would hardly run in the idle class then. A host that takes a virtual machine's CPUs away
+/// takes less, and from either class.
 const CROWD_DIVISOR: u64 = 2;
-/// What takes so long, an answer or the time until the next fault, is a reason to look at once.
+/// If an answer, or the wait for the next fault, takes longer than this, the check is made at once.
 const SLOW_ANSWER_NS: u64 = 300_000;
-/// Where there is a crowd the handler does not go there, and looks again after this time; it comes
-/// back as soon from a stay that was worth it.
+/// If the CPU is contended, the handler stays out of the idle class and checks again after this
+/// time. It also returns after this time from a stay that was worth it.
 const CROWD_RETRY_NS: u64 = 2_000_000;
 /// How long the handler stays out of the idle class that it has left, if the stay was not worth it:
 /// at first, and at most. One wait may take a second.
@@ -225,14 +225,14 @@ impl Times {
 
 /// What others take of the CPU, while the handler and one thread take turns.
 struct CrowdWatch {
-    /// The handler's times and the thread's, while there is a conversation; and what they were at
-    /// the last look.
+    /// CPU times of the handler and of the thread during an exchange, and their values at the last
+    /// check.
     own: Option<ThreadTimes>,
     theirs: Option<ThreadTimes>,
     looked: Option<Times>,
-    /// Faults until the next look.
+    /// Faults until the next check.
     look_in: u32,
-    /// Looks in a row that saw a crowd.
+    /// Checks in a row that found contention.
     crowded: u32,
     /// When the fault was read that is being answered, and whether it was long in coming.
     began: Nanos,
@@ -418,7 +418,7 @@ impl HandlerCpu {
         }
     }
 
-    /// A conversation has begun: notes the times of both from now on.
+    /// Starts an exchange: measures the CPU times of both threads from now on.
     fn listen(&mut self, now: Nanos) {
         if self.crowd.own.is_none() {
             self.crowd.own = ThreadTimes::open(gettid().0);

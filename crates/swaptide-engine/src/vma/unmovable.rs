@@ -5,13 +5,12 @@
 //! is read-only or executable stays, whatever made it so and when. Locked memory stays because
 //! the program asked for that. Modified pages of private file mappings stay because the kernel
 //! registers only memory without a file. It is measured while mappings are listed
-//! (`adopt`), where the process is past its limit, and not more often than
-//! [`SCAN_INTERVAL`]. What is locked
-//! and read-only counts for both.
+//! (`adopt`), where the process is past its limit, and at most once per [`SCAN_INTERVAL`]. What is
+//! locked and read-only counts for both.
 //!
-//! Owns: the most that was found of each kind, and when it was looked for last.
+//! Owns: the most that was found of each kind, and the time of the last scan.
 //!
-//! Invariant: the counters of a process say the most that it had of each kind at one look.
+//! Invariant: the counters of a process hold the most that one scan found of each kind.
 //!
 //! Locks: none; it is the handler's.
 

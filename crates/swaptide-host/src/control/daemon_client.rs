@@ -1,5 +1,5 @@
-//! A run's side of the conversation with the daemon: one question each time, on a connection of its
-//! own, so that a daemon that is started again is found like the one before.
+//! The client of the daemon in a run. Each request has a connection of its own, so that a restarted
+//! daemon is found like the one before.
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -554,8 +554,8 @@ impl MemoryController {
         self.groups.idle.set_rule(rule);
     }
 
-    /// A process that lives and was kept by the supervisor before this one, in this group. The
-    /// caller has the kernel's word that it has the segment.
+    /// Takes over a live process of the previous supervisor, in this group. The caller has learned
+    /// from the kernel that the process has the segment mapped.
     pub(crate) fn adopt(&mut self, pid: u32, group: GroupIndex) {
         if self.groups.tree.get(group).is_some() && self.tree.admit_known(pid) {
             self.groups.members.fix(pid, group);

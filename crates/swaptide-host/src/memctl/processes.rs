@@ -18,8 +18,8 @@
 //! Invariants
 //! 1. A member is reported dead once, after all its threads are gone, and then it is no member any
 //!    more.
-//! 2. A process is a member because it descends from a root or a member, or because the caller has
-//!    the kernel's word for it (`ProcessTree::admit_known`); never because a program said so.
+//! 2. A process is a member because it descends from a root or a member, or because the caller
+//!    learned so from the kernel (`ProcessTree::admit_known`); never because a program said so.
 //! 3. Looking for new members costs at most a thirtieth of one processor, however many processes
 //!    the machine has.
 //!
@@ -146,8 +146,8 @@ impl ProcessTree {
         admitted
     }
 
-    /// Makes a process a member of which the caller knows, by the kernel's word, that it belongs
-    /// here.
+    /// Adds a process as a member whose ancestors need not be known: the caller has learned from
+    /// the kernel that it belongs to a run. Returns false if the process is gone.
     pub(crate) fn admit_known(&mut self, pid: u32) -> bool {
         self.members.contains_key(&pid) || self.insert(pid, self.root_above(pid).unwrap_or(0))
     }

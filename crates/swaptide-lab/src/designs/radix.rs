@@ -77,7 +77,7 @@ struct NodePool {
 // SAFETY: the pool owns its nodes; they hold atomics only.
 unsafe impl Send for NodePool {}
 
-/// A tree. See the module.
+/// A radix tree in one cache line; its nodes come from a pool of its own.
 #[repr(align(64))]
 pub struct Tree {
     root: AtomicPtr<TreeNode>,

@@ -32,9 +32,8 @@ const MIN_DENSE_BLOCKS: u16 = (EXTENT_PAGES / 4) as u16;
 /// Shortest run worth using in a sparse extent. One below [`MIN_DENSE_BLOCKS`] always has such a
 /// run.
 const MIN_RUN_BLOCKS: usize = 3;
-/// When the file may not grow: an extent with this many free blocks is used as it is, before
-/// cleaning
-/// is thought of.
+/// When the file may not grow, an extent with this many free blocks is used as it is, before any
+/// extent is cleaned.
 const ROOMY_FREE_BLOCKS: usize = EXTENT_PAGES / 8;
 /// Free blocks that only cleaning may use.
 pub(super) const RESERVE_BLOCKS: usize = 16;

@@ -96,7 +96,8 @@ impl Peer {
         let _ = self.stream.write_all(bytes);
     }
 
-    /// The right answer.
+    /// Carries out a request and sends the reply that the protocol requires: a data chunk for a
+    /// read, a simple reply without an error for all else.
     pub(crate) fn answer(&mut self, asked: &Asked) {
         let data = self.carry_out(asked);
         let reply = if asked.command == wire::READ {
