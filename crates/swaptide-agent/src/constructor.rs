@@ -73,7 +73,8 @@ fn variable(mut envp: *const *const c_char, name: &str) -> Option<&'static [u8]>
         if entry.is_null() {
             return None;
         }
-        // SAFETY: as above.
+        // SAFETY: an entry that is not null is a NUL-terminated string that lives as long as the
+        // process.
         let entry = unsafe { CStr::from_ptr(entry) }.to_bytes();
         if let Some(value) =
             entry.strip_prefix(name.as_bytes()).and_then(|rest| rest.strip_prefix(b"="))

@@ -64,7 +64,7 @@ pub(crate) fn engine() -> Option<&'static Engine> {
 
 /// As [`engine`], without a system call: where none may be made ([`seccomp`]).
 pub(crate) fn engine_without_calls() -> Option<&'static Engine> {
-    // SAFETY: as above.
+    // SAFETY: the pointer is null or that of an engine that is never freed.
     unsafe { ENGINE.load(Acquire).as_ref() }.filter(|_| bears_mark())
 }
 

@@ -109,8 +109,8 @@ mod spin {
 
     impl<T> DerefMut for SpinGuard<'_, T> {
         fn deref_mut(&mut self) -> &mut T {
-            // SAFETY: as in `deref`; `&mut self` makes this the only reference taken from this
-            // guard.
+            // SAFETY: a guard exists only while `locked` is its own (`try_lock`); `&mut self` makes
+            // this the only reference taken from this guard.
             unsafe { &mut *self.lock.value.get() }
         }
     }
@@ -399,7 +399,7 @@ impl Drop for Zeros {
 // SAFETY: memory may be given back by any thread; there is nothing else to do with it.
 #[cfg(not(loom))]
 unsafe impl Send for Zeros {}
-// SAFETY: as above.
+// SAFETY: shared references give no access to the memory.
 #[cfg(not(loom))]
 unsafe impl Sync for Zeros {}
 
@@ -452,7 +452,8 @@ impl<const M: usize> Pages<M> {
     /// Word `i` of all, counted through the pages.
     #[inline]
     pub fn word(&self, i: usize) -> Option<&AtomicU64> {
-        // SAFETY: as in `get`; words lie without gaps (`new`).
+        // SAFETY: word `i` lies inside the memory: pages have no gaps (`new`). It is an atomic that
+        // lives as long as `self`.
         (i < self.words).then(|| unsafe { self.first.add(i).as_ref() })
     }
 }
@@ -510,7 +511,7 @@ impl<T, const N: usize> Drop for TableDirectory<T, N> {
 
 // SAFETY: the directory owns its elements and hands out shared references only.
 unsafe impl<T: Send, const N: usize> Send for TableDirectory<T, N> {}
-// SAFETY: as above; `T: Sync` is what sharing references across threads needs.
+// SAFETY: the directory hands out shared references only; `T: Sync` allows that across threads.
 unsafe impl<T: Send + Sync, const N: usize> Sync for TableDirectory<T, N> {}
 
 /// A value published once to readers that take no lock, and kept until the cell is dropped or
@@ -562,7 +563,8 @@ impl<T> Drop for Published<T> {
 // SAFETY: the cell owns the value and hands out shared references only (`AtomicPtr` alone would ask
 // nothing of `T`).
 unsafe impl<T: Send> Send for Published<T> {}
-// SAFETY: as above; `set` moves a value in from any thread, hence `Send`.
+// SAFETY: the cell hands out shared references only, hence `Sync`; `set` moves a value in from any
+// thread, hence `Send`.
 unsafe impl<T: Send + Sync> Sync for Published<T> {}
 
 #[cfg(all(test, not(loom)))]

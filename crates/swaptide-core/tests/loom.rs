@@ -367,7 +367,7 @@ fn gate_inside_against_closed() {
             let (gate, cell) = (gate.clone(), cell.clone());
             thread::spawn(move || {
                 let Some(_closed) = gate.try_close() else { return };
-                // SAFETY: as above.
+                // SAFETY: the models' own claim: loom fails if another thread has access.
                 cell.with_mut(|cell| unsafe { *cell += 1 });
             })
         };
@@ -397,7 +397,7 @@ fn gate_closed_against_closed() {
         let closed = close(&gate, &cell) + other.join().unwrap();
         let inside = gate.try_enter(0);
         assert!(inside.is_some(), "it is open again");
-        // SAFETY: as above.
+        // SAFETY: the models' own claim: loom fails if another thread has access.
         assert_eq!(cell.with(|cell| unsafe { *cell }), closed);
     });
 }

@@ -259,14 +259,14 @@ impl Engine {
         let off = {
             let mut mm = self.mm.lock().unwrap();
             let off = self.alloc();
-            // SAFETY: as in `fill`.
+            // SAFETY: the models' own claim: loom fails if another thread has access.
             let content = self.page.with_mut(|page| unsafe { std::mem::take(&mut *page) });
-            // SAFETY: as in `fill`.
+            // SAFETY: the models' own claim: loom fails if another thread has access.
             self.frame.with_mut(|frame| unsafe { *frame = content });
             mm.set(Word::Swapped(off));
             off
         };
-        // SAFETY: as in `fill`.
+        // SAFETY: the models' own claim: loom fails if another thread has access.
         let content = self.frame.with(|frame| unsafe { *frame });
         self.store(off, content);
         let mm = self.mm.lock().unwrap();
@@ -275,7 +275,7 @@ impl Engine {
         } else {
             self.slots.folio_to_shadow(off, 1, FRAME, Shadow(3), ZeroMask::None).unwrap();
         }
-        // SAFETY: as in `fill`.
+        // SAFETY: the models' own claim: loom fails if another thread has access.
         self.frame.with_mut(|frame| unsafe { *frame = 0 });
     }
 
@@ -285,7 +285,7 @@ impl Engine {
             let mut mm = self.mm.lock().unwrap();
             let Word::Swapped(off) = mm.word else { return Load::Stale };
             if self.slots.lookup(off) == SlotContent::Folio(FRAME) {
-                // SAFETY: as in `fill`.
+                // SAFETY: the models' own claim: loom fails if another thread has access.
                 let content = self.frame.with(|frame| unsafe { *frame });
                 self.fill(content);
                 mm.is_cancelled = true;
@@ -437,7 +437,7 @@ fn server_against_fork() {
                 // What the child gets: no thread brings anything in.
                 let slot = e.slots.lookup(off);
                 assert!(!matches!(slot, SlotContent::Folio(_)), "a fork amid a load");
-                // SAFETY: as in `fill`.
+                // SAFETY: the models' own claim: loom fails if another thread has access.
                 e.page.with(|page| unsafe { *page });
                 true
             },

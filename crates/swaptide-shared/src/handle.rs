@@ -287,7 +287,7 @@ impl SharedRegion {
         let reach = Reach::here().ok_or(RegionError::Attach)?;
         if reach != Reach::Whole {
             // The child would not be reported, and would find zeros where something is out.
-            // SAFETY: as above.
+            // SAFETY: the advice changes no data.
             unsafe { advise(map.range(), Advice::DontFork) }.map_err(RegionError::Map)?;
         }
         shared::attach(name.as_bytes(), reach).ok_or(RegionError::Attach)?;

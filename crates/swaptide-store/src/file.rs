@@ -330,7 +330,7 @@ impl FileDevice {
     /// No thread of the parent was inside the device when it forked. The child has only this
     /// thread, and it holds no lock of the device.
     pub unsafe fn force_unlock(&self) {
-        // SAFETY: as here (caller).
+        // SAFETY: this thread is the only one of the child and holds none of these locks (caller).
         unsafe {
             self.store.force_unlock();
             self.writer.force_unlock();

@@ -103,7 +103,7 @@ mod tests {
             unsafe { advise_each(&ranges[..few], Advice::Random, |at, _| panic!("{at}")) };
             assert_eq!(marked(), few);
         }
-        // SAFETY: as above.
+        // SAFETY: the advice changes no data.
         unsafe { advise_each(&ranges, Advice::Normal, |at, _| panic!("{at}")) };
         assert_eq!(marked(), 0);
         // Below vm.mmap_min_addr nothing is mapped. A hole in the area another test's thread could
@@ -114,7 +114,7 @@ mod tests {
             ranges[at] = VirtRange::from_len(VirtAddr((n + 1) * PAGE_SIZE), PAGE_SIZE);
         }
         let mut told = Vec::new();
-        // SAFETY: as above.
+        // SAFETY: the advice changes no data.
         unsafe { advise_each(&ranges, Advice::Random, |at, errno| told.push((at, errno))) };
         assert_eq!(told, holes.map(|at| (at, Errno::NOMEM)));
         assert_eq!(marked(), MAX_ADVISED - holes.len());

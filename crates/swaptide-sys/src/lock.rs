@@ -210,7 +210,8 @@ impl<T: ?Sized> Deref for Guard<'_, T> {
 impl<T: ?Sized> DerefMut for Guard<'_, T> {
     #[inline]
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: as in `deref`, and the guard is borrowed exclusively.
+        // SAFETY: the guard exists only while its thread holds the lock (invariant 1), and it is
+        // borrowed exclusively.
         unsafe { &mut *self.lock.value.get() }
     }
 }

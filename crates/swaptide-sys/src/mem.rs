@@ -604,7 +604,7 @@ mod tests {
         // SAFETY: this test alone uses the mapping; the slice ends before the discard.
         unsafe { map.slice_mut(0, map.len()).fill(7) };
         map.discard(PAGE_SIZE, PAGE_SIZE).unwrap();
-        // SAFETY: as above.
+        // SAFETY: this test alone uses the mapping; no other slice of it lives.
         let bytes = unsafe { map.slice_mut(0, map.len()) };
         assert_eq!((bytes[0], bytes[PAGE_SIZE], bytes[2 * PAGE_SIZE]), (7, 0, 7));
         assert_eq!(

@@ -49,7 +49,7 @@ fn forking_child(parent: fn(i32) -> i32, child: fn() -> i32) -> (i32, i32) {
     match unsafe { fork() } {
         0 => {
             let mut byte = 0;
-            // SAFETY: as above; the byte is a local one.
+            // SAFETY: the child makes system calls only; `byte` is a local variable.
             unsafe {
                 prctl(PR_SET_PDEATHSIG, SIGKILL as u64);
                 read(ends[0], &mut byte, 1);
@@ -202,7 +202,7 @@ fn both_are_killed_with_the_tracer() {
                 numbers = [pid as u32, parent.child().map_or(0, Tracee::tid)];
             }
         }
-        // SAFETY: as above.
+        // SAFETY: the kernel reads 8 bytes of a local array.
         unsafe {
             write(ends[1], numbers.as_ptr().cast(), 8);
             _exit(0)

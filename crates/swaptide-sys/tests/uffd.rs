@@ -94,7 +94,7 @@ fn pages_go_out_and_come_back() {
                 unsafe { staging.move_pages(s.range().start, a.range().start, a.len(), PLAIN) };
             assert_eq!(out, all_done(a.len()));
             assert_eq!(byte(page(&s, 9).start), 10);
-            // SAFETY: as above, the other way.
+            // SAFETY: both mappings are this test's own, and nothing reads pages that are away.
             let back = unsafe { app.move_pages(a.range().start, s.range().start, a.len(), PLAIN) };
             assert_eq!(back, all_done(a.len()));
             (0..64).for_each(|n| assert_eq!(byte(page(&a, n).start), n as u8 + 1));
@@ -150,7 +150,7 @@ fn holes_and_existing_pages_stop_a_move() {
             Progress { done: 3 * PAGE_SIZE, error: Some(Errno::AGAIN) },
             "it stops at the hole"
         );
-        // SAFETY: as above.
+        // SAFETY: both mappings are this test's own, and nothing reads pages that are away.
         let out = unsafe {
             staging.move_pages(page(&s, 3).start, page(&a, 3).start, 5 * PAGE_SIZE, PLAIN)
         };
@@ -159,7 +159,7 @@ fn holes_and_existing_pages_stop_a_move() {
             Progress { done: 0, error: Some(Errno::NOENT) },
             "and says why when asked again"
         );
-        // SAFETY: as above.
+        // SAFETY: both mappings are this test's own, and nothing reads pages that are away.
         let out = unsafe {
             staging.move_pages(page(&s, 3).start, page(&a, 3).start, 5 * PAGE_SIZE, HOLES)
         };
@@ -167,10 +167,10 @@ fn holes_and_existing_pages_stop_a_move() {
 
         // Page 2 exists at the destination when the eight come back.
         assert_eq!(app.zero_pages(page(&a, 2), false), all_done(PAGE_SIZE));
-        // SAFETY: as above.
+        // SAFETY: both mappings are this test's own, and nothing reads pages that are away.
         let back = unsafe { app.move_pages(a.range().start, s.range().start, a.len(), HOLES) };
         assert_eq!(back, Progress { done: 2 * PAGE_SIZE, error: Some(Errno::AGAIN) });
-        // SAFETY: as above.
+        // SAFETY: both mappings are this test's own, and nothing reads pages that are away.
         let back =
             unsafe { app.move_pages(page(&a, 2).start, page(&s, 2).start, PAGE_SIZE, HOLES) };
         assert_eq!(back, Progress { done: 0, error: Some(Errno::EXIST) });
@@ -192,7 +192,7 @@ fn copies_zeros_and_poison() {
             app.copy_pages(page(&a, 0).start, source.as_ptr(), 4 * PAGE_SIZE, false, false)
         };
         assert_eq!(copied, all_done(4 * PAGE_SIZE));
-        // SAFETY: as above.
+        // SAFETY: the source is present memory of this test, the destination its own.
         let copied =
             unsafe { app.copy_pages(page(&a, 3).start, source.as_ptr(), PAGE_SIZE, false, false) };
         assert_eq!(copied, Progress { done: 0, error: Some(Errno::EXIST) });

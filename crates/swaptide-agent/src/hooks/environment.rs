@@ -45,7 +45,7 @@ unsafe fn missing(envp: Strings) -> Option<Missing> {
             if entry.is_null() {
                 break;
             }
-            // SAFETY: as above.
+            // SAFETY: a non-null entry is a NUL-terminated string (caller).
             let entry = unsafe { CStr::from_ptr(entry) }.to_bytes();
             for (place, name) in has.iter_mut().zip([PRELOAD, ENV_SOCKET, ENV_AGENT_LOG]) {
                 if let Some(value) =
@@ -159,7 +159,7 @@ pub(crate) unsafe fn with_environment(envp: Strings, mut f: impl FnMut(Strings) 
         return unsafe { on_stack::<128>(envp, &missing, &mut f) };
     }
     if words <= 512 {
-        // SAFETY: as above.
+        // SAFETY: the room is large enough: at most 512 words are needed.
         return unsafe { on_stack::<512>(envp, &missing, &mut f) };
     }
     let bytes = VirtAddr(words * size_of::<usize>()).page_up().0;

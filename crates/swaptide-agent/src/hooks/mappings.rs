@@ -163,7 +163,8 @@ pub(crate) fn advise(addr: usize, len: usize, advice: c_int) -> isize {
         |advice: usize| unsafe { syscall6(SYS_MADVISE, [addr, len, advice, 0, 0, 0]) as isize };
     match advice {
         _ if is_mark(advice) => advise_files(addr, len, |addr, len| {
-            // SAFETY: as above.
+            // SAFETY: the arguments are the program's own; the call does only what the program
+            // asked for.
             unsafe { syscall6(SYS_MADVISE, [addr, len, advice as usize, 0, 0, 0]) as isize }
         }),
         _ if !matters(advice) => call(advice as usize),

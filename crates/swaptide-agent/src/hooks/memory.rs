@@ -213,7 +213,7 @@ pub unsafe extern "C" fn reallocarray(block: *mut c_void, count: usize, len: usi
         real::set_errno(Errno::NOMEM);
         return std::ptr::null_mut();
     };
-    // SAFETY: as for realloc.
+    // SAFETY: `block` is null or a block of this allocator (caller).
     unsafe { realloc(block, len) }
 }
 

@@ -311,7 +311,7 @@ unsafe extern "C" fn hooked(
                 syscall6(SYS_EXECVE as u32, [a, b, envp as usize, 0, 0, 0]) as c_int
             }) as isize
         },
-        // SAFETY: as above.
+        // SAFETY: the program's own arguments; the environment is as execveat(2) takes it.
         _ => unsafe {
             environment::with_environment(d as *const *const c_char, |envp| {
                 syscall6(SYS_EXECVEAT as u32, [a, b, c, envp as usize, e, 0]) as c_int

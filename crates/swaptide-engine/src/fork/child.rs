@@ -118,15 +118,16 @@ impl Engine {
         // SAFETY: no other thread exists in this process.
         unsafe { self.mm.force_unlock() };
         self.workers.taking.store(0, Relaxed);
-        // SAFETY: as above; workers were quiesced, outside of the devices.
+        // SAFETY: no other thread exists in this process. Workers were quiesced outside of the
+        // devices.
         unsafe { self.devices.pool.force_unlock() };
-        // SAFETY: as above.
+        // SAFETY: no other thread exists in this process.
         unsafe { self.devices.areas.force_unlock() };
-        // SAFETY: as above.
+        // SAFETY: no other thread exists in this process.
         unsafe { self.remote_reads.forked() };
-        // SAFETY: as above.
+        // SAFETY: no other thread exists in this process.
         unsafe { self.fork.childrens_history.force_unlock() };
-        // SAFETY: as above; servers were quiesced as workers.
+        // SAFETY: no other thread exists in this process. Servers were quiesced.
         unsafe {
             self.serving.readahead.force_unlock();
             self.serving.stalls.force_unlock();

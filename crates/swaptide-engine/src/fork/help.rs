@@ -11,9 +11,9 @@
 //!    the next look, which is due when the fork is over.
 //! 2. Everything else changes the engine's memory. It is done only while the forking thread waits
 //!    in a system call that is no fork (for [`MIN_WAIT_TIME`], or others have waited for
-//!    [`MAX_UNHELPED_TIME`]), or has used [`SPIN_CPU_TIME`] of CPU time and the kernel
-//!    reports no fork under way. If it is not seen waiting before and after, the copy counts as
-//!    torn and the child does not use it.
+//!    [`MAX_UNHELPED_TIME`]), or has used [`SPIN_CPU_TIME`] of CPU time and the kernel reports no
+//!    fork under way. If it is not seen waiting before and after, the copy counts as torn and the
+//!    child does not use it.
 //! 3. Where forks are told of, the kernel refuses fills and moves from the moment a fork copies
 //!    managed memory until its event was read, and nothing is done after that event. So the child
 //!    has every page that the table says is present.

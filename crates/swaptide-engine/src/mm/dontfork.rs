@@ -36,7 +36,7 @@ pub(crate) fn advise_fork_each(
     advice: Advice,
     failed: impl FnMut(usize, Errno),
 ) {
-    // SAFETY: as above.
+    // SAFETY: none of these changes what is in memory.
     unsafe { advise_each(ranges, advice, failed) }
 }
 

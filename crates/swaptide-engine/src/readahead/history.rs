@@ -24,9 +24,9 @@
 //! 5. The history takes 12 bytes an entry, [`HISTORY_DIVISOR`] of the limit at most; what of a
 //!    child's lies in shared memory is charged to its parent.
 //!
-//! Locks: none; that of [`crate::readahead::Readahead`] guards it. A child claims a
-//! history before it writes, so two processes do not write the same one. If they did, readahead
-//! would bring the wrong pages; no data would be lost.
+//! Locks: none; that of [`crate::readahead::Readahead`] guards it. A child claims a history before
+//! it writes, so two processes do not write the same one. If they did, readahead would bring the
+//! wrong pages; no data would be lost.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Relaxed};
 use std::time::Duration;

@@ -473,7 +473,7 @@ impl Batch {
             .iter()
             .filter_map(|page| {
                 let slot = Slot(page.area_entry?.offset().0);
-                // SAFETY: as in `store`: the frames are this batch's until `finish`.
+                // SAFETY: the frame is full and this batch's (invariant 1) until `finish`.
                 Some((slot, unsafe { page.packed(engine, &self.packed) }))
             })
             .collect();
@@ -491,7 +491,7 @@ impl Batch {
         }
         for page in self.to_area.iter().filter(|page| page.area_entry.is_none()) {
             engine.report_swap_full("the swap areas are full: exceeding the budget");
-            // SAFETY: as above.
+            // SAFETY: the frame is full and this batch's (invariant 1) until `finish`.
             let packed = unsafe { page.packed(engine, &self.packed) };
             if engine.devices.pool.insert(Slot(page.entry.offset().0), &packed).is_err() {
                 // `Engine::is_full` has seen to it that there is room.

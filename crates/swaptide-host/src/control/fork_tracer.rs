@@ -130,7 +130,7 @@ pub(crate) fn is_permitted() -> Result<(), Errno> {
     let child = match unsafe { libc::fork() } {
         -1 => return Err(Errno::AGAIN),
         0 => loop {
-            // SAFETY: as above.
+            // SAFETY: pause(2) uses no memory; the child does not return.
             unsafe { libc::pause() };
         },
         child => child as u32,

@@ -16,7 +16,7 @@ struct Reserved {
 
 // SAFETY: a range of addresses; it is used by the tables alone, which are `Send` and `Sync`.
 unsafe impl Send for Reserved {}
-// SAFETY: as above.
+// SAFETY: shared references give no access to the memory.
 unsafe impl Sync for Reserved {}
 
 impl Drop for Reserved {

@@ -14,7 +14,7 @@ fn ordinary_process(user: Option<u32>) -> String {
             unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
         }
         let Some(user) = user else { return Ok(()) };
-        // SAFETY: as above.
+        // SAFETY: both calls take numbers.
         match unsafe { libc::setresgid(user, user, user) | libc::setresuid(user, user, user) } {
             0 => Ok(()),
             _ => Err(std::io::Error::last_os_error()),

@@ -157,7 +157,7 @@ impl ZstdCompressor {
                 unsafe { zstd_sys::ZSTD_CCtx_setParameter(context.as_ptr(), parameter, value) };
             assert!(size(answer).is_some(), "zstd does not know a parameter");
         }
-        // SAFETY: as above.
+        // SAFETY: the context was just made, and no other thread has it.
         let answer = unsafe { zstd_sys::ZSTD_CCtx_setCParams(context.as_ptr(), parameters) };
         assert!(size(answer).is_some(), "zstd does not take its own parameters");
         ZstdCompressor { context, _memory: memory }

@@ -331,7 +331,8 @@ impl ObjectPool {
 
     pub(super) fn bytes_mut(&mut self, id: ObjectId) -> &mut [u8] {
         let (offset, len) = self.extent(id);
-        // SAFETY: as in `bytes`, and `self` is borrowed exclusively.
+        // SAFETY: `extent` keeps inside the mapping, which lives as long as `self`; anonymous
+        // memory is always initialized, and `self` is borrowed exclusively.
         unsafe { core::slice::from_raw_parts_mut(self.memory.as_ptr().add(offset), len) }
     }
 

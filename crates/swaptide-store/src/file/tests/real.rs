@@ -61,7 +61,7 @@ fn on_real_file(directory: &std::path::Path) {
     }
     // A bit flips on the disk.
     let page = aligned_pages(1);
-    // SAFETY: as above.
+    // SAFETY: this function alone uses the mapping, as long as it lives.
     let page = unsafe { core::slice::from_raw_parts_mut(page.as_ptr(), PAGE_SIZE) };
     file.read_exact_at(page, 77 * 4096).unwrap();
     page[123] ^= 1;
