@@ -133,13 +133,17 @@ pub enum Rule {
     )]
     Grammar,
     /// The name is empty or has other characters than letters, digits and underscores.
-    #[error("a tier's name has letters, digits and underscores only")]
+    #[error("a tier's name has letters, digits and underscores only; choose another name")]
     BadName,
     /// The name is longer than [`MAX_TIER_NAME`].
-    #[error("a tier's name has at most {MAX_TIER_NAME} bytes")]
+    #[error("a tier's name has at most {MAX_TIER_NAME} bytes; shorten it")]
     LongName,
     /// What stands behind the colon is no number, or none from -1 to 32767.
-    #[error("after the colon comes a priority from {} to {}", Priority::MIN, Priority::MAX)]
+    #[error(
+        "the text after the colon is no priority; write a number from {} to {}",
+        Priority::MIN,
+        Priority::MAX
+    )]
     BadPriority,
     /// A tier of this name exists.
     #[error("a tier of this name exists; write it without the + to move its start")]

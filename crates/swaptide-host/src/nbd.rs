@@ -325,9 +325,10 @@ fn talk_failure(error: &io::Error) -> String {
             "the server closed the connection; it may have no free one (see its log)".to_owned()
         }
         io::ErrorKind::TimedOut => {
-            "the server did not answer in time; it may be busy with another client".to_owned()
+            "the server did not answer in time; it may be busy with another client (see its log)"
+                .to_owned()
         }
-        _ => format!("the connection failed: {error}"),
+        _ => format!("the connection failed: {error}; see the server's log"),
     }
 }
 

@@ -243,7 +243,9 @@ pub enum PackedUnit<'a> {
 
 /// The data is of no codec, or not of the expected size.
 #[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("compressed data does not decompress to the expected size")]
+#[error(
+    "compressed data does not decompress to the expected size: it was damaged; test the memory"
+)]
 pub struct BadBlock;
 
 /// Finds out whether a page needs storing at all.

@@ -279,10 +279,10 @@ impl GroupTree {
         let index = self.find(path)?;
         let busy = |why| Err(GroupError::Busy(path.clone(), why));
         let Some(parent) = self.get(index).and_then(|group| group.parent) else {
-            return busy("it is the root");
+            return busy("it is the root; only groups below it can be removed");
         };
         if self.iter().any(|(_, group)| group.parent == Some(index)) {
-            return busy("there are groups below it");
+            return busy("there are groups below it; remove those first");
         }
         let belongs = |slot: &swaptide_ipc::ProcSlot| {
             [&slot.group, &slot.control.group_wanted]
@@ -292,7 +292,7 @@ impl GroupTree {
         if self.segment.claimed().any(|(_, slot)| belongs(slot))
             || self.segment.group(index).swap_used() > 0
         {
-            return busy("processes are in it");
+            return busy("processes are in it; end them, or move them to another group");
         }
         let events = self.own_events(index);
         if let Some(parent) = self.groups[parent.0 as usize].as_mut() {

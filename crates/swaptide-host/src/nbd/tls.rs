@@ -60,8 +60,9 @@ pub(crate) fn client_config(url: &Url) -> Result<Arc<ClientConfig>, NbdError> {
         None => config.with_no_client_auth(),
         Some((certificate, key)) => {
             let broken = |why: String| NbdError::Certificates(key.clone(), why);
-            let secret = PrivateKeyDer::from_pem_slice(&read(key)?)
-                .map_err(|_| broken("holds no private key in PEM".to_owned()))?;
+            let secret = PrivateKeyDer::from_pem_slice(&read(key)?).map_err(|_| {
+                broken("holds no private key in PEM; give a PEM file as key=".to_owned())
+            })?;
             config
                 .with_client_auth_cert(certificates(certificate)?, secret)
                 .map_err(|error| broken(error.to_string()))?
@@ -72,7 +73,10 @@ pub(crate) fn client_config(url: &Url) -> Result<Arc<ClientConfig>, NbdError> {
 
 fn read(path: &Path) -> Result<Vec<u8>, NbdError> {
     let failed = |error: io::Error| {
-        NbdError::Certificates(path.to_owned(), format!("cannot be read: {error}"))
+        NbdError::Certificates(
+            path.to_owned(),
+            format!("cannot be read: {error}; check the path and its permissions"),
+        )
     };
     let mut bytes = Vec::new();
     let file = std::fs::File::open(path).map_err(failed)?;
@@ -84,9 +88,10 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, NbdError> {
     let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&read(path)?).collect();
     match found {
         Ok(found) if !found.is_empty() => Ok(found),
-        _ => {
-            Err(NbdError::Certificates(path.to_owned(), "holds no certificates in PEM".to_owned()))
-        }
+        _ => Err(NbdError::Certificates(
+            path.to_owned(),
+            "holds no certificates in PEM; give a PEM file".to_owned(),
+        )),
     }
 }
 

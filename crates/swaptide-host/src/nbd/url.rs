@@ -105,7 +105,7 @@ pub enum UrlError {
     )]
     Option(String, String),
     /// An option with a value that it cannot have.
-    #[error("{0:?}: {1} wants {2}")]
+    #[error("{0:?}: {1} needs {2}; write it, or leave {1} out")]
     Value(String, String, &'static str),
     /// The same twice.
     #[error("{0:?}: {1} is given twice; give it once")]
@@ -414,7 +414,7 @@ mod tests {
             ("nbd://store/%ff", "the result must be UTF-8"),
             ("nbd://store/%00", "the result must be UTF-8"),
             ("nbd://store/x?cs=y", "no option \"cs\""),
-            ("nbd://store/x?ca=", "ca wants the path of a file"),
+            ("nbd://store/x?ca=", "ca needs the path of a file; write it, or leave ca out"),
             ("nbd://store/x?ca=a&ca=b", "ca is given twice"),
             ("nbd://store/x?cert=a", "cert=PATH&key=PATH"),
             ("nbd://store/x?connections=0", "a number from 1 to 16"),

@@ -22,13 +22,18 @@ pub enum ReadErrorKind {
     #[error("{}", swaptide_sys::ErrnoName(*.0))]
     Io(Errno),
     /// What was read is not what was written.
-    #[error("the page is not what was written there: the file was changed, or the disk is failing")]
+    #[error(
+        "the page is not what was written there: another program changed the file, or the disk is \
+        failing; check the disk (smartctl), or use another swap area"
+    )]
     Authentication,
     /// The slot holds no page.
-    #[error("the slot holds no page")]
+    #[error("the slot holds no page; report this as a bug")]
     NoSuchSlot,
     /// What was written is not a packed page: it was damaged in memory before.
-    #[error("the data does not unpack: memory was damaged before it was written")]
+    #[error(
+        "the data does not unpack: memory was damaged before it was written; test the memory (memtester)"
+    )]
     Unpacking,
 }
 
