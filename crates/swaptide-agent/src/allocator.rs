@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_allocated_is_apart_and_comes_back() {
+    fn allocations_do_not_overlap_and_are_freed() {
         let mut kept: Vec<(*mut u8, Layout, u8)> = Vec::new();
         for round in 0..2000usize {
             let layout = Layout::from_size_align(1 + (round * 7919) % 20_000, 1 << (round % 8))

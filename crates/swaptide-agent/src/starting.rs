@@ -71,7 +71,7 @@ mod tests {
     static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
     #[test]
-    fn entries_of_threads_that_have_started_are_free_in_a_forked_child() {
+    fn started_threads_entries_free_in_child() {
         let _alone = ALONE.lock();
         let place = place_for(1, std::ptr::null_mut()).expect("a free entry");
         started(place);

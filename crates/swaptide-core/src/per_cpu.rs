@@ -396,7 +396,7 @@ mod tests {
     /// A device that is closed: one is in use, others try twice and give up, slot by slot or with
     /// credit where there is room for that. Each try may be counted.
     #[test]
-    fn what_is_taken_in_vain_hides_nothing() {
+    fn failed_take_hides_no_pages() {
         let last = |per_cpu: &PerCpu<1>, seen, _| {
             assert!((1..=3).contains(&seen), "{seen}");
             assert_eq!(per_cpu.used(), 1);
@@ -407,7 +407,7 @@ mod tests {
 
     /// While others free all but one.
     #[test]
-    fn what_is_used_is_never_overlooked() {
+    fn used_count_never_too_low() {
         let other = |per_cpu: &PerCpu<1>| {
             per_cpu.give(per_cpu.of(1), 2);
             per_cpu.give(per_cpu.of(1), 3);

@@ -140,7 +140,7 @@ fn compaction_keeps_runs_together_unless_told() {
 }
 
 #[test]
-fn compaction_keeps_counts_flags_and_folios_and_respects_refusals() {
+fn compaction_keeps_slots_and_refusals() {
     let (space, mut users) = (space(&[(0, 8 * 512, 0)]), Users::default());
     let device = space.device(ty(0)).unwrap();
     (0..1024).for_each(|page| _ = out(&space, &mut users, page, 0));
@@ -307,7 +307,7 @@ fn reclaiming(slots: u32, kind: Kind) -> (SwapDevice, Arc<Mutex<Vec<u32>>>) {
 }
 
 #[test]
-fn slots_held_only_by_the_cache_are_reclaimed_as_the_device_fills() {
+fn cache_only_slots_reclaimed_when_full() {
     let (d, asked) = reclaiming(2048, Kind::Solid);
     let alloc = |o: u8, folio| d.alloc_folio(CPU, order(o), FolioId(folio), G);
     let runs: Vec<_> = (0..60).map(|i| alloc(4, i * 16).unwrap()).collect();

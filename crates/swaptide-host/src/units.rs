@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_refused_by_its_kind() {
+    fn invalid_size_refused_by_kind() {
         for text in [
             "", "M", "-5M", "5X", "5 apples", "1e9", "1..5G", ".5G", "5.", "0x10", "inf", "NaN",
             "5MM", "ib", "1ib", "5é",

@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn trimmed_extents_are_uncharged_later_even_after_a_killed_supervisor() {
+    fn trimmed_extents_uncharged_after_kill() {
         let segment = test_segment();
         segment.add_area(AREA).expect("area");
         let holder = segment.claim(10, 0).expect("slot");
@@ -431,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_inherits_the_group_and_shared_extents_are_charged_once() {
+    fn child_in_group_shared_extents_charged_once() {
         let segment = grouped();
         let parent = member(segment, 10, INNER);
         let extent = segment.lease_charged(parent).expect("extent");

@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_fault_waits_for_does_not_wait_behind_later_loads() {
+    fn faulting_load_precedes_later_loads() {
         let mut region = region(400);
         (0..400).for_each(|page| region.set(page, RegionPage::Pool));
         let mut loads = LoadQueue::default();

@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_last_of_a_page_counts() {
+    fn last_state_of_page_counts() {
         let mut region = region(100);
         region.say(0..100, Reading::Sequential);
         region.say(40..60, Reading::Random);

@@ -777,7 +777,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_written_before_an_error_is_told() {
+    fn pages_written_before_error_reported() {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let memory: File = memfd_create("pages", flags).expect("a file").into();
         memory.set_len(3 * PAGE_SIZE as u64).expect("its size");

@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn no_process_of_the_run_has_reads_fail_by_what_it_writes_to_the_segment() {
+    fn segment_writes_cannot_fail_reads() {
         let (segment, store) = store(&Arc::default(), 0);
         assert!(store.write(&[(Slot(3), &[3; PAGE_SIZE])]));
         for fail in 0..=32 {

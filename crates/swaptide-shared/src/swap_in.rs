@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_cannot_be_put_in_stays_out_and_is_not_tried_for_ever() {
+    fn page_that_cannot_come_in_stays_out() {
         let pager = pager();
         let contents = contents();
         let id = region(&pager, &contents, 1);
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_in_meanwhile_is_not_put_in_a_second_time() {
+    fn page_present_already_not_loaded_again() {
         let pager = pager();
         let contents = contents();
         let id = region(&pager, &contents, 4);

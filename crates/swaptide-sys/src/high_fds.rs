@@ -286,7 +286,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_opened_is_at_a_high_number() {
+    fn opened_descriptor_has_high_number() {
         let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let fd = open(
             || rustix::fs::open(c"/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()),

@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_shared_by_a_fork_are_not_exclusive_until_written_or_unshared() {
+    fn forked_pages_exclusive_after_write() {
         let map = Mapping::reserve(20 * PAGE_SIZE).unwrap();
         pages(&map, &[0, 1, 3, 17]);
         let pagemap = Pagemap::open_self().unwrap();

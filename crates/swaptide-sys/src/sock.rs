@@ -677,7 +677,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_an_error_and_leaks_nothing() {
+    fn oversized_packet_fails_without_leak() {
         let (a, b) = Conn::pair().unwrap();
         a.send(&[1; 100], &[a.as_fd()]).unwrap();
         assert_eq!(b.recv(&mut [0; 10], &mut []), Err(Errno::MSGSIZE));

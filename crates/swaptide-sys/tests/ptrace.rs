@@ -114,7 +114,7 @@ extern "C" fn elsewhere() -> ! {
 
 /// Fact 1 and 2, and what a child begins with.
 #[test]
-fn a_followed_threads_child_begins_as_told_while_its_parent_is_stopped() {
+fn followed_child_starts_while_parent_stops() {
     let (pid, go) = forking_child(exit_of, || 42);
     let Some(parent) = follow(pid, go) else { return };
     assert_eq!(change(parent), TraceeStop::Forked);

@@ -373,7 +373,7 @@ fn the_summary_is_one_line_and_quiet_says_nothing() {
 }
 
 #[test]
-fn the_report_tells_what_the_tree_used_and_replaces_an_older_one() {
+fn report_of_tree_replaces_older_report() {
     let place = scratch("report");
     let path = place.join("r.json");
     // It stays long enough to be looked at even where the supervisor has to wait for its turn.
@@ -431,7 +431,7 @@ fn what_outlives_the_program_is_supervised_until_it_ends() {
 }
 
 #[test]
-fn a_killed_supervisor_kills_no_program_and_the_status_still_comes() {
+fn killed_supervisor_keeps_program_and_status() {
     let mut running = Running::start(&["--", "sh", "-c", "echo $PPID; read x; exit 12"]);
     let supervisor: u32 = running.line().parse().expect("the parent's number");
     assert_ne!(supervisor, running.0.id());

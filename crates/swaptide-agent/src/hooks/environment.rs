@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_put_back_and_the_rest_stays() {
+    fn missing_variables_restored_others_kept() {
         remember(b"/lib/agent.so", b"name", None);
         let ours = "SWAPTIDE_SOCKET=name";
         assert_eq!(given(&[]), ["LD_PRELOAD=/lib/agent.so", ours]);

@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_refuses_is_not_begun() {
+    fn only_whole_valid_moves_are_accepted() {
         let range = VirtRange { start: VirtAddr(0x10_0000), end: VirtAddr(0x11_0000) };
         let len = range.len();
         for to in [0xf_0000, 0x11_0000, 0x40_0000] {

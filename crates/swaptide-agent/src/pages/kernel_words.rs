@@ -301,7 +301,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_futex_operation_that_cannot_succeed_fails_as_the_kernel_says() {
+    fn impossible_futex_call_fails_as_in_kernel() {
         // LOCK_PI of a word in no mapping, of one that is misaligned, and WAKE_OP of the same.
         let mut word = 0u32;
         let at = (&raw mut word) as usize;

@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_stays_until_it_was_unpinned_as_often_as_it_was_pinned() {
+    fn page_stays_until_last_unpin() {
         let at = |n| page(1, n) * PAGE_SIZE;
         for n in 0..20_000 {
             pin(at(n) + 8, 40);
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_across_two_pages_pins_both() {
+    fn range_across_two_pages_pins_both() {
         let at = page(2, 1) * PAGE_SIZE + PAGE_SIZE - 4;
         pin(at, 8);
         assert!(is_pinned(page(2, 1)) && is_pinned(page(2, 1) + 1) && !is_pinned(page(2, 1) + 2));
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_that_come_and_go_at_new_places_do_not_fill_the_table() {
+    fn ended_threads_do_not_fill_the_table() {
         // No thread has this id: the largest there can be is 2^22.
         let gone = Tid(VALUE_MASK as u32);
         for n in 0..400_000 {

@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_killed_or_late_has_printed_nothing_wrong() {
+    fn killed_or_late_run_has_no_wrong_output() {
         for end in [End::Failed("signal: 9".into()), End::Late] {
             let mut runs = RealRuns::new("one".into());
             assert!(runs.add(ended(end, ""), 100, Some(b"7")));

@@ -136,7 +136,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_is_late_or_wrong_does_not_fit() {
+    fn late_or_wrong_run_does_not_fit() {
         let late = row(32, &[100.0, 2500.0]);
         let wrong = DensityRow { failure: Some("a wrong answer".into()), ..row(16, &[1.0]) };
         let alone = DensityRow { budget: 0, ..row(1, &[90.0]) };

@@ -34,7 +34,7 @@ fn the_examples_of_the_seed() {
 }
 
 #[test]
-fn a_removed_tier_is_merged_into_its_lower_neighbour_or_else_the_higher() {
+fn removed_tier_merges_into_neighbour() {
     let all = tiers("+SSD:100 +HDD:50 +NET:-1");
     let mut upper = all;
     upper.apply("-SSD", &[]).expect("remove");
@@ -45,7 +45,7 @@ fn a_removed_tier_is_merged_into_its_lower_neighbour_or_else_the_higher() {
 }
 
 #[test]
-fn every_rule_names_the_token_that_broke_it_and_nothing_changes() {
+fn broken_rule_names_token_changes_nothing() {
     let before = tiers("+SSD:100 +HDD:50 +NET:-1");
     let long = "+ABCDEFGHIJKLMNOP:7";
     for (text, number, token, rule) in [
@@ -120,7 +120,7 @@ fn a_device_in_use_keeps_its_tier() {
 }
 
 #[test]
-fn other_tiers_instead_of_these_keep_the_indices_of_equal_names() {
+fn replaced_tiers_keep_indices_by_name() {
     let mut all = tiers("+SSD:100 +HDD:50 +NET:-1");
     assert_eq!(
         all.replace("+TAPE:-1 +HDD:40 +SSD:90", &[at(60)]).expect("tiers"),

@@ -190,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_page_held_is_found_until_it_is_forgotten() {
+    fn page_content_found_until_forgotten() {
         let mut brought = BroughtPages::new(true).expect("memory");
         brought.record(PageNo(7), &[[1; PAGE_SIZE], [2; PAGE_SIZE]]);
         brought.record(PageNo(3), &[[3; PAGE_SIZE]]);
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn what_there_is_no_room_for_is_known_to_be_missing() {
+    fn page_without_room_recorded_as_missing() {
         let mut brought = BroughtPages::new(true).expect("memory");
         for page in 0..CAPACITY {
             brought.record(PageNo(page), &[[1; PAGE_SIZE]]);

@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_place_is_freed_and_the_rest_gets_its_shadows_back() {
+    fn installed_slots_freed_others_get_shadows() {
         let devices = devices();
         let entries: Vec<SwapEntry> = (0..6)
             .map(|k| pooled(&devices, Shadow(k), k == 3))

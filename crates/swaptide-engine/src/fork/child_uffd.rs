@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_doubt_is_told_and_told_apart() {
+    fn doubtful_cases_are_reported_separately() {
         let noted = [
             VmaChange::Gone(range(4, 6)),
             VmaChange::Moved { from: VirtAddr(20 << 12), to: VirtAddr(30 << 12), len: 2 << 12 },

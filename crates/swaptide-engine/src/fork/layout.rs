@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_moves_is_found_on_either_side_of_the_fork() {
+    fn moved_block_found_before_and_after_fork() {
         all_cuts(&[0, 1], &[&[moved(0, 5), VmaChange::Gone(range(0))]]);
         all_cuts(
             &[0, 1],
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_given_up_at_the_fork_is_empty_and_nothing_else_is() {
+    fn discard_at_fork_empties_only_its_range() {
         let layout = Layout::judge(&[], &[VmaChange::Dropped(range(0))], |_| true, |_| true);
         assert_eq!(layout.place(PageNo::of(at(0))), None);
         assert_eq!(layout.place(PageNo::of(at(1))), Some(PageNo::of(at(1))));
@@ -453,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_block_went_over_was_there_before() {
+    fn block_moved_over_range_existed_before() {
         // Without that, the child that has both blocks could as well have the one after its first
         // move.
         all_cuts(
@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_armed_where_nothing_was_stays_where_it_is() {
+    fn range_armed_without_block_stays_in_place() {
         // Its first page may be another mapping's by now: that says nothing of the others.
         let layout = Layout::judge(&[VmaChange::Armed(range(1))], &[], |_| false, |_| true);
         assert_eq!(layout.place(PageNo::of(at(1)).plus(1)), Some(PageNo::of(at(1)).plus(1)));
@@ -479,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fresh_mapping_is_not_taken_for_what_was_there_before() {
+    fn fresh_mapping_not_mistaken_for_old_one() {
         // The block goes over one fresh mapping, and another is made where it has been.
         let over = [VmaChange::Gone(range(2)), moved(1, 2), VmaChange::Gone(range(1))];
         let on = [moved(2, 0), VmaChange::Gone(range(2))];
@@ -495,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn a_move_onto_what_is_being_armed_may_be_told_of_after_it() {
+    fn move_may_be_reported_after_arming() {
         let told = [moved(0, 1), VmaChange::Gone(range(0))];
         for (child_has, place) in [(0, 0), (1, 1)] {
             for applied in 0..=told.len() {
@@ -518,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn unmapped_ranges_are_gone_in_the_child_unless_armed_there() {
+    fn unmapped_range_gone_in_child_unless_armed() {
         let layout = Layout::judge(&[], &[VmaChange::Gone(range(0))], |_| true, |_| true);
         assert_eq!(layout.done(), []);
         let layout = Layout::judge(&[], &[VmaChange::Gone(range(0))], |_| false, |_| true);
@@ -526,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mapping_that_leaves_its_place_mapped_is_found_at_the_new_one() {
+    fn dontunmap_move_found_at_target() {
         let layout = Layout::judge(&[], &[moved(0, 1)], |_| true, |_| true);
         assert_eq!(layout.place(PageNo::of(at(0))), Some(PageNo::of(at(1))));
         let layout = Layout::judge(&[], &[moved(0, 1)], |page| page == PageNo::of(at(0)), |_| true);

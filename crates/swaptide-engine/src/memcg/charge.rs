@@ -412,7 +412,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_charge_is_what_is_kept_and_the_rest() {
+    fn charge_is_sum_of_kept_and_rest() {
         let charge = Charge::new(64 << 20, 75, 0);
         charge.publish(1024, 256, 1 << 20);
         assert_eq!(charge.charged(), (4 << 20) + (1 << 20));
@@ -525,7 +525,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_without_areas_is_full_at_its_bound_or_at_few_residents() {
+    fn pool_without_areas_full_at_bound() {
         let charge = Charge::new(64 << 20, 75, 0);
         charge.publish(4096, 0, 49 << 20);
         assert!(!charge.pool_is_full(), "16 MiB are resident");

@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_have_been_saved_long_ago_does_not_count() {
+    fn old_savings_do_not_count() {
         let mut sizer = ready();
         while sizer.regret == 0 {
             assert_eq!(decided(&mut sizer, AT, 300, false), 512);
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn what_zstd_costs_speaks_for_pages_in_the_program() {
+    fn zstd_cost_favours_resident_pages() {
         // Refaults of small distance, and some that a smaller pool would have turned into readings:
         // as many as just keep it as it is.
         let share = |slow: bool| {

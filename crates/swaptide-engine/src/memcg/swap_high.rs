@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn growth_costs_by_the_page_and_never_more_than_the_longest_wait() {
+    fn throttle_wait_is_per_page_and_bounded() {
         let mut throttle = Throttle::new();
         throttle.grew(THROTTLE_PAGES as usize / 4, 2000);
         assert_eq!(throttle.due(), None, "half a millisecond");

@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_is_one_threads_until_that_is_done_and_tells_whether_others_wait() {
+    fn page_has_one_thread_and_reports_waiters() {
         let mut busy = Busy::default();
         let (handler, server) = (FillerNo(0), FillerNo(3));
         busy.begin_filling(server, PageNo(100), 16);

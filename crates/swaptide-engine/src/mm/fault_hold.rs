@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_are_spared_for_a_time_and_not_against_the_programs_will() {
+    fn pages_spared_for_limited_time_only() {
         let mut fault_hold = FaultHold::default();
         fault_hold.note(1, PageNo(7), BEGIN);
         let later = Nanos(BEGIN.0 + FAULT_HOLD_TIME.as_nanos() as u64);

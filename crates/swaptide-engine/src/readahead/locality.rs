@@ -650,7 +650,7 @@ mod tests {
     }
 
     #[test]
-    fn random_advice_reads_single_pages_and_sequential_advice_a_chunk() {
+    fn advice_sets_pages_per_read() {
         let mut locality = Locality::new();
         for page in 0..100 {
             assert_eq!(locality.swap_in(HOME, PageNo(page), Reading::Random, 256), SwapIn::Page);

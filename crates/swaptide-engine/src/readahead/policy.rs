@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mixed_chunk_is_reduced_to_one_location_unless_cheaper_whole() {
+    fn mixed_chunk_reduced_unless_cheaper_whole() {
         // The second half is on a swap area; the fault is in the first.
         let half = |k| Some(k >= 8);
         let (plan, refused) = decide(request(SwapIn::Chunk, 512), chunk(half));

@@ -130,7 +130,7 @@ mod tests {
     const STREAM: StreamId = StreamId(7);
 
     #[test]
-    fn a_page_is_left_out_of_few_windows_and_never_the_one_asked_for() {
+    fn sampling_never_drops_requested_page() {
         use Trust::{Doubt, Sure, Unknown};
         for (pages, trust) in
             [(8, Unknown), (8, Doubt), (16, Unknown), (64, Sure), (512, Sure), (512, Unknown)]
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_asked_for_within_two_windows_was_not_wanted() {
+    fn page_unused_for_two_windows_is_a_miss() {
         let mut samples = Samples::default();
         samples.left_out(PageNo(100), STREAM);
         samples.left_out(PageNo(200), StreamId(8));

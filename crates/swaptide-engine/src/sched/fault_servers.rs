@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_rests_is_woken_by_what_came_after_its_look() {
+    fn resting_server_woken_by_later_request() {
         let servers = FaultServers::new(Injection::default());
         let (looks, goes) = (AtomicU32::new(0), AtomicU32::new(0));
         std::thread::scope(|scope| {

@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_crowd_is_seen_when_threads_fault_in_turns_and_ends_with_one_of_them() {
+    fn concurrency_follows_faulting_threads() {
         let mut crowd = Concurrency::default();
         assert!(!(0..1000).any(|_| crowd.note(7)), "one thread");
         let first = (0..100).position(|turn| crowd.note(7 + turn % 2));

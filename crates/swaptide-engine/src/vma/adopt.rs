@@ -680,7 +680,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_above_the_table_is_not_adopted() {
+    fn range_above_table_not_adopted() {
         let end = MANAGED_END.0;
         assert!(eligible(&mapping(end - MIN_BYTES, end)));
         assert!(!eligible(&mapping(end - MIN_BYTES, end + PAGE_SIZE)), "a mapping across the end");

@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_whole_header_says_nothing() {
+    fn incomplete_elf_header_is_ignored() {
         let good = header(&[(PT_LOAD, 0, 0, 0x900), (PT_LOAD, 0x1000, 0x1000, 0x1000)]);
         for cut in 0..good.len() {
             assert_eq!(end_in(&good[..cut], HEAD), None, "{cut} bytes");

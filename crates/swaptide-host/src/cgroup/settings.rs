@@ -181,7 +181,7 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     #[test]
-    fn what_is_set_can_be_read_and_set_again() {
+    fn settings_round_trip() {
         let mut tiers = Tiers::new();
         tiers.apply("+SSD:100 +HDD:50 +NET:-1", &[]).expect("tiers");
         let mut settings = Settings::default();
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_set_says_the_key_and_the_reason() {
+    fn rejected_setting_names_key_and_reason() {
         let tiers = Tiers::new();
         let mut settings = Settings::default();
         for (key, value, part) in [

@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_new_is_added_and_what_went_is_taken_away() {
+    fn changed_list_adds_and_removes_areas() {
         let before = list(&["zram:1G", "file:/a:64M,prio=3", "nbd://h/x", "nbd://h/x"]);
         let after = list(&["nbd://h/x", "zram:1G", "/dev/sdz", "file:/b"]);
         let changes = compare(&before, &after).expect("changes");
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stays_cannot_become_another() {
+    fn kept_area_cannot_change_settings() {
         let before = list(&["zram:1G", "file:/a:64M,prio=3"]);
         for (after, name) in [
             (list(&["zram:1G", "file:/a:64M,prio=4"]), "file:/a"),

@@ -172,7 +172,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn what_stays_is_read_of_both_versions() {
+    fn rest_is_read_from_both_versions() {
         let old =
             "cache 99\nrss 1\ntotal_cache 500\ntotal_rss 100\ntotal_rss_huge 7\ntotal_shmem 20\n";
         assert_eq!(stays(old, Some(3)), Some(123));

@@ -468,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_done_has_three_names() {
+    fn stall_actions_have_three_names() {
         assert_eq!("kill".parse(), Ok(OnStall::Kill));
         assert_eq!("stop".parse(), Ok(OnStall::Stop));
         assert_eq!("continue".parse(), Ok(OnStall::Continue));

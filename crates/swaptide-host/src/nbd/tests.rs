@@ -119,7 +119,7 @@ fn refused(script: impl FnOnce(&mut Peer) + Send + 'static) -> String {
 }
 
 #[test]
-fn what_is_agreed_on_comes_through() {
+fn negotiated_export_is_returned() {
     let (fd, export) = connect(|peer| {
         peer.hello(3);
         assert_eq!(peer.expect(STRUCTURED_REPLY), b"");
@@ -244,7 +244,7 @@ fn exports_that_are_of_no_use_are_refused() {
 }
 
 #[test]
-fn what_is_not_the_protocol_is_told_as_what_it_is() {
+fn other_protocols_are_recognised() {
     let first = |bytes: Vec<u8>| refused(move |peer| peer.send(&bytes));
     assert!(first(b"HTTP/1.1 400 Bad Request".to_vec()).contains("not an NBD server"));
     assert!(first(b"NBDMAGIC_and_more".to_vec()).contains("not an NBD server"));

@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named_with_what_would_be_right() {
+    fn wrong_url_error_says_what_is_right() {
         for (text, part) in [
             ("file:/x", "is not an NBD URL"),
             ("http://store/x", "is not an NBD URL"),

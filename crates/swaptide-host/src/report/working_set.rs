@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_have_kept_most_pages_is_the_working_set() {
+    fn working_set_would_keep_most_pages() {
         let mut refaults = [0; REFAULT_BUCKETS];
         // 9500 of 10000 pages would have stayed with 100 MiB, the others with 400 MiB alone.
         refaults[RefaultHistogram::bucket(100 * MIB / 4096)] = 9500;

@@ -717,7 +717,7 @@ mod tests {
     }
 
     #[test]
-    fn an_area_that_fails_while_it_is_taken_away_is_not_opened_again() {
+    fn area_failing_at_removal_not_reopened() {
         let scratch = Scratch::new("areas-failing");
         let (areas, segment) = areas(&scratch, &[("bad", 5, 8), ("good", 1, 8)]);
         let holder = segment.claim(1, 0).expect("slot");
@@ -740,7 +740,7 @@ mod tests {
     }
 
     #[test]
-    fn an_area_whose_removal_was_begun_before_can_be_taken_away_again() {
+    fn area_removal_can_be_restarted() {
         let scratch = Scratch::new("areas-begun");
         let (before, segment) = areas(&scratch, &[("leaving", 5, 8), ("other", 1, 8)]);
         segment.close_area(AreaId(0));

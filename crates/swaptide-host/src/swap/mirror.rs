@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tier_means_the_directory_of_its_highest_priority_and_of_equal_ones_the_first() {
+    fn tier_names_its_highest_priority_directory() {
         let scratch = Scratch::new("mirror-tier");
         let there = scratch.root().display().to_string();
         let mut tiers = Tiers::new();

@@ -422,7 +422,7 @@ impl ExtentSource for Source {
 }
 
 #[test]
-fn a_device_on_an_export_outlives_its_server_and_names_lost_pages() {
+fn device_survives_server_and_names_losses() {
     if !have("nbdkit") {
         return;
     }

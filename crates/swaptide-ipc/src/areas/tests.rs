@@ -30,7 +30,7 @@ fn the_higher_priority_goes_first_and_equals_take_turns() {
 }
 
 #[test]
-fn what_the_mask_does_not_permit_is_left_alone() {
+fn areas_outside_mask_are_not_used() {
     let segment = test_segment();
     let holder = segment.claim(10, 0).expect("slot");
     let first = segment.add_area(area(2, 5)).expect("area");
@@ -64,7 +64,7 @@ fn extents_lie_in_their_area_and_never_next_to_another_areas() {
 }
 
 #[test]
-fn only_closed_empty_areas_go_and_a_reused_number_has_a_new_generation() {
+fn removed_area_number_gets_new_generation() {
     let segment = test_segment();
     let holder = segment.claim(10, 0).expect("slot");
     let id = segment.add_area(area(4, 5)).expect("area");
@@ -294,7 +294,7 @@ fn an_extent_is_free_only_when_its_last_holder_let_go() {
 }
 
 #[test]
-fn a_full_area_gives_no_extent_and_a_released_one_is_given_again() {
+fn full_area_leases_only_released_extents() {
     let segment = test_segment();
     segment.add_area(area(100, 0)).expect("area");
     let holder = segment.claim(10, 0).expect("slot");

@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_counted_is_what_the_system_holds() {
+    fn counted_memory_is_resident_memory() {
         let slots = MAX_SLOTS;
         let len = SwapDevice::table_bytes(slots);
         let memory = reserve(len);

@@ -585,7 +585,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_baseline_falls_back_as_the_seed_says_and_swaptide_does_not() {
+    fn baseline_falls_back_swaptide_does_not() {
         for (mode, aligned, small, _) in &MODES {
             let scanning = run(&ScanAllocator::new(SLOTS, 1), *aligned, *small, 20, |_| ());
             assert!(

@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_seen_is_the_best_and_the_last() {
+    fn best_and_last_result_are_shown() {
         let text = seen("page table", &[1, 2, 8], &[1e6, 1.5e6, 0.8e6], 2);
         assert!(text.starts_with("page table: 1000 ns an operation"), "{text}");
         assert!(

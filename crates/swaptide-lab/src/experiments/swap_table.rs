@@ -510,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn metadata_is_what_the_designs_say() {
+    fn metadata_size_matches_designs() {
         let pages = 1 << 17;
         for (which, fixed, used) in [
             (SCANNING, 3.0..3.4, 9.0..9.2),

@@ -148,7 +148,7 @@ fn zstd_takes_less_than_lz4_and_only_what_was_allowed() {
 
 /// Digits repeat nothing that lz4 finds, and are not random either.
 #[test]
-fn what_lz4_leaves_raw_zstd_may_shrink() {
+fn zstd_may_shrink_page_raw_in_lz4() {
     let page = random_page(2).map(|byte| b'0' + byte % 10);
     assert_eq!(Compressor::new(Choice::Lz4).compress(&page), Packed::Raw(&page));
     let mut both = Compressor::new(Choice::Both);

@@ -32,7 +32,8 @@ pub enum ReadErrorKind {
     NoSuchSlot,
     /// What was written is not a packed page: it was damaged in memory before.
     #[error(
-        "the data does not unpack: memory was damaged before it was written; test the memory (memtester)"
+        "the data does not unpack: memory was damaged before it was written; \
+        test the memory (memtester)"
     )]
     Unpacking,
 }

@@ -235,7 +235,7 @@ fn guarded_read(nbd: &Nbd, offset: u64, len: usize) -> (Result<usize, Errno>, Ve
 }
 
 #[test]
-fn what_is_written_is_read_with_either_kind_of_reply() {
+fn read_back_with_both_reply_kinds() {
     for structured in [true, false] {
         let lab = Lab::new(move |peer| {
             while let Some(asked) = peer.ask() {
@@ -328,7 +328,7 @@ fn a_deep_queue_uses_as_many_connections_as_the_export_allows() {
 }
 
 #[test]
-fn a_server_with_fewer_connections_than_it_says_costs_one_attempt() {
+fn missing_connections_cost_one_attempt() {
     let lab = Lab::new(Peer::serve).refusing(|number| (number > 0).then_some(Errno::CONNREFUSED));
     let nbd = lab.client(Export { connections: 4, ..export() }, options());
     let mut pages = vec![[0u8; PAGE_SIZE]; 64];
@@ -341,7 +341,7 @@ fn a_server_with_fewer_connections_than_it_says_costs_one_attempt() {
 }
 
 #[test]
-fn what_the_server_refuses_is_not_tried_again() {
+fn refused_request_not_retried() {
     let asked_for = Arc::new(AtomicU32::new(0));
     for (number, errno) in [
         (1, Errno::PERM),

@@ -261,7 +261,7 @@ fn the_pool_stays_dense_through_churn() {
 }
 
 #[test]
-fn what_is_replaced_by_less_at_the_limit_leaves_room() {
+fn smaller_object_at_limit_leaves_room() {
     const SLOTS: u32 = 20_000;
     let zram = Zram::new(SLOTS).unwrap();
     let mut numbers = Random(3);
@@ -485,7 +485,7 @@ fn a_flipped_bit_is_never_handed_out() {
 }
 
 #[test]
-fn as_many_pages_find_room_as_is_promised_whatever_their_size() {
+fn promised_page_count_fits_at_any_size() {
     for kind in [2, 3, 4, 5] {
         let device = Zram::with_room(1 << 20, 1 << 20).unwrap();
         assert!(!device.is_scarce());

@@ -72,7 +72,7 @@ fn reads_fill_their_buffers_and_a_missing_page_fails_alone() {
 }
 
 #[test]
-fn what_is_damaged_is_lost_alone() {
+fn damaged_page_is_lost_alone() {
     let (devices, remote) = (devices(), RemoteReads::new().expect("address space"));
     let device = &devices.areas.device;
     let pages: Vec<Page> =
@@ -97,7 +97,7 @@ fn what_is_damaged_is_lost_alone() {
 }
 
 #[test]
-fn what_fails_three_times_in_a_row_is_read_and_not_lost() {
+fn page_failing_three_times_is_not_lost() {
     let (devices, remote) = (devices_with_faults(1), RemoteReads::new().expect("address space"));
     let device = &devices.areas.device;
     let mut written = false;

@@ -46,7 +46,7 @@ fn there_are_only_so_many_and_a_refusal_makes_none() {
 }
 
 #[test]
-fn only_an_empty_group_goes_and_what_happened_in_it_stays_counted() {
+fn only_empty_group_removed_events_kept() {
     let mut groups = groups(&["/web/front"]);
     let refused = |groups: &mut GroupTree, text: &str| {
         groups.remove(&path(text)).expect_err("refused").to_string()
@@ -137,7 +137,7 @@ fn a_group_leases_nothing_of_areas_of_excluded_tiers() {
 }
 
 #[test]
-fn usage_and_events_are_summed_up_the_tree_and_an_event_is_a_step() {
+fn usage_and_events_summed_up_the_tree() {
     let mut groups = groups(&["/a/b"]);
     let (a, b) = (groups.find(&path("/a")).expect("a"), groups.find(&path("/a/b")).expect("b"));
     groups.set(b, [("ram.high", "100M"), ("ram.max", "200M"), ("ram.low", "50M")]).expect("set");

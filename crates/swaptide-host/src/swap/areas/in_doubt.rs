@@ -57,7 +57,7 @@ mod tests {
     use swaptide_ipc::{AreaMask, NewArea};
 
     #[test]
-    fn what_is_in_doubt_stays_unused_until_it_is_old_and_too_much() {
+    fn doubtful_extent_unused_until_old() {
         let segment = segment();
         let id = segment.add_area(NewArea::of_file(0, 8)).expect("an area");
         let index = segment.claim(7, 0).expect("slot");

@@ -81,7 +81,7 @@ fn devices_are_read_as_documented() {
 }
 
 #[test]
-fn what_cannot_be_a_device_is_refused_with_the_reason() {
+fn invalid_device_refused_with_reason() {
     for (text, part) in [
         ("", "not a device"),
         ("zram", "not a device"),
@@ -175,7 +175,7 @@ fn the_file_has_no_name_takes_no_space_and_can_be_written() {
 }
 
 #[test]
-fn what_is_no_block_device_or_not_marked_is_refused() {
+fn unmarked_block_device_refused() {
     let refused = |path: &str| {
         open(
             &[Device {
@@ -195,7 +195,7 @@ fn what_is_no_block_device_or_not_marked_is_refused() {
 }
 
 #[test]
-fn a_place_without_room_or_right_and_an_existing_file_are_refused() {
+fn unusable_place_for_swap_file_refused() {
     let scratch = Scratch::new("refused");
     let taken = scratch.path("taken");
     std::fs::write(&taken, "mine").expect("write");
@@ -224,7 +224,7 @@ fn a_place_without_room_or_right_and_an_existing_file_are_refused() {
 }
 
 #[test]
-fn what_a_run_in_another_directory_is_told_names_the_same_files() {
+fn paths_sent_to_other_runs_are_absolute() {
     let here = std::env::current_dir().expect("a directory").display().to_string();
     for (text, told) in [
         ("file:swap:1G", format!("file:{here}/swap:1G")),

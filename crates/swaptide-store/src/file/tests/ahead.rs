@@ -45,7 +45,7 @@ fn walk(
 }
 
 #[test]
-fn what_was_written_together_comes_together_in_one_read_each() {
+fn pages_written_together_come_in_one_read() {
     for most in [8, 32, 512] {
         let (disk, device) = turning(true);
         // Every page of a block, not in the order of the slots.
@@ -62,7 +62,7 @@ fn what_was_written_together_comes_together_in_one_read_each() {
 }
 
 #[test]
-fn where_nothing_else_is_wanted_nothing_else_comes() {
+fn random_walk_reads_little_ahead() {
     let (disk, device) = turning(true);
     let came =
         walk(&mut ReadAhead::default(), &device, (0..N).map(|at| at * 149 % N).step_by(9), 32);
@@ -103,7 +103,7 @@ fn a_window_grows_on_hits_and_shrinks_on_misses() {
 }
 
 #[test]
-fn what_was_freed_or_written_since_is_not_handed_out() {
+fn freed_or_rewritten_page_not_handed_out() {
     let (disk, device) = turning(true);
     let mut ahead = ReadAhead::default();
     bring(&mut ahead, &device, 0, 8).unwrap();
@@ -144,7 +144,7 @@ fn an_unreadable_neighbour_costs_no_page() {
 
 /// Where a block was to lie that could not be read whole, something else lay before.
 #[test]
-fn what_a_failed_read_wrote_over_is_not_handed_out() {
+fn page_of_failed_read_not_handed_out() {
     let (disk, device) = turning(true);
     let mut ahead = ReadAhead::default();
     // Nine blocks of eight, of each the second half not asked for; the tenth has no room behind

@@ -14,7 +14,7 @@ fn bytes_that_are_no_page_are_an_error() {
 }
 
 #[test]
-fn what_one_device_does_not_take_goes_to_another_at_once() {
+fn refused_write_goes_to_another_device() {
     for errno in [Errno::IO, Errno::NOSPC, Errno::TIMEDOUT] {
         let (disk, source) = (Disk::default(), Source { second: Some(4), ..Source::new(8) });
         let device = device(&disk, &source);
@@ -150,7 +150,7 @@ fn a_read_error_names_the_slot() {
 }
 
 #[test]
-fn what_this_process_is_short_of_is_no_fault_of_the_device() {
+fn process_shortage_not_blamed_on_device() {
     let (disk, source) = (Disk::default(), Source::new(8));
     let device = device(&disk, &source);
     write_raw(&device, &[(1, 1)]).unwrap();

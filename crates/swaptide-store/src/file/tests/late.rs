@@ -112,7 +112,7 @@ fn a_late_write_hits_nothing_that_was_written_since() {
 }
 
 #[test]
-fn what_is_answered_leaves_no_doubt() {
+fn answered_request_is_not_in_doubt() {
     let Late { device, source, .. } = late();
     for round in 0..20u32 {
         let batch: Vec<_> = (0..700).map(|slot| (slot, slot * 7 + round)).collect();

@@ -30,7 +30,7 @@ fn freeing_the_last_page_of_an_extent_does_not_wait_for_io() {
 }
 
 #[test]
-fn what_waits_to_be_given_back_is_room_for_a_write() {
+fn pending_release_counts_as_room() {
     let (disk, source) = (Disk::default(), later(2));
     let device = device(&disk, &source);
     for round in 0..3 {
@@ -71,7 +71,7 @@ fn a_write_waits_for_the_thread_that_gives_its_room_back() {
 }
 
 #[test]
-fn everything_is_released_at_the_end_and_nothing_of_the_parent_by_a_child() {
+fn end_releases_own_extents_only() {
     let (disk, source) = (Disk::default(), later(4));
     let parent = device(&disk, &source);
     write_raw(&parent, &(0..1030).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();

@@ -50,7 +50,7 @@ fn pages_in_leaving_extents_move_and_the_extents_are_released() {
 }
 
 #[test]
-fn without_room_elsewhere_pages_stay_and_extents_are_writable_again() {
+fn leaving_without_room_keeps_pages() {
     let (disk, source) = (Disk::default(), Source::new(2));
     let device = written(&disk, &source, 0..3500);
     assert_eq!(device.set_leaving(|extent| extent.0 == 0), 1);
@@ -67,7 +67,7 @@ fn without_room_elsewhere_pages_stay_and_extents_are_writable_again() {
 }
 
 #[test]
-fn what_cannot_be_read_is_not_left_and_nothing_else_is_lost() {
+fn unreadable_page_blocks_only_itself() {
     let (disk, source) = (Disk::default(), Source::new(64));
     let device = written(&disk, &source, 0..3000);
     device.set_leaving(|extent| extent.0 == 0);

@@ -124,7 +124,7 @@ fn damage(file: &File, every: usize) {
 }
 
 #[test]
-fn what_the_server_lost_is_on_the_mirror() {
+fn page_lost_by_server_read_from_mirror() {
     let (three, source) = (three(), Source::new(MIRRORED));
     let device = over(three, &source);
     fill(&device, 0..4000);
@@ -137,7 +137,7 @@ fn what_the_server_lost_is_on_the_mirror() {
 }
 
 #[test]
-fn what_the_mirror_lost_is_on_the_server() {
+fn page_lost_by_mirror_read_from_server() {
     let (three, source) = (three(), Source::new(MIRRORED));
     let device = over(three, &source);
     fill(&device, 0..4000);
@@ -150,7 +150,7 @@ fn what_the_mirror_lost_is_on_the_server() {
 }
 
 #[test]
-fn a_page_that_both_lost_is_an_error_and_no_other_one_is() {
+fn page_lost_by_both_is_an_error() {
     let (three, source) = (three(), Source::new(MIRRORED));
     let device = over(three, &source);
     fill(&device, 0..600);
@@ -205,7 +205,7 @@ fn an_area_whose_server_is_gone_is_left_with_all_its_pages() {
 }
 
 #[test]
-fn what_is_given_back_is_punched_on_both() {
+fn released_extent_punched_on_both() {
     use std::os::unix::fs::MetadataExt;
     let (three, source) = (three(), Source::new(MIRRORED));
     let device = over(three, &source);

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn plain_pages_are_stored_as_they_are_and_checked_at_their_place() {
+fn plain_pages_checked_at_their_place() {
     let disk = Disk::default();
     let source = Source { plain: true, ..Source::new(2) };
     let device = device(&disk, &source);

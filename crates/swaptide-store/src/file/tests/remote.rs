@@ -91,7 +91,7 @@ fn a_reader_of_this_machine_does_not_wait_for_those_of_servers() {
 }
 
 #[test]
-fn what_is_to_be_left_is_read_while_others_write() {
+fn leaving_reads_while_others_write() {
     let (device, has_begun, finish) = slow(false);
     write_raw(&device, &(0..600).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
     assert_eq!(device.set_leaving(|extent| extent == Extent(0)), 1);

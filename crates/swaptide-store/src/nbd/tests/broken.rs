@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::*;
 
 #[test]
-fn what_was_under_way_when_a_connection_broke_goes_out_again() {
+fn requests_resent_after_connection_breaks() {
     // Each connection answers a few more requests than the one before, and hangs up in the middle
     // of the next reply.
     let lab = Lab::new(|peer| {
@@ -41,7 +41,7 @@ fn what_was_under_way_when_a_connection_broke_goes_out_again() {
 }
 
 #[test]
-fn a_server_that_comes_back_in_time_costs_time_and_nothing_else() {
+fn server_restart_in_time_loses_nothing() {
     // 12 attempts fail, that is about a second; writes wait as long here.
     let lab = Lab::new(|peer| {
         if peer.number == 0 {
@@ -59,7 +59,7 @@ fn a_server_that_comes_back_in_time_costs_time_and_nothing_else() {
 }
 
 #[test]
-fn a_client_without_a_descriptor_for_its_server_says_so_of_reads() {
+fn read_without_free_descriptor_reports_it() {
     let lacks = Arc::new(AtomicU32::new(1));
     let lab = {
         let lacks = Arc::clone(&lacks);
@@ -77,7 +77,7 @@ fn a_client_without_a_descriptor_for_its_server_says_so_of_reads() {
 }
 
 #[test]
-fn what_is_answered_after_it_was_given_up_comes_nowhere() {
+fn reply_after_timeout_is_discarded() {
     // Each read is answered with what is on the disk then, after a while.
     let delay = Arc::new(AtomicU32::new(0));
     let lab = {
@@ -114,7 +114,7 @@ fn what_is_answered_after_it_was_given_up_comes_nowhere() {
 }
 
 #[test]
-fn calls_time_out_and_writes_then_fail_at_once_for_a_while() {
+fn writes_fail_fast_after_a_timeout() {
     let refuse = Arc::new(AtomicU32::new(1));
     let lab = {
         let refuse = Arc::clone(&refuse);
@@ -194,7 +194,7 @@ fn a_server_that_sends_without_answering_times_out() {
 }
 
 #[test]
-fn a_late_write_is_replayed_after_the_server_has_let_go_of_it() {
+fn late_write_replayed_after_server_hangs_up() {
     // The first connection holds its write back until the client hangs up, does it then, and only
     // then ends.
     let order = Arc::new(Mutex::new(Vec::new()));

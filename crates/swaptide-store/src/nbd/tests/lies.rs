@@ -69,7 +69,7 @@ fn lies(asked: &Asked) -> Vec<(&'static str, Vec<u8>)> {
 }
 
 #[test]
-fn a_lie_is_never_believed() {
+fn false_reply_is_rejected() {
     let count =
         lies(&Asked { flags: 0, command: 0, cookie: 0, offset: 4096, len: 4096, data: Vec::new() })
             .len();
@@ -106,7 +106,7 @@ fn a_lie_is_never_believed() {
 }
 
 #[test]
-fn lies_about_writes_are_no_success() {
+fn false_write_reply_is_not_success() {
     for number in 0..3 {
         let lab = Lab::new(move |peer| {
             let Some(asked) = peer.ask() else { return };
@@ -139,7 +139,7 @@ fn lies_about_writes_are_no_success() {
 }
 
 #[test]
-fn a_reply_to_what_was_not_sent_yet_is_a_lie() {
+fn reply_before_request_is_rejected() {
     // The requests are too long for the sockets: the last is not out while the server answers it.
     let lab = Lab::new(|peer| {
         let Some(asked) = peer.ask() else { return };
@@ -159,7 +159,7 @@ fn a_reply_to_what_was_not_sent_yet_is_a_lie() {
 }
 
 #[test]
-fn only_lies_are_given_up_in_time() {
+fn server_with_only_false_replies_times_out() {
     let lab = Lab::new(|peer| {
         while peer.ask().is_some() {
             peer.send(&[0x66; 100]);
