@@ -22,7 +22,7 @@ use swaptide_sys::thread::{Nanos, gettid, now};
 use crate::own_pid::is_own_process;
 use crate::seccomp;
 
-/// How long a mapping waits at most for management to begin.
+/// The longest time that a mapping waits for management to begin.
 pub(crate) const ENGAGE_TIMEOUT: Duration = Duration::from_millis(50);
 
 static GATE: EngageGate = EngageGate::new();

@@ -56,7 +56,7 @@ pub(crate) enum Turn {
     Over,
 }
 
-/// How long the fork was waited for that is under way.
+/// The time for which the caller has waited for the fork that is under way.
 pub(crate) struct ForkWait {
     fork: u32,
     looked: Nanos,

@@ -76,7 +76,7 @@ fn read_each(buf: &mut [u8], ranges: &[[usize; 2]]) -> Option<usize> {
     }
 }
 
-/// Whether each string of a null-terminated array begins in memory that can be read, and the array
+/// True if each string of a null-terminated array begins in memory that can be read, and the array
 /// lies there. True where it cannot be asked: under a filter of system calls, say.
 pub(crate) fn are_strings(array: *const *const c_char) -> bool {
     if array.is_null() || !array.is_aligned() || seccomp::is() {

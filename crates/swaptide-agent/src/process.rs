@@ -226,10 +226,10 @@ pub(crate) fn segment() -> Option<&'static Segment> {
 /// The connection by which the supervisor holds this process's userfaultfd, in the engine's table;
 /// -1: there is none. A forked child's copy is its parent's number, and replaced before it is used.
 static HOLD_CONN: AtomicI32 = AtomicI32::new(-1);
-/// How long the supervisor may take to close it.
+/// The timeout for the supervisor to close it.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// How long the supervisor may take to hold it.
+/// The timeout for the supervisor to hold it.
 const HOLD_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Has the supervisor hold the engine's userfaultfd, so that it outlives the engine's threads when

@@ -28,16 +28,16 @@ use swaptide_sys::thread::{Tid, gettid};
 use crate::marks::is_guest;
 use crate::real;
 
-/// How many threads are about to set a filter, and [`CONFINED`]. While one of them tries, another
-/// thread may be under a filter already; so only the thread that tried takes its attempt back, and
-/// none the flag.
+/// The number of threads that are about to set a filter, and the flag [`CONFINED`]. While one of
+/// them tries, another thread may be under a filter already; so only the thread that tried takes
+/// its attempt back, and none the flag.
 static FILTERS: AtomicU32 = AtomicU32::new(0);
 /// A filter was set. It stays.
 const CONFINED: u32 = 1 << 31;
 /// Offset of the thread id in a control block of this libc; 0: not known.
 static TID_AT: AtomicU32 = AtomicU32::new(0);
 
-/// Whether a filter was set in this process, or a thread is about to set one.
+/// True if a filter was set in this process, or a thread is about to set one.
 #[inline]
 pub(crate) fn is() -> bool {
     FILTERS.load(Relaxed) != 0

@@ -50,7 +50,7 @@ const EAGAIN: isize = linux_raw_sys::errno::EAGAIN as isize;
 const ENOMEM: isize = linux_raw_sys::errno::ENOMEM as isize;
 
 const MAX_KNOWN_RANGES: usize = 128;
-/// How long the guard's word is waited for at a time, and how often where nothing is lost without
+/// The time of one wait for the guard's word, and the number of waits where nothing is lost without
 /// it.
 const GUARD_WAIT_SLICE: Duration = Duration::from_millis(100);
 const GUARD_WAITS: u32 = 20;

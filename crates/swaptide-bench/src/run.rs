@@ -36,13 +36,13 @@ pub struct Workload {
     pub seconds_cap: u64,
     /// Threads of the program, each with its part of the data.
     pub threads: u16,
-    /// Whether each touch of a random phase is timed.
+    /// True if each touch of a random phase is timed.
     pub latency: bool,
     /// What the kernel's zswap may take of the machine's memory, in percent.
     pub zswap_percent: u32,
     /// How long nothing is touched before the pool is looked at.
     pub settle: Duration,
-    /// Whether swaptide is asked at the end what its pool holds: that costs a little of the time
+    /// True if swaptide is asked at the end what its pool holds: that costs a little of the time
     /// that is measured.
     pub look: bool,
 }
@@ -93,7 +93,7 @@ pub struct RunOutcome {
     pub written_pages: u64,
     /// The codec, where the kernel names one.
     pub codec: Option<String>,
-    /// Whether the pool counted against the limit.
+    /// True if the pool counted against the limit.
     pub pool_inside: bool,
     /// The run had to be ended from outside, with the phases above done.
     pub ended: bool,
@@ -123,7 +123,7 @@ impl RunOutcome {
         pages as f64 * PAGE as f64 / 1e6 / seconds.max(1e-9)
     }
 
-    /// Whether a limit of time cut something short.
+    /// True if a limit of time cut something short.
     pub(crate) fn capped(&self) -> bool {
         self.ended || self.phases.iter().any(|p| p.capped)
     }

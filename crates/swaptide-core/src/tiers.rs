@@ -439,12 +439,12 @@ impl TierMask {
     /// Permits all tiers, those defined later too.
     pub const ALL: TierMask = TierMask(u32::MAX);
 
-    /// Whether devices of a tier may be used (`None`: devices in no tier).
+    /// True if devices of a tier may be used (`None`: devices in no tier).
     pub fn permits(self, tier: Option<TierIndex>) -> bool {
         self.0 & (1 << tier.map_or(NO_TIER, TierIndex::get)) != 0
     }
 
-    /// Whether devices of this priority may be used.
+    /// True if devices of this priority may be used.
     pub fn permits_priority(self, tiers: &Tiers, priority: Priority) -> bool {
         self.permits(tiers.tier_of(priority))
     }

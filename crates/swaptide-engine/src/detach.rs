@@ -42,7 +42,7 @@ use crate::readahead::policy::SwappedIn;
 /// Groups that are brought in between two looks for faults.
 const GROUPS_PER_STEP: usize = 4;
 
-/// How far detaching the program has come.
+/// The progress of detaching the program.
 #[derive(Default)]
 pub(crate) struct Detach {
     /// Where bringing everything in continues; `None`: the program is not to be let go.

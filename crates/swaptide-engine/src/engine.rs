@@ -46,7 +46,7 @@ use crate::sched::fault_servers::FaultServers;
 use crate::sched::handed::Handed;
 use crate::sched::handler_cpu::leave_sched_idle;
 
-/// How long no page is written to swap areas after they took nothing.
+/// The time without writes to swap areas after they took nothing.
 const AREA_FULL_BACKOFF: Duration = Duration::from_millis(100);
 
 /// What the engine needs of the kernel. Forks it learns of by [`Features::EVENT_FORK`], or they are
@@ -96,7 +96,7 @@ pub struct Start {
     /// Has another holder for a forked child's userfaultfd while this process serves it: it closes
     /// its own when something is sent on the connection, or when the child has it held itself.
     pub hold_child: fn(BorrowedFd<'_>) -> Option<Conn>,
-    /// Whether pages may have readers outside; the hooks say so.
+    /// A flag that pages may have readers outside; the hooks set it.
     pub references: &'static References,
 }
 
@@ -132,7 +132,7 @@ struct SwapFull {
 /// The threads that reclaim.
 #[derive(Default)]
 pub struct Workers {
-    /// How many have begun and not ended; fault servers count among them.
+    /// The number of running threads, fault servers among them.
     pub running: AtomicU32,
     /// Those that do not wait on `work`.
     pub awake: AtomicU32,
@@ -142,7 +142,7 @@ pub struct Workers {
     pub(crate) taking: AtomicU32,
     /// Not 0: they stop at their next quiescent point.
     pub quiesce: AtomicU32,
-    /// How many of them are stopped there.
+    /// The number of them that are stopped there.
     pub quiesced: AtomicU32,
     /// The thread ids of the first ones, for the handler to place them; 0: none.
     pub tids: [AtomicU32; PLACED_WORKERS],
@@ -168,7 +168,7 @@ pub struct Serving {
     pub(crate) servers: FaultServers,
     /// What faults foretell.
     pub(crate) readahead: Lock<Readahead>,
-    /// How long threads of the program wait for memory.
+    /// The time that threads of the program wait for memory.
     pub(crate) stalls: Lock<StallClock>,
     /// Inside are threads that put pages in place without the memory lock; the thread that reads a
     /// message has it closed.
@@ -200,7 +200,7 @@ pub struct Engine {
     pub devices: Devices,
     /// What the process uses, and its limit.
     pub charge: Charge,
-    /// Whether small mappings are managed.
+    /// The size of small mappings, and a flag that they are managed.
     pub small: Small,
     /// Requests to the handler.
     pub handler_requests: HandlerRequests,

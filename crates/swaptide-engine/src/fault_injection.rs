@@ -60,7 +60,7 @@ impl Injection {
         }
     }
 
-    /// Whether the failure of this number is wanted.
+    /// True if the failure of this number is wanted.
     pub fn wants(self, fail: u32) -> bool {
         self.fail == fail
     }
@@ -101,7 +101,7 @@ impl Injection {
     }
 }
 
-/// Whether a read of a swap area shall fail as for want of memory, where a test wants the failure
+/// True if a read of a swap area shall fail as for want of memory, where a test wants the failure
 /// of this number. `reads`: those of the process so far.
 pub fn is_read_short(fail: u32, reads: &AtomicU32) -> bool {
     match fail {
@@ -160,8 +160,8 @@ impl HandlerFaults {
         self.wanted.stale_every != 0 && self.large_loads.is_multiple_of(self.wanted.stale_every)
     }
 
-    /// How many of `len` pages (more than 1) are filled: half of them, as if an event were unread
-    /// by then, or all.
+    /// The number of pages, of `len` (more than 1), that are filled: half of them, as if an event
+    /// were unread by then, or all.
     pub(crate) fn part_of(&mut self, len: usize) -> usize {
         if len < 2 || self.wanted.part_every == 0 {
             return len;

@@ -104,7 +104,7 @@ thread_local! {
     static TIMER: RefCell<Option<Timer>> = const { RefCell::new(None) };
 }
 
-/// Whether this thread has a timer, or gets one now.
+/// True if this thread has a timer, or gets one now.
 fn has_timer() -> bool {
     let has = |timer: &RefCell<Option<Timer>>| {
         let mut timer = timer.borrow_mut();

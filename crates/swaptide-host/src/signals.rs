@@ -116,7 +116,7 @@ pub fn send(pid: u32, signal: i32) {
     unsafe { libc::kill(pid as i32, signal) };
 }
 
-/// Whether two processes are in one process group.
+/// True if two processes are in one process group.
 pub(crate) fn same_group(one: u32, other: u32) -> bool {
     // SAFETY: getpgid takes a number and answers with one.
     let group = |pid: u32| unsafe { libc::getpgid(pid as i32) };

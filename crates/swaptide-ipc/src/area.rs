@@ -99,7 +99,7 @@ pub struct ExportFacts {
     pub bytes: u64,
     /// The transmission flags of the protocol.
     pub flags: u16,
-    /// Whether replies may be structured.
+    /// True if replies may be structured.
     pub structured: bool,
     /// The longest transfer that the server takes.
     pub longest: u32,
@@ -139,7 +139,7 @@ impl AreaMask {
     /// All areas.
     pub const ALL: AreaMask = AreaMask(u32::MAX);
 
-    /// Whether an area is in it.
+    /// True if an area is in it.
     pub const fn contains(self, area: AreaId) -> bool {
         self.0 >> area.0 & 1 == 1
     }
@@ -241,7 +241,7 @@ impl Area {
         self.extents().saturating_sub(self.used()).saturating_sub(self.in_doubt())
     }
 
-    /// Whether there is one that can be leased.
+    /// True if there is one that can be leased.
     pub fn has_room(&self) -> bool {
         self.free() > 0
     }
@@ -256,12 +256,12 @@ impl Area {
         self.errors.fetch_add(1, Relaxed);
     }
 
-    /// Whether what lies there is not encrypted.
+    /// True if what lies there is not encrypted.
     pub fn is_unencrypted(&self) -> bool {
         self.plain.load(Relaxed) != 0
     }
 
-    /// Whether it lies on a rotational device.
+    /// True if it lies on a rotational device.
     pub fn is_rotational(&self) -> bool {
         self.rotational.load(Relaxed) != 0
     }
@@ -288,7 +288,7 @@ impl Area {
             .map(|id| AreaId(id as u8))
     }
 
-    /// Whether it was given to another device since `generation` was read: what was read of it in
+    /// True if it was given to another device since `generation` was read: what was read of it in
     /// between counts for nothing then.
     pub(crate) fn changed_since(&self, generation: u32) -> bool {
         fence(Acquire);

@@ -96,7 +96,7 @@ impl Segment {
         self.header.areas.epoch.load(Acquire)
     }
 
-    /// Whether any area is open.
+    /// True if any area is open.
     pub fn has_area(&self) -> bool {
         self.header.areas.count.load(Acquire) != 0
     }
@@ -134,12 +134,12 @@ impl Segment {
         self.areas().find(|(_, area)| area.range().contains(&extent.0))
     }
 
-    /// Whether what lies in an extent is not encrypted.
+    /// True if what lies in an extent is not encrypted.
     pub fn is_plain(&self, extent: ExtentId) -> bool {
         self.area_of(extent).is_some_and(|(_, area)| area.is_unencrypted())
     }
 
-    /// Whether an extent lies on a rotational device.
+    /// True if an extent lies on a rotational device.
     pub fn is_rotational(&self, extent: ExtentId) -> bool {
         self.area_of(extent).is_some_and(|(_, area)| area.is_rotational())
     }
@@ -403,7 +403,7 @@ impl Segment {
         self.extent_refs[extent.0 as usize].fetch_and(HOLDERS, SeqCst);
     }
 
-    /// Whether something that was sent to an extent's server may not have been answered.
+    /// True if something that was sent to an extent's server may not have been answered.
     pub fn is_in_doubt(&self, extent: ExtentId) -> bool {
         self.extent_refs[extent.0 as usize].load(Acquire) & IN_DOUBT != 0
     }

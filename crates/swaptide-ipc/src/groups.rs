@@ -129,7 +129,7 @@ impl Segment {
         extent
     }
 
-    /// Whether one of the areas in `within` that the group may use is open and has room.
+    /// True if one of the areas in `within` that the group may use is open and has room.
     pub fn has_room_in(&self, index: SlotIndex, within: AreaMask) -> bool {
         let mask = AreaMask(!self.group(self.group_of(index)).areas_excluded() & within.0);
         self.areas().any(|(id, area)| {

@@ -168,7 +168,7 @@ pub struct PagerGuard {
 }
 
 impl PagerGuard {
-    /// Whether the pager's end is a loss to this process: it has regions mapped, and of some region
+    /// True if the pager's end is a loss to this process: it has regions mapped, and of some region
     /// something is out.
     pub fn has_lost(&self, segment: &Segment) -> bool {
         let slot = segment.slot(self.slot);

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 /// Where the kernel has its settings.
 const SETTINGS: &str = "/sys/kernel/mm/transparent_hugepage";
-/// How long what was read is taken for what is set.
+/// The time for which a value once read is used before it is read again.
 const SETTINGS_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// The settings, and when they were read last.

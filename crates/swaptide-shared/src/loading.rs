@@ -73,7 +73,7 @@ impl Load {
         }
     }
 
-    /// How many pages.
+    /// The number of pages.
     pub(crate) fn len(&self) -> usize {
         self.pages.len()
     }
@@ -103,12 +103,12 @@ impl Load {
         runs.into_iter()
     }
 
-    /// Whether it is the region that the pages were noted in.
+    /// True if it is the region that the pages were noted in.
     pub(crate) fn is_of(&self, region: &Region) -> bool {
         Arc::ptr_eq(&self.memory, &region.memory)
     }
 
-    /// Whether a page stands as it was noted (invariant 1), in the region of the load.
+    /// True if a page stands as it was noted (invariant 1), in the region of the load.
     pub(crate) fn stands(&self, region: &Region, page: usize) -> bool {
         let Ok(at) = self.pages.binary_search_by_key(&page, |noted| noted.page) else {
             return false;
@@ -121,7 +121,7 @@ impl Load {
         self.pages.binary_search_by_key(&page, |noted| noted.page).is_ok()
     }
 
-    /// Whether a swap area has to be read.
+    /// True if a swap area has to be read.
     fn reads_area(&self) -> bool {
         self.pages.iter().any(|noted| noted.place == RegionPage::Area)
     }
@@ -174,23 +174,23 @@ impl LoadQueue {
         })
     }
 
-    /// Whether there is one for [`LoadQueue::take_short`].
+    /// True if there is one for [`LoadQueue::take_short`].
     pub(crate) fn has_short(&self, comes_along: bool) -> bool {
         let is_short = |job: &LoadJob| !job.load.reads_area();
         self.urgent.iter().any(is_short) || comes_along && self.ahead.iter().any(is_short)
     }
 
-    /// How many of those that wait for a thread need a disk.
+    /// The number of waiting loads that need a disk.
     pub(crate) fn disks(&self) -> usize {
         self.urgent.iter().chain(&self.ahead).filter(|job| job.load.reads_area()).count()
     }
 
-    /// How many wait for a thread.
+    /// The number of loads that wait for a thread.
     pub(crate) fn waiting(&self) -> usize {
         self.urgent.len() + self.ahead.len()
     }
 
-    /// Whether a page is on its way.
+    /// True if a page is on its way.
     pub(crate) fn has(&self, region: RegionId, page: usize) -> bool {
         self.coming.iter().any(|(id, run)| *id == region && run.contains(&page))
     }

@@ -109,13 +109,13 @@ fn direct_mounts(mountinfo: &str) -> HashSet<u64> {
     mountinfo.lines().filter_map(number).collect()
 }
 
-/// Whether an error says that what was asked about is not there any more.
+/// True if an error says that what was asked about is not there any more.
 fn is_gone(error: &std::io::Error) -> bool {
     let errno = rustix::io::Errno::from_io_error(error);
     matches!(errno, Some(rustix::io::Errno::NOENT | rustix::io::Errno::SRCH))
 }
 
-/// Whether an io_uring has files registered, which may be open for direct I/O and in no table of
+/// True if an io_uring has files registered, which may be open for direct I/O and in no table of
 /// descriptors. `is_ring` tells whether a descriptor of which nothing in particular is told is one:
 /// of a ring that is busy the kernel tells nothing.
 fn has_files(fdinfo: &str, is_ring: impl FnOnce() -> bool) -> bool {
@@ -139,7 +139,7 @@ fn figure(status: &str, name: &str) -> u64 {
     line.and_then(|line| line.split_whitespace().next()?.parse().ok()).unwrap_or(0)
 }
 
-/// Whether a process that has `locked` KiB locked has locked a region, or has locked more than its
+/// True if a process that has `locked` KiB locked has locked a region, or has locked more than its
 /// mappings say: so VFIO counts what a device may write to.
 fn locks_region(pid: u32, locked: u64) -> bool {
     match fs::read_to_string(format!("/proc/{pid}/smaps")) {

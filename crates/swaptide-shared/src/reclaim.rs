@@ -59,7 +59,7 @@ const MAX_BATCH_PAGES: usize = 1024;
 /// Pages that go from compressed memory to the file together.
 const WRITEBACK_BATCH_PAGES: usize = 128;
 
-/// How long no fault waits for room after nothing could go out.
+/// The time for which no fault waits for room after nothing could go out.
 const FULL_BACKOFF: Duration = Duration::from_millis(20);
 
 /// The thread that makes room, with what it works with.
@@ -451,7 +451,7 @@ impl ReclaimThread {
         Ok(Some(batch))
     }
 
-    /// Whether a process that maps a part of the batch may write past its page tables; then its
+    /// True if a process that maps a part of the batch may write past its page tables; then its
     /// regions wait.
     fn exempted(&self, batch: &ReclaimBatch) -> bool {
         let pids: HashSet<u32> = {

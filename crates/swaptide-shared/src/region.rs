@@ -215,8 +215,8 @@ impl Region {
         &mut self.chunks[chunk]
     }
 
-    /// How often a page has gone out, wrapping: one that was out, and is out in the same place at
-    /// the same number, has not been in between.
+    /// The number of times that a page has gone out, wrapping: one that was out, and is out in the
+    /// same place at the same number, has not been in between.
     pub(crate) fn departures(&self, page: usize) -> u16 {
         self.departures[page]
     }
@@ -226,7 +226,7 @@ impl Region {
         chunk * PAGES_PER_CHUNK..((chunk + 1) * PAGES_PER_CHUNK).min(self.pages())
     }
 
-    /// How many chunks of 64 KiB it has, the last one perhaps in part.
+    /// The number of chunks of 64 KiB, the last one perhaps in part.
     pub(crate) fn chunk_count(&self) -> usize {
         self.chunks.len()
     }

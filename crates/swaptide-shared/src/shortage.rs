@@ -9,13 +9,13 @@ use swaptide_engine::sched::deadline::Deadline;
 
 use crate::store::Unloaded;
 
-/// How long reads of the swap areas, or writes to memory files, may fail in a row because this
-/// process is short of memory or descriptors.
+/// The time for which reads of the swap areas, or writes to memory files, may fail in a row because
+/// this process is short of memory or descriptors.
 const SHORTAGE_TIMEOUT: Duration = Duration::from_secs(30);
 /// The same where a test wants to see what happens then.
 const SHORTAGE_TIMEOUT_IN_TESTS: Duration = Duration::from_secs(2);
 
-/// How long that may be.
+/// The bound of that time.
 pub(crate) fn bound(is_test: bool) -> Duration {
     if is_test { SHORTAGE_TIMEOUT_IN_TESTS } else { SHORTAGE_TIMEOUT }
 }
@@ -29,8 +29,8 @@ pub(crate) struct Shortages {
     pub(crate) writes: Shortage,
 }
 
-/// How long reads, or writes, have failed so. Such a page stays out, and is asked for again:
-/// nothing is wrong with it, and what ends the shortage may wait for the state's lock.
+/// The time for which reads, or writes, have failed so. Such a page stays out, and is asked for
+/// again: nothing is wrong with it, and what ends the shortage may wait for the state's lock.
 #[derive(Default)]
 pub(crate) struct Shortage(Option<Deadline>);
 

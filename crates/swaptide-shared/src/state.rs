@@ -37,7 +37,7 @@ use crate::shortage::Shortages;
 use crate::space::{GrowthHold, Piece, Space, SpaceId, SpaceState, scan};
 use crate::store::{SLOTS, Store};
 
-/// How long a process may be without a guard before its regions are brought back whole.
+/// The time that a process may be without a guard before its regions are brought back whole.
 pub(crate) const GUARD_TIMEOUT: Duration = Duration::from_secs(1);
 /// In this time the guard of a forked child comes, unless none comes.
 const CHILD_GUARD_TIMEOUT: Duration = Duration::from_millis(300);
@@ -673,7 +673,7 @@ pub(crate) fn is_hole(memory: &File, pages: &Range<usize>) -> bool {
 /// Not all pages were written.
 #[derive(Debug)]
 pub(crate) struct ShortWrite {
-    /// How many were, from the first on: programs may have them already.
+    /// The number of pages written, from the first on: programs may have them already.
     pub written: usize,
     pub error: std::io::Error,
 }

@@ -195,7 +195,7 @@ impl Store {
         })
     }
 
-    /// Whether there is anything beyond compressed memory that takes pages: a file or a block
+    /// True if there is anything beyond compressed memory that takes pages: a file or a block
     /// device.
     pub fn has_file(&self) -> bool {
         let SharedExtents { segment, index, .. } = &self.areas;

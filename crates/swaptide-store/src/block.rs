@@ -11,7 +11,7 @@ pub(crate) struct BlockRun<'b> {
     pub(crate) buf: &'b mut [u8],
 }
 
-/// Whether an error says that this process or the machine is short of memory or descriptors. A
+/// True if an error says that this process or the machine is short of memory or descriptors. A
 /// server's own shortage comes as another one.
 pub(crate) fn is_own_shortage(errno: Errno) -> bool {
     matches!(errno, Errno::NOMEM | Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::AGAIN)

@@ -202,7 +202,7 @@ impl FileDevice {
         self.reader.read(&self.store, reqs)
     }
 
-    /// Whether `page` is certainly what the slot holds: it was read since it was last written, and
+    /// True if `page` is certainly what the slot holds: it was read since it was last written, and
     /// had these contents. Does no I/O; `false` proves nothing.
     #[must_use]
     pub fn unchanged(&self, slot: Slot, page: &Page) -> bool {
@@ -247,13 +247,13 @@ impl FileDevice {
         self.writer.leave(&self.store)
     }
 
-    /// Whether a write has been under way for so long.
+    /// True if a write has been under way for so long.
     #[must_use]
     pub fn is_writing_for(&self, long: Duration) -> bool {
         self.writer.is_writing_for(long)
     }
 
-    /// Whether a slot's page lies on a rotational device: where every read begins with a seek.
+    /// True if a slot's page lies on a rotational device: where every read begins with a seek.
     #[must_use]
     pub fn is_rotational(&self, slot: Slot) -> bool {
         let place = self.store.state.lock().places.get(slot);
@@ -273,7 +273,7 @@ impl FileDevice {
         self.store.source.server_of(place.span.extent())
     }
 
-    /// Whether a slot holds a page.
+    /// True if a slot holds a page.
     #[must_use]
     pub fn contains(&self, slot: Slot) -> bool {
         self.store.state.lock().places.get(slot).is_some()

@@ -505,7 +505,7 @@ impl Zram {
         })
     }
 
-    /// Whether a slot holds a page.
+    /// True if a slot holds a page.
     #[must_use]
     pub fn contains(&self, slot: Slot) -> bool {
         self.state.lock().handles.get(slot) != Handle::Empty
@@ -572,7 +572,7 @@ impl Zram {
         self.figures.room_pages.load(Ordering::Relaxed)
     }
 
-    /// Whether the address space is near its end. Takes no lock.
+    /// True if the address space is near its end. Takes no lock.
     #[must_use]
     pub fn is_scarce(&self) -> bool {
         self.room_pages() < self.scarce_below

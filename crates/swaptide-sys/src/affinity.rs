@@ -40,7 +40,7 @@ impl CpuSet {
         }
     }
 
-    /// Whether the CPU is in it.
+    /// True if the CPU is in it.
     pub fn contains(&self, cpu: u32) -> bool {
         self.0.get(cpu as usize / 64).is_some_and(|word| word >> (cpu % 64) & 1 == 1)
     }

@@ -256,7 +256,7 @@ impl SocketNumber {
         self.number.store(number, Release);
     }
 
-    /// Whether a descriptor is that socket, in whichever table.
+    /// True if a descriptor is that socket, in whichever table.
     pub fn is(&self, fd: BorrowedFd<'_>) -> bool {
         socket_inode(fd.as_raw_fd()) == Some(self.inode.load(Acquire))
     }

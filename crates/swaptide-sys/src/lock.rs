@@ -95,7 +95,7 @@ impl<T: ?Sized> Lock<T> {
             .map(|_| Guard::new(self))
     }
 
-    /// Whether a thread holds the lock at this moment: for assertions and statistics only.
+    /// True if a thread holds the lock at this moment: for assertions and statistics only.
     pub fn is_locked(&self) -> bool {
         self.word.load(Ordering::Relaxed) != FREE
     }

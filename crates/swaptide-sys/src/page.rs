@@ -47,7 +47,7 @@ impl VirtAddr {
         VirtAddr((self.0 + (align - 1)) & !(align - 1))
     }
 
-    /// Whether this is the start of a page.
+    /// True if this is the start of a page.
     #[inline]
     pub const fn is_page_aligned(self) -> bool {
         self.0 & (PAGE_SIZE - 1) == 0
@@ -118,25 +118,25 @@ impl VirtRange {
         self.len() >> PAGE_SHIFT
     }
 
-    /// Whether it holds no byte.
+    /// True if it holds no byte.
     #[inline]
     pub const fn is_empty(&self) -> bool {
         self.end.0 <= self.start.0
     }
 
-    /// Whether both ends are page boundaries.
+    /// True if both ends are page boundaries.
     #[inline]
     pub const fn is_page_aligned(&self) -> bool {
         self.start.is_page_aligned() && self.end.is_page_aligned()
     }
 
-    /// Whether `addr` lies in it.
+    /// True if `addr` lies in it.
     #[inline]
     pub const fn contains(&self, addr: VirtAddr) -> bool {
         self.start.0 <= addr.0 && addr.0 < self.end.0
     }
 
-    /// Whether all of `other` lies in it.
+    /// True if all of `other` lies in it.
     #[inline]
     pub const fn covers(&self, other: &VirtRange) -> bool {
         self.start.0 <= other.start.0 && other.end.0 <= self.end.0

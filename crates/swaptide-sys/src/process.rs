@@ -301,7 +301,7 @@ pub fn has_young_child(tid: u32, age: Duration) -> Option<bool> {
     Some(procfs::words(text).filter_map(start_of).any(|started| started >= oldest))
 }
 
-/// Whether two processes run on the same memory, as between vfork and exec. False where that cannot
+/// True if two processes run on the same memory, as between vfork and exec. False where that cannot
 /// be known.
 pub fn same_memory(a: u32, b: u32) -> bool {
     const KCMP_VM: usize = 1;

@@ -71,7 +71,7 @@ pub(crate) fn open_read(path: &CStr) -> Result<OwnedFd, Errno> {
     retry(|| rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()))
 }
 
-/// Whether a descriptor is that of a file of /proc.
+/// True if a descriptor is that of a file of /proc.
 pub(crate) fn is_of_proc(fd: BorrowedFd<'_>) -> bool {
     rustix::fs::fstatfs(fd).is_ok_and(|file| file.f_type == rustix::fs::PROC_SUPER_MAGIC)
 }

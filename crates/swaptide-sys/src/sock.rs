@@ -137,7 +137,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The number of users that have none in this namespace.
 const OVERFLOW_UID: u32 = 65534;
 
-/// Whether every user has a number here. True where that cannot be told.
+/// True if every user has a number here. True where that cannot be told.
 fn is_initial_user_namespace() -> bool {
     use rustix::fs::{Mode, OFlags, open};
     let map = open(c"/proc/self/uid_map", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
@@ -153,7 +153,7 @@ fn socket() -> Result<OwnedFd, Errno> {
     net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
 }
 
-/// Whether a descriptor is a socket as [`socket`] makes them.
+/// True if a descriptor is a socket as [`socket`] makes them.
 fn is_packet_socket(fd: BorrowedFd<'_>) -> bool {
     net::sockopt::socket_domain(fd) == Ok(AddressFamily::UNIX)
         && net::sockopt::socket_type(fd) == Ok(SocketType::SEQPACKET)

@@ -214,7 +214,7 @@ pub fn getpid() -> Pid {
     Pid(unsafe { syscall!(k::__NR_getpid) }.map_or(0, |pid| pid as u32))
 }
 
-/// Whether this process has a thread of that id.
+/// True if this process has a thread of that id.
 pub fn lives(tid: Tid) -> bool {
     // SAFETY: signal 0 is none; no memory is passed.
     let asked = unsafe { syscall!(k::__NR_tgkill, getpid().0, tid.0, 0usize) };

@@ -50,7 +50,7 @@ static FORK_MASK: AtomicU64 = AtomicU64::new(0);
 /// The control block of the forking thread ([`control_block`]), which is its child's as well; 0:
 /// there is none.
 static FORKING_BLOCK: AtomicUsize = AtomicUsize::new(0);
-/// How many forks it is within. Its own, as long as it holds [`FORK_LOCK`].
+/// The nesting depth of forks. Only the holder of [`FORK_LOCK`] changes it.
 static DEPTH: AtomicU32 = AtomicU32::new(0);
 
 /// The address of the calling thread's control block: a name for the thread that takes no system

@@ -174,7 +174,7 @@ fn first_piece(at: usize, range: usize, call: impl Fn([usize; 5]) -> isize) -> u
     one * PAGE_SIZE
 }
 
-/// Whether a fixed move of a range to `len` bytes at `to` leaves its size as it is and has
+/// True if a fixed move of a range to `len` bytes at `to` leaves its size as it is and has
 /// arguments that the kernel takes.
 fn is_moved_whole(range: VirtRange, len: usize, to: usize) -> bool {
     let aligned = (range.start.0 | to).is_multiple_of(PAGE_SIZE);
@@ -199,7 +199,7 @@ pub(crate) fn wait_for_events(at: usize) {
     }
 }
 
-/// Whether a caller would have to wait in [`wait_for_events`].
+/// True if a caller would have to wait in [`wait_for_events`].
 pub(crate) fn matter() -> bool {
     let managed = if crate::seccomp::is() {
         crate::process::engine_without_calls()
@@ -221,7 +221,7 @@ fn has_threads() -> bool {
     CLONED.load(Relaxed) || crate::real::has_threads()
 }
 
-/// Whether the kernel moves several mappings to a fixed place in one call (Linux 6.17).
+/// True if the kernel moves several mappings to a fixed place in one call (Linux 6.17).
 fn kernel_moves_several() -> bool {
     is_since_6_17(rustix::system::uname().release().to_bytes())
 }

@@ -90,7 +90,7 @@ pub(crate) fn keep_apart(range: VirtRange) {
     exclude(range);
 }
 
-/// Whether [`keep_apart`] was called.
+/// True if [`keep_apart`] was called.
 pub(crate) fn is_fork_advice_given() -> bool {
     ARE_KEPT_APART.load(Acquire)
 }
@@ -105,7 +105,7 @@ fn overlap(a: VirtRange, b: VirtRange) -> bool {
     a.start < b.end && b.start < a.end
 }
 
-/// How far two ranges are apart: 0 where they touch.
+/// The distance in bytes between two ranges: 0 if they touch.
 fn distance(a: VirtRange, b: VirtRange) -> usize {
     a.start.0.saturating_sub(b.end.0).max(b.start.0.saturating_sub(a.end.0))
 }

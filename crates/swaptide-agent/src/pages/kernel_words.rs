@@ -61,7 +61,7 @@ const INHERITS: c_int = 32;
 /// A mutex was pinned in this process or its parent: until then none has to be looked at.
 static ANY_MUTEX: AtomicBool = AtomicBool::new(false);
 
-/// Whether the kernel changes the word of a mutex by itself.
+/// True if the kernel changes the word of a mutex by itself.
 ///
 /// # Safety
 /// It is initialised.

@@ -84,7 +84,7 @@ impl PinnedEntry {
         (self.0 & IS_THREAD == 0).then_some(self.0 & VALUE_MASK)
     }
 
-    /// Whether it is an entry of a thread that is gone.
+    /// True if it is an entry of a thread that is gone.
     fn is_over(self) -> bool {
         self.thread().is_some_and(|tid| !lives(tid))
     }

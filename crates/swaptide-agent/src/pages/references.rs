@@ -20,7 +20,7 @@ pub(crate) const O_DIRECT: c_int = linux_raw_sys::general::O_DIRECT as c_int;
 /// File systems of Linux 6.18 whose direct reads do not pin the reader's pages: NFS and Ceph.
 const UNPINNED: [u64; 2] = [0x6969, 0x00c3_6400];
 
-/// Whether direct reads by a descriptor pin nothing.
+/// True if direct reads by a descriptor pin nothing.
 pub(crate) fn is_unpinned(fd: c_int) -> bool {
     const SYS_FSTATFS: u32 = linux_raw_sys::general::__NR_fstatfs;
     let mut buf = [0u64; 16];

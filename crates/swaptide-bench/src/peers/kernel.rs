@@ -55,7 +55,7 @@ impl KernelPeer {
         }
     }
 
-    /// Whether the pool counts against the cgroup's limit: zswap's does, in cgroup version 2.
+    /// True if the pool counts against the cgroup's limit: zswap's does, in cgroup version 2.
     pub(crate) fn pool_is_charged(self, cgroups: &Hierarchy) -> bool {
         self == KernelPeer::Zswap && cgroups.version() == 2
     }
@@ -264,7 +264,7 @@ fn swap_on(restorer: &Restorer, device: PathBuf) -> Result<(), String> {
     })
 }
 
-/// Whether zswap was ever used in this boot, in which case the kernel swaps nothing in as 64K any
+/// True if zswap was ever used in this boot, in which case the kernel swaps nothing in as 64K any
 /// more.
 pub(crate) fn zswap_was_on(machine: &Machine) -> bool {
     let used = |line: &str| line.strip_prefix("zswpout ").is_some_and(|n| n.trim() != "0");

@@ -84,7 +84,7 @@ impl Machine {
         (self.tool)(name, args)
     }
 
-    /// Whether swap is on for `device` now.
+    /// True if swap is on for `device` now.
     pub(crate) fn swap_is_on(&self, device: &Path) -> bool {
         let list = self.read("/proc/swaps").unwrap_or_default();
         list.lines()

@@ -51,7 +51,7 @@ fn own_directory(dir: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether a program is found by its name, or a file by its path.
+/// True if a program is found by its name, or a file by its path.
 fn is_installed(program: &str) -> bool {
     if program.starts_with('/') {
         return Path::new(program).exists();

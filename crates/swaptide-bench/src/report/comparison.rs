@@ -51,7 +51,7 @@ pub enum Better {
 }
 
 impl Better {
-    /// Whether `a` is better than `b`.
+    /// True if `a` is better than `b`.
     fn prefers(self, a: f64, b: f64) -> bool {
         if self == Better::Higher { a > b } else { a < b }
     }

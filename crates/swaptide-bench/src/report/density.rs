@@ -37,7 +37,7 @@ impl DensityRow {
         sorted.get(rank.max(1) - 1).copied()
     }
 
-    /// Whether all of them fit: each has answered right, and nearly all soon enough.
+    /// True if all of them fit: each has answered right, and nearly all soon enough.
     pub(crate) fn fits(&self) -> bool {
         self.failure.is_none() && self.quantile(0.99).is_some_and(|ms| ms < MAX_WAKE_MS)
     }

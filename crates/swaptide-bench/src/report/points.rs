@@ -25,7 +25,7 @@ pub struct Point {
     pub wall_s: f64,
     /// Bytes of which every word was found right at the end.
     pub verified: u64,
-    /// Whether a limit of time cut something short.
+    /// True if a limit of time cut something short.
     pub capped: bool,
     /// The peer that had as much memory, and the ratio to it (above 1 where swaptide is better).
     pub against: Option<(String, f64)>,

@@ -37,7 +37,7 @@ pub struct Side {
     pub pool: u64,
     /// The most resident memory seen.
     pub resident: Option<u64>,
-    /// Whether the pool counts against the limit: always for swaptide, for zswap in cgroup version
+    /// True if the pool counts against the limit: always for swaptide, for zswap in cgroup version
     /// 2.
     pub pool_inside: bool,
     /// Codec and folio size of a kernel peer.

@@ -166,7 +166,7 @@ pub struct PhaseResult {
     pub pages: u64,
     /// How long it took.
     pub seconds: f64,
-    /// Whether it ended early, at the limit of time.
+    /// True if it ended early, at the limit of time.
     pub capped: bool,
     /// The time that 99 of 100 touches stay within, in microseconds, where it was asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -67,8 +67,8 @@ const ROOMY_DIVISOR: u64 = 4;
 /// An area that did not take a write is left alone for so long, where there is another one. One
 /// that fails again and again the supervisor retires.
 const FAILED_WRITE_BACKOFF: Duration = Duration::from_millis(200);
-/// How long a process leases nothing of an area where its limit on the size of files forbids it to
-/// write: it may have another limit by then.
+/// The time for which a process leases no extent of an area that RLIMIT_FSIZE forbids it to write:
+/// it may have another limit by then.
 const FILE_SIZE_LIMIT_BACKOFF: Duration = Duration::from_secs(10);
 
 /// The folio that stands in the swap cache while a slot gets another shadow.
@@ -513,7 +513,7 @@ impl Devices {
         })
     }
 
-    /// Whether compressed memory certainly has slots and address space for `coming` pages, if
+    /// True if compressed memory certainly has slots and address space for `coming` pages, if
     /// `in_flight` others that have a slot go there as well.
     pub(crate) fn pool_has_room(&self, in_flight: usize, coming: usize) -> bool {
         let usage = self.pool_slots.usage();
@@ -521,7 +521,7 @@ impl Devices {
             && self.pool.room_pages() >= in_flight + coming
     }
 
-    /// Whether there is anything beyond compressed memory that takes pages.
+    /// True if there is anything beyond compressed memory that takes pages.
     pub(crate) fn is_backed(&self) -> bool {
         self.segment.has_area()
     }

@@ -15,7 +15,7 @@ use swaptide_sys::thread::{Nanos, now, sleep};
 
 use crate::sched::deadline::Deadline;
 
-/// How long reads may fail so.
+/// The time for which reads may fail so.
 const SHORTAGE_TIMEOUT: Duration = Duration::from_secs(30);
 /// The same where a test wants to see what happens then.
 const TEST_TIMEOUT: Duration = Duration::from_secs(2);

@@ -149,12 +149,12 @@ impl Snapshot {
         &self.entries[..self.len]
     }
 
-    /// How many pages from the first on can be loaded from the devices.
+    /// The number of pages, from the first on, that can be loaded from the devices.
     pub fn stored(&self) -> usize {
         self.places[..self.len].iter().take_while(|place| place.is_stored()).count()
     }
 
-    /// How many pages from the first on are remote.
+    /// The number of pages, from the first on, that are remote.
     pub(crate) fn any_remote(&self) -> usize {
         self.places[..self.len].iter().take_while(|place| **place == PageLocation::Remote).count()
     }

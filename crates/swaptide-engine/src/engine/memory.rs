@@ -95,7 +95,7 @@ pub struct Mm {
     pub clocks: MmClocks,
     /// Pages that threads must get to use.
     pub fault_hold: FaultHold,
-    /// Whether refaults say that the program makes no progress.
+    /// Detects, by refaults, that the program makes no progress.
     pub(crate) thrash: ThrashDetector,
     /// What fault servers have read for the handler.
     pub(crate) handed: Handed,
@@ -174,8 +174,7 @@ impl Mm {
         }
     }
 
-    /// How many pages were taken out since the page of an entry went; `None` if its slot holds a
-    /// folio.
+    /// The number of pages evicted since the page of an entry; `None` if its slot holds a folio.
     pub(crate) fn refault_distance(&self, devices: &Devices, entry: SwapEntry) -> Option<u64> {
         match devices.slots(entry.ty()).lookup(entry.offset()) {
             TableSlot::Shadow { shadow, .. } => Some(self.age(shadow)),
@@ -183,7 +182,7 @@ impl Mm {
         }
     }
 
-    /// How many pages were taken out since a page went that has this shadow.
+    /// The number of pages evicted since the page with this shadow.
     pub fn age(&self, shadow: Shadow) -> u64 {
         u64::from(self.shadow().0.wrapping_sub(shadow.0) & SHADOW_MASK) * SHADOW_STEP_PAGES
     }

@@ -21,7 +21,7 @@ use crate::mm::vma_change::VmaChange;
 /// Events of other threads for which there is room during a fork without allocating.
 const NOTED_EVENTS_CAPACITY: usize = 16 << 10;
 
-/// How far the fork of a thread that came through libc has come.
+/// The progress of a fork that was made through libc.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) enum ForkPhase {
     /// No fork is under way.

@@ -46,16 +46,16 @@ use crate::sched::handler_cpu::HandlerCpu;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Interrupted;
 
-/// How long an event is waited for that another one shows to be on its way: its thread only has to
-/// be scheduled.
+/// The time to wait for an event that another one shows to be on its way: its thread only has to be
+/// scheduled.
 pub(crate) const LATE_EVENT_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long the next message is waited for awake.
+/// The time that the handler polls for the next message before it sleeps.
 const BUSY_WAIT: Duration = Duration::from_micros(50);
 /// The same of a fault server, and of a handler next to them.
 const CROWD_WAIT: Duration = Duration::from_micros(30);
 /// Between two looks whether a server has ended its load.
 const LOAD_PAUSE: Duration = Duration::from_micros(50);
-/// How long an event is waited for that a refused fill shows to be there or about to come.
+/// The time to wait for an event that a refused fill shows to be pending.
 const DRAIN_WAIT: Duration = Duration::from_micros(200);
 /// Descriptors that must be free where a fault server is started: it needs seven at most.
 const FREE_DESCRIPTORS: usize = 32;
@@ -139,14 +139,14 @@ impl UffdReader {
         }
     }
 
-    /// Whether another fault server is to be started.
+    /// True if another fault server is to be started.
     pub(crate) fn wants_server(&self) -> bool {
         self.has_seen_crowd
             && self.engine.serving.servers.is_one_wanted(self.engine.charge.limit())
             && !self.fork.is_busy()
     }
 
-    /// Whether a server's descriptors leave some for what a fork needs.
+    /// True if a server's descriptors leave some for what a fork needs.
     fn has_free_descriptors(&self) -> bool {
         let fd = self.uffd.as_fd();
         let copies: [_; FREE_DESCRIPTORS] = std::array::from_fn(|_| fd.try_clone_to_owned());

@@ -28,7 +28,7 @@ use crate::reclaim::worker::{MIN_POOL_DIVISOR, Step, Worker};
 
 /// Turns in which room is left to be made by the workers, where they write to a server.
 const MAX_WAITS_FOR_WORKERS: usize = 16;
-/// How long one of these turns lasts.
+/// The length of one of these turns.
 const WORKERS_WAIT: Duration = Duration::from_micros(200);
 /// Turns in which room is made for one fill.
 const MAX_TURNS: usize = 256;
@@ -122,7 +122,7 @@ pub(crate) fn make_room(
     Ok(())
 }
 
-/// Whether there is something to read, or to take over from a server, or comes before `time` is
+/// True if there is something to read, or to take over from a server, or comes before `time` is
 /// over. Others can see that the handler waits, and does not starve.
 fn has_message_within(reader: &UffdReader, time: Duration) -> bool {
     let serving = &reader.engine.serving;

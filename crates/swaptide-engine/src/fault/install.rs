@@ -276,7 +276,8 @@ impl Installer {
         }
     }
 
-    /// How many of `len` pages from `page` on (more than 1) lie in its mapping; fewer than `len`.
+    /// The number of pages, of `len` (more than 1) from `page` on, that lie in its mapping; may be
+    /// less than `len`.
     pub(crate) fn in_mapping(&mut self, page: PageNo, len: usize) -> usize {
         match self.maps.vma_at(page.addr()) {
             Ok(Some(info)) => {
@@ -311,7 +312,7 @@ impl Installer {
         }
     }
 
-    /// How many of `n` pages lie before the first guard.
+    /// The number of pages, of `n`, before the first guard.
     fn before_guard(&self, page: PageNo, n: usize) -> usize {
         self.pagemap
             .first_guard(range_of(page, n))

@@ -53,7 +53,7 @@ pub(crate) struct Loader {
     loads: Loads,
     /// What was read from rotational disks, and not asked for yet.
     pub(crate) ahead: ReadAhead,
-    /// How many pages of the last read had been read ahead.
+    /// The number of pages of the last read that had been read ahead.
     pub(crate) held_hits: usize,
     /// Of the pages that came for the fault that is being answered, how many had been.
     pub(crate) held_came: usize,
@@ -251,7 +251,7 @@ impl Loader {
     }
 }
 
-/// Whether a read that has failed may succeed when it is done again at once. What is wrong on a
+/// True if a read that has failed may succeed when it is done again at once. What is wrong on a
 /// disk stays so, and a server that does not answer was waited for. What could not be read may be
 /// read a little later, and what is wrong on its way here may be right then.
 pub(crate) fn is_worth_another(error: &ReadError, device: &FileDevice) -> bool {
@@ -263,7 +263,7 @@ pub(crate) fn is_worth_another(error: &ReadError, device: &FileDevice) -> bool {
     }
 }
 
-/// How much may come in at a time. Read each time: it may be changed while the run is under way.
+/// The bounds of readahead. They are read each time, for they may change during the run.
 pub(crate) fn readahead_limits(engine: &Engine) -> ReadaheadLimits {
     let header = &engine.start.segment.header;
     ReadaheadLimits::new(header.swap_in.page_cluster.get(), header.swap_in.largest_order.get())

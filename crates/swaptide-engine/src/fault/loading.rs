@@ -147,12 +147,12 @@ impl Loading {
         self.shadows[k]
     }
 
-    /// How many pages from the first on are all zeros or not, as `is_zero` has it.
+    /// The number of pages, from the first on, for which `is_zero` agrees with what was noted.
     pub(crate) fn as_seen(&self, is_zero: impl Fn(usize) -> bool) -> usize {
         (0..self.len).take_while(|k| self.is_zero(*k) == is_zero(*k)).count()
     }
 
-    /// How many pages from the first on have the word that they had when the load was begun.
+    /// The number of pages, from the first on, whose words have not changed since the load began.
     pub(crate) fn unchanged(&self, table: &PageTable) -> usize {
         let same =
             |k: &usize| table.get(self.first.plus(*k)) == PageState::Swapped(self.entries[*k]);
@@ -206,7 +206,7 @@ impl Loading {
     }
 }
 
-/// How many entries from the first on follow each other in one cluster.
+/// The number of entries, from the first on, that follow each other in one cluster.
 fn run_of_cluster(entries: &[SwapEntry]) -> usize {
     let follows = |(k, entry): (usize, &SwapEntry)| {
         let first = entries[0];

@@ -71,7 +71,7 @@ pub(crate) enum Served {
 pub(crate) struct FaultPath {
     pub(crate) engine: &'static Engine,
     pub(crate) reader: UffdReader,
-    /// How often what is served was put off.
+    /// The number of times that the present request was put off.
     pub(crate) tries: u32,
     pub(crate) installer: Installer,
     pub(crate) loader: Loader,
@@ -241,8 +241,8 @@ impl FaultPath {
         Served::Spurious
     }
 
-    /// How many of `n` pages there is room for by now, at least 1: where there are servers, several
-    /// threads may have seen the same room.
+    /// The number of pages, of `n`, that there is room for now, at least 1: where there are
+    /// servers, several threads may have seen the same room.
     fn within_room(&self, mm: &Mm, n: usize) -> usize {
         if !mm.handed.are_servers {
             return n;

@@ -321,7 +321,7 @@ impl FaultPath {
         }
     }
 
-    /// Whether what lies around a page on a swap area is worth bringing in with it.
+    /// True if the neighbours of a page on a swap area are worth bringing in with it.
     fn reads_around(&self, page: PageNo) -> bool {
         let readahead = self.engine.serving.readahead.lock();
         readahead.hints.reading(page.addr()) != Reading::Random && readahead.locality.reads_around()

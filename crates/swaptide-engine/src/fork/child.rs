@@ -79,7 +79,7 @@ fn counted(words: &[usize]) -> (&[usize], &[usize]) {
     }
 }
 
-/// How long the parent's handler is waited for. It may have much to copy.
+/// The timeout for the parent's handler, which may have much to copy.
 const PARENT_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The next message of the parent's handler.

@@ -55,7 +55,7 @@ const DOUBT_BYTES: usize = 16;
 const CHILD_MAPS_BUFFER_BYTES: usize = 16 << 10;
 /// Bytes of stack that [`child_init`] is to find.
 pub const STACK_BYTES: usize = 96 << 10;
-/// How long a moment is waited for in which no thread changes mappings.
+/// The time to wait for a moment in which no thread changes mappings.
 const QUIET_TIMEOUT: Duration = Duration::from_millis(20);
 /// Between two looks at what the kernel says.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);

@@ -44,14 +44,15 @@ use crate::pager::Pager;
 use crate::sched::deadline::Deadline;
 use crate::sched::handed::Fault;
 
-/// How long a child may run before it says hello: libc and other libraries do their part first.
+/// The time that a child may run before it says hello: libc and other libraries do their part
+/// first.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(15);
-/// How long it may take to take over when it has everything.
+/// The time that it may take to take over when it has everything.
 const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long the child of a fork that counts as torn is waited for after its parent has returned.
+/// The time to wait for the child of a fork that counts as torn, after its parent has returned.
 const TORN_HELLO_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long other threads' faults wait for a child that says nothing, before one is answered. A
-/// child that says nothing for so long after the forking thread is back may be another thread's.
+/// The time that other threads' faults wait for a silent child, before one is answered. A child
+/// that says nothing for so long after the forking thread is back may be another thread's.
 const SILENT_CHILD_TIMEOUT: Duration = Duration::from_millis(200);
 /// The timeouts where a test wants to see what happens then.
 const TEST_TIMEOUT: Duration = Duration::from_secs(2);
@@ -67,7 +68,7 @@ fn is_new_child_stopped() -> bool {
         .is_some_and(|process| process.stopped)
 }
 
-/// Whether a process is a child of this one, and stopped.
+/// True if a process is a child of this one, and stopped.
 fn is_stopped(pid: u32) -> bool {
     proc_info(pid).is_some_and(|process| process.stopped)
 }

@@ -51,7 +51,7 @@ const SPIN_CPU_TIME: Duration = Duration::from_millis(20);
 /// fork(2), though it is not seen outside. Should it be in there all the same, its child is ended.
 const MAX_FORK_CPU_TIME: Duration = Duration::from_secs(5);
 
-/// How long the forking thread must be seen in one and the same wait, with no other thread woken
+/// The time for which the forking thread must be seen in the same wait, with no other thread woken
 /// meanwhile, before others are helped. What it waits for may be held by a thread that runs and
 /// will release it soon; then it needs no help.
 pub(super) const MIN_WAIT_TIME: Duration = Duration::from_micros(500);
@@ -60,7 +60,7 @@ pub(super) const MIN_WAIT_TIME: Duration = Duration::from_micros(500);
 /// looks at what it waits for.
 const MAX_UNHELPED_TIME: Duration = Duration::from_millis(20);
 
-/// How long other threads wait when there is no more room to record the pages they bring in.
+/// The time that other threads wait when there is no room to record the pages they bring in.
 const MAX_FULL_TIME: Duration = Duration::from_secs(5);
 
 /// A wait of the forking thread. As long as these are the same it did not run, and no thread was
@@ -97,7 +97,7 @@ impl Forker {
         waits_outside_fork(self.tid)
     }
 
-    /// How long it has been seen in the wait in which it is. Zero for one that is new.
+    /// The time since it was first seen in its present wait; zero for a new wait.
     fn waited(&mut self, reader: &UffdReader) -> Duration {
         let (Some(used), now) = (cpu_time_of(Tid(self.tid)), now()) else { return Duration::ZERO };
         let answered = reader.engine.handler_requests.answered.load(Relaxed);

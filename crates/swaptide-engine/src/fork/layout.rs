@@ -213,8 +213,8 @@ fn histories(all: &[VmaChange], ends: &[Option<usize>]) -> Vec<History> {
 }
 
 impl History {
-    /// How many of the changes the child has: as many as explain best what it has armed; of several
-    /// numbers the one that is nearest to what was read before the fork.
+    /// The number of changes that the child has: the one that explains best what it has armed; of
+    /// several numbers the one that is nearest to what was read before the fork.
     fn cut(
         &self,
         all: &[VmaChange],

@@ -38,8 +38,8 @@ use crate::mm::vma_change::VmaChange;
 use crate::pager::Pager;
 use crate::sched::handed::Fault;
 
-/// How long a moment is waited for in which no thread changes mappings, before it is enough that
-/// the child has everything where it is expected.
+/// The time to wait for a moment in which no thread changes mappings, before it is enough that the
+/// child has everything where it is expected.
 const QUIET_TIMEOUT: Duration = Duration::from_millis(20);
 /// Number of pages of an untracked child's that come between two looks at this process's own
 /// faults, of which this many are answered at a time.
@@ -51,7 +51,7 @@ const MAX_NEW_CHILDREN: usize = 4;
 /// Between two looks at the child.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
-/// How long the other holder of a child's userfaultfd may take to close it. Until it does, a thread
+/// The timeout for the other holder of a child's userfaultfd to close it. Until it does, a thread
 /// of the child that touches new memory waits.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(200);
 
@@ -174,7 +174,7 @@ impl UnmanagedChild {
         }
     }
 
-    /// Whether it had an armed mapping at a page at its fork.
+    /// True if it had an armed mapping at a page at its fork.
     fn record_page(&mut self, page: PageNo) -> bool {
         loop {
             let at = range_of(page, 1);
@@ -213,7 +213,7 @@ impl Drop for UnmanagedChild {
 pub(crate) struct Populator {
     /// Children of forks that came through no hook, but for the one that is given its pages now.
     waiting: Vec<UnmanagedChild>,
-    /// How many of them there were since what was noted was applied last.
+    /// The number of them since the noted changes were last applied.
     taken_in: usize,
 }
 

@@ -263,7 +263,7 @@ fn open_history(engine: &Engine) {
     }
 }
 
-/// Whether one more descriptor fits into the handler's table: the limit is the process's, and the
+/// True if one more descriptor fits into the handler's table: the limit is the process's, and the
 /// program may have lowered it.
 fn has_free_descriptor(engine: &Engine) -> bool {
     engine.uffd().as_fd().try_clone_to_owned().is_ok()

@@ -75,7 +75,7 @@ pub struct Charge {
     brought_16: AtomicU32,
     /// Bytes in shared memory that are this process's to pay for.
     shared_bytes: AtomicU64,
-    /// Whether others have much of this process's memory.
+    /// Sharing of this process's memory with others since a fork.
     pub(crate) cow_group: CowGroup,
 }
 

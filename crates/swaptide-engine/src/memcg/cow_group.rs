@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use swaptide_sys::thread::now;
 
-/// How long a process waits after a fork for the supervisor to say what each of the two may have.
+/// The time that a process waits after a fork for the supervisor to set both limits.
 const FORK_LIMIT_TIMEOUT: Duration = Duration::from_millis(100);
 /// What the supervisor says may change and change back within so long: it carries on what it
 /// measures in between.
@@ -33,7 +33,7 @@ const HINT_HYSTERESIS: Duration = Duration::from_millis(200);
 /// then it has measured.
 const CHILD_MEMBERSHIP: Duration = Duration::from_secs(1);
 
-/// Whether other processes share much memory with this one since a fork.
+/// Sharing of memory with other processes since a fork.
 #[derive(Default)]
 pub struct CowGroup {
     active: AtomicBool,

@@ -109,7 +109,7 @@ pub struct Loads {
     pub any_zstd: bool,
     /// Nanoseconds that those took which were timed, and how many they are.
     pub zstd_ns: u64,
-    /// How many loads `zstd_ns` is the time of.
+    /// The number of loads measured in `zstd_ns`.
     pub timed: u32,
 }
 

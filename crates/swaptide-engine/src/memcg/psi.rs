@@ -26,7 +26,7 @@ use swaptide_ipc::{Counter, ProcSlot};
 use swaptide_sys::lock::Lock;
 use swaptide_sys::thread::Nanos;
 
-/// How long at least one thread of the program has waited for memory.
+/// The time for which at least one thread of the program has waited for memory.
 #[derive(Default)]
 pub(crate) struct StallClock {
     /// Threads that serve faults for which one waits.
@@ -62,7 +62,7 @@ impl StallClock {
     }
 }
 
-/// Whether a thread of the program waits for what one thread serves.
+/// The wait of a thread of the program for what one thread serves.
 pub(crate) struct Stall {
     clock: &'static Lock<StallClock>,
     on: bool,

@@ -42,7 +42,7 @@ const MAX_MAPPINGS_PER_LOOK: usize = 1024;
 /// Classes of candidates by size: one page, up to 3, up to 7, and more.
 const SIZE_CLASSES: usize = 4;
 
-/// How much memory small mappings have, and whether they are managed.
+/// The memory of small mappings, and a flag that they are managed.
 pub struct Small {
     managed: AtomicBool,
     are_more: AtomicBool,

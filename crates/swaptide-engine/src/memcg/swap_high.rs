@@ -59,7 +59,7 @@ impl Throttle {
         !self.held.is_empty()
     }
 
-    /// How long the handler may wait for a message.
+    /// The time that the handler may wait for a message; `None` for no bound.
     pub(crate) fn time_left(&self) -> Option<Duration> {
         let (first, _) = self.held.iter().min_by_key(|(until, _)| until.0)?;
         Some(Duration::from_nanos(first.0.saturating_sub(now().0)))

@@ -11,7 +11,8 @@
 
 /// A page that comes back when no more pages than these went out since was not to be spared.
 const MAX_REFAULT_DISTANCE_PAGES: u64 = 128;
-/// How many of 1024 refaults (smoothed) are of this kind in a program that makes no progress.
+/// The number of refaults of this kind in 1024 (smoothed) from which on a program makes no
+/// progress.
 const THRASHING_SCORE: u32 = 896;
 /// What is left of that after a step, so that the next one waits for what this one does.
 const SCORE_AFTER_STEP_1024: u32 = 768;

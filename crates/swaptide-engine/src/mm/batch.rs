@@ -22,9 +22,9 @@ pub(crate) const MAX_MOVES_PER_BATCH: usize = 128;
 #[derive(Clone, Copy)]
 pub(crate) struct TakenChunk {
     pub(crate) chunk: ChunkNo,
-    /// How many pages are to be moved.
+    /// The number of pages to move.
     pub(crate) planned: u16,
-    /// How many of them were moved; the kernel refused the others.
+    /// The number of pages moved; the kernel refused the others.
     pub(crate) moved: u16,
     /// Place in the slab of the first planned page.
     pub(crate) place: usize,
@@ -87,7 +87,7 @@ pub struct Batch {
     pub(crate) chunks: Vec<TakenChunk>,
     pub(crate) runs: Vec<MoveRun>,
     pub(crate) leaving: Vec<OutgoingFolio>,
-    /// How many pages were moved to frames.
+    /// The number of pages moved to frames.
     pub(crate) pages: usize,
     /// Pages that do not compress, or that compressed memory refuses: they go to a swap area.
     pub(crate) to_area: Vec<BackingPage>,
@@ -178,7 +178,7 @@ impl Batch {
         }
     }
 
-    /// How many pages were moved.
+    /// The number of pages moved.
     pub fn pages(&self) -> usize {
         self.pages
     }

@@ -34,7 +34,7 @@ use crate::mm::types::{ChunkNo, PageNo};
 const MAX_THREADS: usize = 64;
 /// Pages of a thread.
 const MAX_PAGES_PER_THREAD: usize = 16;
-/// How long a page is spared after its fault.
+/// The time for which a page is spared after its fault.
 const FAULT_HOLD_TIME: Duration = Duration::from_secs(1);
 /// Counters of noted pages, by a hash of the chunk.
 const BUCKETS: usize = 256;
@@ -44,7 +44,7 @@ const BUCKETS: usize = 256;
 struct Faults {
     /// The next place in `pages`, which is the oldest.
     next: u8,
-    /// How many places of `pages` are in use.
+    /// The number of entries of `pages` in use.
     used: u8,
     pages: [PageNo; MAX_PAGES_PER_THREAD],
     since: [Nanos; MAX_PAGES_PER_THREAD],
@@ -75,7 +75,7 @@ pub struct FaultHold {
     faults: Box<[Faults; MAX_THREADS]>,
     /// The thread that faulted last.
     current: usize,
-    /// How many noted pages are in the chunks of a bucket. Most chunks need no further look.
+    /// The number of noted pages in the chunks of each bucket. Most chunks need no further check.
     buckets: [u16; BUCKETS],
 }
 

@@ -112,7 +112,7 @@ pub struct Chunk {
     /// See the module's fourth invariant; drawn from one count for the whole table, so that no two
     /// changes share a value.
     pub epoch: u32,
-    /// How many times reclaim passes the chunk by before it takes it.
+    /// The number of times that reclaim skips the chunk before it takes it.
     pub hot: u8,
     /// [`QUEUED`], [`POOL_LOGGED`], [`UNMOVABLE`], [`CLEAN_LOGGED`], [`RECOMPRESSED_LOGGED`],
     /// [`SHARED_LOGGED`], [`OWN_LOGGED`], [`AREA_CLEAN_LOGGED`].

@@ -23,7 +23,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering::Acquire, Ordering::Relaxed, Ordering::SeqCst};
 
-/// Whether pages of the program may have readers outside; never taken back.
+/// A flag that pages of the program may have readers outside; never cleared.
 #[derive(Debug, Default)]
 pub struct References(AtomicBool);
 

@@ -73,7 +73,7 @@ impl SlabNo {
 struct Slab {
     /// Full frames, but for those that are lent.
     full: [u64; PAGES_PER_LEAF / 64],
-    /// How many bits of `full` are set.
+    /// The number of set bits in `full`.
     count: usize,
     /// Frames of runs that were taken and neither used nor given back yet.
     lent: usize,

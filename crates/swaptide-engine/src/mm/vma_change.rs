@@ -69,12 +69,12 @@ impl VmaChange {
         }
     }
 
-    /// Whether something of a range was free afterwards.
+    /// True if a part of a range was free afterwards.
     fn frees(self, range: VirtRange) -> bool {
         !matches!(self, VmaChange::Dropped(_)) && self.takes(range)
     }
 
-    /// Whether something was at a range before this change, if that is to be seen from it.
+    /// `Some` if the change shows whether a range was mapped before it.
     pub(crate) fn tells_of(self, range: VirtRange) -> Option<bool> {
         match self {
             _ if self.frees(range) => Some(true),
@@ -83,7 +83,7 @@ impl VmaChange {
         }
     }
 
-    /// Whether it changes anything of a range.
+    /// True if it changes a part of a range.
     pub(crate) fn concerns(self, range: VirtRange) -> bool {
         self.takes(range) || self.reaches(range)
     }
@@ -97,7 +97,7 @@ impl VmaChange {
     }
 }
 
-/// Whether two ranges have a byte in common.
+/// True if two ranges have a byte in common.
 pub(crate) fn overlap(a: VirtRange, b: VirtRange) -> bool {
     a.start < b.end && b.start < a.end
 }

@@ -15,7 +15,7 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 #[derive(Default)]
 pub struct VmaSet {
     ranges: Vec<VirtRange>,
-    /// How often the list was changed.
+    /// The number of changes of the list.
     changes: u64,
 }
 

@@ -48,8 +48,8 @@ const MIN_ENTRIES: u64 = 1 << 12;
 const MAX_ENTRIES: u64 = 1 << 22;
 /// Most pages that are brought ahead for a fault.
 const MAX_DEPTH_PAGES: usize = 64;
-/// How far beyond what was brought a fault may come and be in the sequence: what lies between was
-/// there already.
+/// The distance beyond the pages brought at which a fault still counts as in the sequence: what
+/// lies between was there already.
 const FOLLOW_SLACK_ENTRIES: u32 = 64;
 /// The same for the second fault by which a repeated sequence is found.
 const START_SLACK_ENTRIES: u32 = 8;
@@ -203,7 +203,7 @@ impl SharedMissHistory {
     }
 }
 
-/// Whether a process is no more, or nothing but its number is.
+/// True if a process has ended, or is a zombie.
 fn has_ended(pid: u32) -> bool {
     match pidfd_open(pid) {
         Ok(pidfd) => {

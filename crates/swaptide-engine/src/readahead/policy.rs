@@ -68,7 +68,7 @@ pub struct SwapInRequest<'a> {
     pub evidence: SwapIn,
     /// Pages of the chunk that are wanted, as far as that is foretold, in 1/16.
     pub density_x16: u64,
-    /// How many pages may come in at most, that one included.
+    /// The most pages that may come in, that one included.
     pub most: usize,
     /// By which a mixed range is judged.
     pub costs: Costs,
@@ -171,7 +171,7 @@ impl SwappedIn {
         }
     }
 
-    /// How many pages came in for the fault so far.
+    /// The number of pages that came in for the fault so far.
     pub fn pages(&self) -> usize {
         self.pages
     }

@@ -19,8 +19,8 @@ use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK};
 
 /// Copies dropped under one hold of the memory lock, and chunks looked at for them.
 const COPIES_PER_HOLD: usize = 256;
-/// How often a write that finds no room is done again in place of copies: what they free may be
-/// room for no write, as where a fork shares their extents.
+/// The number of times that a write without room is retried after copies are dropped: what they
+/// free may be room for no write, as where a fork shares their extents.
 const MAX_TRIES: usize = 4;
 /// Copies dropped for a write that finds no room: what is free is free in pieces, so more than it
 /// needs.

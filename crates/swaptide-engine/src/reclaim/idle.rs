@@ -14,7 +14,7 @@ use swaptide_sys::thread::Nanos;
 
 /// A process is idle when nothing happened for so long.
 const IDLE_AFTER: Duration = Duration::from_millis(200);
-/// How often the worker's own waiting is looked at.
+/// The interval between two samples of the worker's own waiting.
 const WAIT_SAMPLE_INTERVAL: Duration = Duration::from_millis(10);
 /// It rests so long when others want the CPU.
 const BACKOFF: Duration = Duration::from_secs(1);

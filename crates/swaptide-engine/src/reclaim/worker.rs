@@ -45,7 +45,7 @@ use crate::sched::handler_cpu::{self, NO_CPU, WorkerAffinity};
 /// Looks for memory to adopt may take a sixteenth of the time, a third while they find some.
 const ADOPT_TIME_DIVISOR: u64 = 16;
 const ADOPT_TIME_DIVISOR_GROWN: u64 = 3;
-/// How often an idle worker looks at the accounts.
+/// The interval at which an idle worker checks the accounts.
 const TICK: Duration = Duration::from_millis(20);
 /// The same while the limit is near.
 const TICK_NEAR_LIMIT: Duration = Duration::from_millis(1);
@@ -55,7 +55,7 @@ const TICK_SINGLE_FAULTER: Duration = Duration::from_millis(4);
 /// A handler that neither waits nor reads for so long starves, or does something long, and then it
 /// is no harm if it does it in the normal class.
 const STARVED_HANDLER_TIME: Duration = Duration::from_millis(3);
-/// How often the division between resident and compressed memory may change.
+/// The shortest interval between two changes of the division into resident and compressed memory.
 const DIVISION_INTERVAL: Duration = Duration::from_millis(10);
 /// Bytes that compressed memory may waste, beyond a part of what it stores (a quarter; while no
 /// thread wants anything, a thirty-second), before it is made compact.
@@ -74,7 +74,7 @@ const UNSHARE_BATCH_CHUNKS: usize = 16;
 const MAX_REVIEWED_CHUNKS: usize = 512;
 /// The same where there is nothing else to take, and under one hold of the lock.
 const REVIEWED_CHUNKS_PER_HOLD: usize = 64;
-/// How often is looked again where there is nothing else to take.
+/// The interval between two checks while there is nothing else to take.
 const REVIEW_INTERVAL: Duration = Duration::from_millis(1);
 /// Of the pages that arrived, at most this many count when pages are to be copied.
 const MAX_COUNTED_PAGES: u64 = 1024;
@@ -101,13 +101,13 @@ pub struct Worker {
     unpacker: Unpacker,
     recompress: Recompress,
     writeback: Writeback,
-    /// How often in a row sharing was broken and nothing could be taken.
+    /// The number of times in a row that sharing was broken and nothing could be taken.
     failed_unshares: u32,
     /// When sharing was broken last.
     unshared_at: Nanos,
     /// When pages were looked at again last, for want of others.
     looked_at: Nanos,
-    /// Whether the last call of `take` looked for chunks.
+    /// True if the last call of `take` looked for chunks.
     tried: bool,
     /// Which mappings are armed.
     seen: Seen,
@@ -446,7 +446,7 @@ impl Worker {
     }
 }
 
-/// How long an idle worker may sleep. The worker that `keeps` the accounts alone sees what the
+/// The time that an idle worker may sleep. The worker that `keeps` the accounts alone sees what the
 /// program makes of new mappings, and it must not be more than half of what is free by the next
 /// look; the others have something to do only where the limit is near.
 fn tick(engine: &Engine, keeps: bool) -> Duration {

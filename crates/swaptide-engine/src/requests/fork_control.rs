@@ -273,13 +273,13 @@ impl ForkControl {
 
 /// What the forking thread says with the handler's end.
 const END: u8 = b'E';
-/// How long the forking thread is waited for that was asked to bring the handler's end.
+/// The time to wait for the forking thread, which was asked to bring the handler's end.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Connections of other processes that stay open. They have found names that exist for a moment;
 /// after this many, no further name is made.
 const MAX_FOREIGN_CONNECTIONS: usize = 64;
-/// How many there are.
+/// Their number.
 static FOREIGN_CONNECTIONS: AtomicUsize = AtomicUsize::new(0);
 
 /// The next connection that this process has made, if there is one. `denies`: other processes

@@ -16,7 +16,7 @@ use std::time::Duration;
 use swaptide_sys::lock::futex;
 use swaptide_sys::thread::{Nanos, end_if_told, now};
 
-/// How long a thread of the program waits on a futex word of the engine before it looks again.
+/// The time that a thread of the program waits on a futex word of the engine between two checks.
 pub const WAIT_SLICE: Duration = Duration::from_millis(100);
 /// Turns in vain after which a signal may end the process.
 const MAX_IDLE_SLICES: u32 = 20;
@@ -57,7 +57,7 @@ impl Deadline {
         Deadline { last: begin, looked: begin, spent: Duration::ZERO, bound }
     }
 
-    /// Whether it is over. To be asked at least every [`MAX_STEP`]. `stopped` tells whether
+    /// True if the deadline is over. Call it at least every [`MAX_STEP`]. `stopped` tells whether
     /// the awaited process is stopped; it is asked once a second.
     pub fn is_over(&mut self, stopped: impl FnOnce() -> bool) -> bool {
         self.is_over_at(now(), stopped)

@@ -114,12 +114,12 @@ impl FaultServers {
         self.signals.store(std::ptr::null_mut(), Relaxed);
     }
 
-    /// How many were started.
+    /// The number of servers started.
     pub(crate) fn started(&self) -> u32 {
         self.started.load(Relaxed)
     }
 
-    /// Whether another one is to be started, in a process with a limit of `limit` bytes: each has
+    /// True if another one is to be started, in a process with a limit of `limit` bytes: each has
     /// buffers.
     pub(crate) fn is_one_wanted(&self, limit: u64) -> bool {
         let started = self.started();
@@ -250,7 +250,7 @@ impl FaultServers {
         handler_cpu::leave_sched_idle();
     }
 
-    /// Whether something was handed over since the last call.
+    /// True if something was handed over since the last call.
     pub(crate) fn is_told(&self) -> bool {
         self.handed.load(Acquire)
     }

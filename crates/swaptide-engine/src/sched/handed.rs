@@ -41,7 +41,7 @@ const MAX_SCORE: u32 = 64;
 const CROWD_SCORE: u32 = 32;
 const SINGLE_SCORE: u32 = 4;
 
-/// Whether several threads fault in turns.
+/// Detects that several threads fault in turns.
 #[derive(Default, Debug)]
 pub(crate) struct Concurrency {
     last: u32,
@@ -97,7 +97,7 @@ impl Handed {
         self.crowd = Concurrency::default();
     }
 
-    /// Whether a server may read the next message.
+    /// True if a server may read the next message.
     pub(crate) fn may_servers_read(&self) -> bool {
         !self.is_alone && self.event.is_none() && (self.is_forced || self.crowd.is_crowd)
     }
@@ -112,7 +112,7 @@ impl Handed {
         self.event.is_some()
     }
 
-    /// Whether pages may be put in place now, by a server or by the handler.
+    /// True if pages may be put in place now, by a server or by the handler.
     pub(crate) fn may_fill(&self, is_server: bool) -> bool {
         self.event.is_none() && !(is_server && self.is_alone)
     }

@@ -63,8 +63,8 @@ const SLOW_ANSWER_NS: u64 = 300_000;
 /// If the CPU is contended, the handler stays out of the idle class and checks again after this
 /// time. It also returns after this time from a stay that was worth it.
 const CROWD_RETRY_NS: u64 = 2_000_000;
-/// How long the handler stays out of the idle class that it has left, if the stay was not worth it:
-/// at first, and at most. One wait may take a second.
+/// The time that the handler stays out of the idle class after a stay that was not worth it: at
+/// first, and at most. One wait may take a second.
 const MIN_STAY_OUT_NS: u64 = 50_000_000;
 const MAX_STAY_OUT_NS: u64 = 20_000_000_000;
 
@@ -179,7 +179,7 @@ impl WorkerAffinity {
         }
     }
 
-    /// Whether the calling thread lets others begin at once that wake on its CPU.
+    /// Sets whether threads that wake on the calling thread's CPU run at once.
     pub fn yield_now(&mut self, on: bool) {
         if std::mem::replace(&mut self.has_long_slice, on) != on {
             if on { take_long_slice() } else { go_normally() }

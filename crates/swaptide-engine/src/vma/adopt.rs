@@ -123,7 +123,7 @@ impl Adopter {
         self.take_zeros_out(path)
     }
 
-    /// Whether small mappings are to be managed, by what the last look has found of them.
+    /// True if small mappings are to be managed, by the result of the last scan.
     pub(crate) fn small_mappings_matter(&self, engine: &Engine) -> bool {
         engine.small.found(self.candidates.bytes(), &engine.charge);
         engine.small.are_managed()
@@ -428,7 +428,7 @@ impl Adopter {
         (uffd.coverage(range), has_fork_advice)
     }
 
-    /// Whether an armed address was found to have such advice a moment ago.
+    /// True if an armed address was found to have such advice a moment ago.
     pub(crate) fn has_fork_advice(&self, engine: &Engine, addr: VirtAddr) -> bool {
         self.fork_advice.is_known(engine, VirtRange::from_len(addr.page_down(), PAGE_SIZE))
     }

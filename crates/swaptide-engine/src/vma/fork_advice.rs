@@ -29,7 +29,8 @@ use swaptide_sys::thread::{Nanos, now};
 use crate::engine::Engine;
 use crate::mm::vma_set::VmaSet;
 
-/// How long advice that was found counts as given: the kernel walks all page tables for a look.
+/// The time for which advice once found counts as given: for each check the kernel walks all page
+/// tables.
 const ADVICE_MAX_AGE: Duration = Duration::from_secs(1);
 /// Of how much time these looks may take one part: what is new waits.
 const ADVICE_TIME_DIVISOR: u32 = 8;
@@ -41,7 +42,7 @@ pub(crate) struct ForkAdvice {
     known: VmaSet,
     /// When the last look ended.
     looked_at: Option<Nanos>,
-    /// How long that since the last beginning took.
+    /// The time that the scan since the last start has taken.
     took: Duration,
     /// `known` is all that there was when the look for memory to adopt began.
     is_fresh: bool,
@@ -65,12 +66,12 @@ impl ForkAdvice {
         }
     }
 
-    /// Whether there may be such memory.
+    /// True if there may be such memory.
     pub(crate) fn matters(engine: &Engine) -> bool {
         engine.known.fork_advice.is_found.load(Relaxed) || (engine.start.gives_fork_advice)()
     }
 
-    /// Whether something of a range has such advice, or is taken to have it, before it is armed.
+    /// True if something of a range has such advice, or is taken to have it, before it is armed.
     /// What was found a moment ago counts.
     pub(crate) fn holds(
         &mut self,
@@ -92,7 +93,7 @@ impl ForkAdvice {
         self.known.overlaps(range)
     }
 
-    /// Whether something of an armed range has such advice.
+    /// True if something of an armed range has such advice.
     pub(crate) fn has(
         &mut self,
         engine: &Engine,
@@ -112,7 +113,7 @@ impl ForkAdvice {
         self.known.overlaps(range) && !is_of_managed(engine, maps, range)
     }
 
-    /// Whether a range touches what was found a moment ago.
+    /// True if a range touches what was found a moment ago.
     pub(crate) fn is_known(&self, engine: &Engine, range: VirtRange) -> bool {
         ForkAdvice::matters(engine) && self.is_recent() && self.known.overlaps(range)
     }
@@ -157,14 +158,14 @@ impl ForkAdvice {
     }
 }
 
-/// Whether a range lies in one mapping with managed memory, and so is as that is.
+/// True if a range lies in one mapping with managed memory, and so is as that is.
 fn is_of_managed(engine: &Engine, maps: &MapsFile, range: VirtRange) -> bool {
     maps.vma_at(range.start).is_ok_and(|info| {
         info.is_some_and(|info| engine.mm.lock().regions.overlaps(info.vma().range))
     })
 }
 
-/// Whether all of a range is this library's.
+/// True if all of a range is this library's.
 fn is_own(range: VirtRange) -> bool {
     let mut is_own = false;
     own_ranges(|own| is_own |= own.start <= range.start && range.end <= own.end);

@@ -61,7 +61,7 @@ impl GroupPath {
         if self.0 == "/" { 0 } else { self.0.matches('/').count() }
     }
 
-    /// Whether this is `path`, or a group above it.
+    /// True if this is `path`, or a group above it.
     pub(crate) fn holds(&self, path: &str) -> bool {
         self.0 == "/"
             || path

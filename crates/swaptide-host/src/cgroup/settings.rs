@@ -21,7 +21,7 @@ pub struct Settings {
     pub swap_high: Option<u64>,
     /// Most bytes of compressed memory, compressed.
     pub zswap_max: Option<u64>,
-    /// Whether anything goes to the swap areas.
+    /// True if anything goes to the swap areas.
     pub zswap_writeback: bool,
 }
 

@@ -334,7 +334,7 @@ impl GroupTree {
         }
     }
 
-    /// Whether a user made this group or one above it, or would make it below one of theirs.
+    /// True if a user made this group or one above it, or would make it below one of theirs.
     pub(crate) fn is_owned(&self, path: &GroupPath, uid: u32) -> bool {
         let above = std::iter::successors(Some(path.clone()), GroupPath::parent);
         let groups =
@@ -454,7 +454,7 @@ impl GroupTree {
         self.ancestry(index).filter_map(|index| bound(&self.get(index)?.settings)).min()
     }
 
-    /// Whether what the group's processes have may go to the swap areas.
+    /// True if what the group's processes have may go to the swap areas.
     pub(crate) fn writes_back(&self, index: GroupIndex) -> bool {
         self.ancestry(index)
             .filter_map(|index| self.get(index))

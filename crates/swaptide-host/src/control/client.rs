@@ -109,7 +109,7 @@ impl ServerAddress {
     }
 }
 
-/// Whether a daemon answers there.
+/// True if a daemon answers there.
 pub(crate) fn daemon_is_there() -> bool {
     trust::connect(&daemon_path(), PeerPurpose::Ask).is_ok()
 }

@@ -73,7 +73,7 @@ struct PendingChild {
 }
 
 impl PendingChild {
-    /// Whether it has taken longer than `bound`.
+    /// True if it has taken longer than `bound`.
     fn is_late(&mut self, bound: Duration) -> bool {
         let now = Instant::now();
         let passed = now - self.looked;
@@ -106,7 +106,7 @@ struct Fork {
 }
 
 impl Fork {
-    /// Whether it is still what asked to be followed.
+    /// True if it is still what asked to be followed.
     fn is_unchanged(&self) -> bool {
         self.peer.is_unchanged(self.parent.tid(), self.sender)
     }
@@ -243,7 +243,7 @@ impl TracedForks {
         killed
     }
 
-    /// Whether a thread is followed.
+    /// True if a thread is followed.
     pub(crate) fn has(&self, tid: u32) -> bool {
         let is_its_child =
             |fork: &Fork| matches!(fork.stage, Stage::ChildStopped(child) if child.tid() == tid);

@@ -114,7 +114,7 @@ struct Notes {
 }
 
 impl Orphans {
-    /// How many there are.
+    /// Their number.
     pub(super) fn count(&self) -> usize {
         self.shared.list().len()
     }

@@ -58,17 +58,17 @@ impl Peer {
         Some(Peer { pid: cred.pid, uid: cred.uid, pidfd, start: start_time(cred.pid)? })
     }
 
-    /// Whether it has sent this packet itself.
+    /// True if it has sent this packet itself.
     pub(crate) fn has_sent(&self, sender: Option<Sender>) -> bool {
         sender.is_some_and(|sender| sender.pid == self.pid)
     }
 
-    /// Whether it has not ended.
+    /// True if it has not ended.
     pub(crate) fn lives(&self) -> bool {
         poll_readable(&[self.pidfd.as_fd()], Some(Duration::ZERO)) == Ok(0)
     }
 
-    /// Whether it and `sender` are of this user, whatever else they may be.
+    /// True if it and `sender` are of this user, whatever else they may be.
     pub(crate) fn is_of(&self, user: u32, sender: Option<Sender>) -> bool {
         self.uid == user && sender.is_some_and(|sender| sender.uid == user)
     }
@@ -85,13 +85,13 @@ impl Peer {
         (ordinary && self.is_same(pid, sender)).then(|| file.into())
     }
 
-    /// Whether the process is still what `sender` asked for (invariant 3); `tid` is the thread of
+    /// True if the process is still what `sender` asked for (invariant 3); `tid` is the thread of
     /// it that this is about.
     pub(crate) fn is_unchanged(&self, tid: u32, sender: Sender) -> bool {
         self.is_ordinary(tid) && self.is_same(tid, sender)
     }
 
-    /// Whether the program of its thread `tid` has no rights but those of the user that executed
+    /// True if the program of its thread `tid` has no rights but those of the user that executed
     /// it. False where that cannot be read.
     fn is_ordinary(&self, tid: u32) -> bool {
         let auxv = std::fs::read(format!("/proc/{}/task/{tid}/auxv", self.pid));
@@ -114,7 +114,7 @@ impl Peer {
     }
 }
 
-/// Whether an auxiliary vector says that its program has rights of its own; so does one that says
+/// True if an auxiliary vector says that its program has rights of its own; so does one that says
 /// nothing.
 fn is_secure(auxv: &[u8]) -> bool {
     let words = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_ne_bytes);

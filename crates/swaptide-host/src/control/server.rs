@@ -381,7 +381,7 @@ pub(crate) struct RequestHandler<'a> {
     pub budget: u64,
     /// User id of the client, as the kernel says.
     pub uid: u32,
-    /// Whether that is root, or the user whose run or daemon it is. Others see and steer their own
+    /// True if that is root, or the user whose run or daemon it is. Others see and steer their own
     /// groups.
     pub all: bool,
 }

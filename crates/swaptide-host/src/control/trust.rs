@@ -50,7 +50,7 @@ fn refused(why: impl Into<String>) -> io::Error {
     io::Error::other(Untrusted(why.into()))
 }
 
-/// Whether an error says that a socket is not trusted, and not that nothing listens there.
+/// True if an error says that a socket is not trusted, and not that nothing listens there.
 pub(crate) fn is_refusal(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|inner| inner.is::<Untrusted>())
 }
@@ -83,7 +83,7 @@ fn owner_of(directory: &Path) -> io::Result<u32> {
     }
 }
 
-/// Whether a directory is this user's alone, so that sockets left behind there may be removed.
+/// True if a directory is this user's alone, so that sockets left behind there may be removed.
 pub(crate) fn is_own(directory: &Path) -> bool {
     owner_of(directory).is_ok_and(|owner| owner == own_uid())
 }
@@ -117,7 +117,7 @@ pub(crate) fn connect(path: &Path, purpose: PeerPurpose) -> io::Result<UnixStrea
     }
 }
 
-/// Whether a file has a segment's size, belongs to one of these users, and cannot be cut. Cutting
+/// True if a file has a segment's size, belongs to one of these users, and cannot be cut. Cutting
 /// it would end every process that has it mapped.
 pub(crate) fn is_sound_segment(file: &File, owners: &[u32]) -> bool {
     let sealed = rustix::fs::fcntl_get_seals(file)

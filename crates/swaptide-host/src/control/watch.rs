@@ -17,7 +17,7 @@ use crate::swap::areas::AreaView;
 /// A look at a run, or at a daemon and all that it keeps.
 #[derive(Clone, Debug, Serialize)]
 pub struct Scene {
-    /// Whether it is a daemon's.
+    /// True if it is a daemon's.
     pub daemon: bool,
     /// The budget over everything.
     pub budget_bytes: u64,

@@ -103,7 +103,7 @@ impl Changes {
         }
     }
 
-    /// Whether anything is to be taken away.
+    /// True if anything is to be taken away.
     pub(super) fn removes(&self) -> bool {
         !self.remove.is_empty()
     }

@@ -510,7 +510,7 @@ impl MemoryController {
         self.groups.remove(path)
     }
 
-    /// Whether a process is kept here.
+    /// True if a process is kept here.
     pub(crate) fn keeps(&self, pid: u32) -> bool {
         self.tree.contains(pid)
     }

@@ -360,7 +360,7 @@ impl ProcessTree {
         self.members.iter().filter(|(_, member)| member.leaderless).map(|(pid, _)| *pid)
     }
 
-    /// Whether the process is a member.
+    /// True if the process is a member.
     pub fn contains(&self, pid: u32) -> bool {
         self.members.contains_key(&pid)
     }
@@ -502,7 +502,7 @@ fn parent_of(pid: u32) -> Option<u32> {
     proc_info(pid).map(|info| info.ppid)
 }
 
-/// Whether `pid` descends from `ancestor`.
+/// True if `pid` descends from `ancestor`.
 pub(crate) fn descends(pid: u32, ancestor: u32) -> bool {
     above(pid, |at| (at == ancestor).then_some(())).is_some()
 }
@@ -542,7 +542,7 @@ fn reserve(limit: u64) -> u64 {
     (limit / 8).min(MAX_RESERVED_FDS)
 }
 
-/// Whether a new descriptor is one of the last that are left: it has the lowest free number.
+/// True if a new descriptor is one of the last that are left: it has the lowest free number.
 fn is_one_of_the_last(fd: &OwnedFd) -> bool {
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     fd.as_raw_fd() as u64 >= limit - reserve(limit)

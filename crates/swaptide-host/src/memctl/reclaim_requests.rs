@@ -23,7 +23,7 @@ const IDLE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 pub struct ReclaimOutcome {
     /// Bytes that went out.
     pub bytes: u64,
-    /// Whether that is what was asked for.
+    /// True if that is what was asked for.
     pub enough: bool,
 }
 

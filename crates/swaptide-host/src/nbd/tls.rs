@@ -151,7 +151,7 @@ struct Pump {
     outgoing: Vec<u8>,
     /// From the session, not yet with the process.
     incoming: Vec<u8>,
-    /// Whether more can come from there.
+    /// True if more can come from there.
     from_local: bool,
     from_wire: bool,
     /// The process has closed its end.

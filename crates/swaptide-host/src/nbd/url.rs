@@ -46,7 +46,7 @@ pub struct Url {
     pub place: Endpoint,
     /// The export's name; the empty name is the default export.
     pub export: String,
-    /// Whether the connection uses TLS, and no other way.
+    /// True if the connection uses TLS, and no other way.
     pub tls: bool,
     /// The authority to trust instead of those of the machine.
     pub ca: Option<PathBuf>,
@@ -119,7 +119,7 @@ pub enum UrlError {
 }
 
 impl Url {
-    /// Whether a text is meant to be such a URL.
+    /// True if a text is meant to be such a URL.
     #[must_use]
     pub fn is_meant(text: &str) -> bool {
         text.split_once("://").is_some_and(|(scheme, _)| scheme.starts_with("nbd"))

@@ -43,7 +43,7 @@ pub(super) fn leave_directory() {
     let _ = std::env::set_current_dir("/");
 }
 
-/// Whether this process may write files of `bytes` bytes, or may allow itself to
+/// True if this process may write files of `bytes` bytes, or may allow itself to
 /// ([`raise_file_size_limit`]).
 pub(super) fn may_write_files_of(bytes: u64) -> bool {
     let limit = getrlimit(Resource::Fsize);

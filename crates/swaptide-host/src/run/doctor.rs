@@ -53,7 +53,7 @@ const MIN_DESCRIPTORS: u64 = 256;
 pub struct Finding {
     /// What was looked at.
     pub name: &'static str,
-    /// Whether a run works with it.
+    /// True if a run works with it.
     pub ok: bool,
     /// What the machine has, in a few words.
     pub found: String,
@@ -73,7 +73,7 @@ impl Finding {
 /// All findings as JSON.
 #[derive(Debug, Serialize)]
 pub struct Diagnosis {
-    /// Whether `swaptide run` will work.
+    /// True if `swaptide run` will work.
     pub ok: bool,
     /// The checks, in the order in which they are shown.
     pub findings: Vec<Finding>,

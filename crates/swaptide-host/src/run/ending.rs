@@ -38,7 +38,7 @@ fn bit(signal: i32) -> u64 {
     1 << (signal - 1)
 }
 
-/// Whether a signal is meant to end a run.
+/// True if a signal is meant to end a run.
 fn ends(signal: i32) -> bool {
     matches!(signal, libc::SIGTERM | libc::SIGINT | libc::SIGHUP | libc::SIGQUIT)
 }

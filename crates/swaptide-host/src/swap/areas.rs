@@ -73,7 +73,7 @@ pub struct AreaView {
     pub state: String,
     /// Transfers that failed since it was added.
     pub errors: u32,
-    /// Whether it bypasses the page cache.
+    /// True if it bypasses the page cache.
     pub direct_io: bool,
     /// How what lies there is encrypted: `aes-256-gcm`, or `none`.
     pub cipher: String,
@@ -175,7 +175,7 @@ impl Held {
 
 /// Where processes get the descriptors of areas.
 pub trait AreaOpener: Send + Sync {
-    /// Whether opening an area may take long: there is a server to be asked.
+    /// True if opening an area may take long: there is a server to be asked.
     fn may_block(&self, id: AreaId) -> bool;
 
     /// A descriptor for a process.
@@ -269,7 +269,7 @@ impl Areas {
         }
     }
 
-    /// Whether it is another area's second copy.
+    /// True if it is another area's second copy.
     fn is_mirror(&self, id: AreaId) -> bool {
         self.segment.area(id).state() == AreaState::Mirror
     }

@@ -70,7 +70,7 @@ fn targets(device: &Device) -> HashSet<PathBuf> {
     targets
 }
 
-/// Whether a file is on a FUSE file system, or would be. Symbolic links are not followed.
+/// True if a file is on a FUSE file system, or would be. Symbolic links are not followed.
 fn is_on_fuse(path: &Path) -> bool {
     let table = fs::read("/proc/self/mountinfo").unwrap_or_default();
     std::path::absolute(path).is_ok_and(|path| fuse_row(&String::from_utf8_lossy(&table), &path))

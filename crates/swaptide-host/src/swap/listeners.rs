@@ -49,7 +49,7 @@ fn tcp_tables() -> [String; 2] {
     ["/proc/net/tcp", "/proc/net/tcp6"].map(|table| fs::read_to_string(table).unwrap_or_default())
 }
 
-/// Whether an address is one of this host. Nothing is sent.
+/// True if an address is one of this host. Nothing is sent.
 pub(super) fn is_local(ip: IpAddr) -> bool {
     let any: IpAddr =
         if ip.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };

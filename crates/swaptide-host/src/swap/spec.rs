@@ -352,7 +352,7 @@ pub struct BackingDevice {
     pub base_bytes: u64,
     /// The higher one is used first.
     pub priority: i32,
-    /// Whether it bypasses the page cache.
+    /// True if it bypasses the page cache.
     pub direct_io: bool,
     /// A file for a second copy of all that is there, as large.
     pub mirror: Option<Box<BackingDevice>>,
@@ -529,7 +529,7 @@ pub fn default_places() -> Vec<PathBuf> {
     places
 }
 
-/// Whether files there are in memory.
+/// True if files there are in memory.
 fn in_memory(place: &Path) -> bool {
     const TMPFS: u32 = 0x0102_1994;
     const RAMFS: u32 = 0x8584_58f6;

@@ -109,7 +109,7 @@ impl Case {
         }
     }
 
-    /// Whether the sides take turns within a run. Under a pressure that stays, a round is not like
+    /// True if the sides take turns within a run. Under a pressure that stays, a round is not like
     /// the one before it.
     fn is_in_one_run(&self) -> bool {
         !["seq", "thin"].contains(&self.order) && self.backing != CaseBacking::Mixed

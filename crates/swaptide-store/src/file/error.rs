@@ -50,7 +50,7 @@ pub struct ReadError {
 }
 
 impl ReadError {
-    /// Whether this process or the machine was short of memory or descriptors. That says nothing of
+    /// True if this process or the machine was short of memory or descriptors. That says nothing of
     /// the device, which still has the page.
     #[must_use]
     pub fn is_own_shortage(&self) -> bool {

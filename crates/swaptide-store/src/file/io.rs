@@ -36,7 +36,7 @@ pub(crate) trait BlockIo: Send + Sync {
     /// Gives a range's space back; it reads as zeros afterwards.
     fn punch(&self, offset: u64, len: u64) -> Result<(), Errno>;
 
-    /// Whether what a call has begun may happen after it: there is a server that does it.
+    /// True if what a call has begun may happen after it: there is a server that does it.
     fn is_remote(&self) -> bool {
         false
     }

@@ -221,7 +221,7 @@ impl Wanted {
         Some(&mut blocks[span.byte()..][..span.len()])
     }
 
-    /// Whether any of its bytes are in that block of the buffer.
+    /// True if any of its bytes are in that block of the buffer.
     pub(super) fn uses(&self, block: usize) -> bool {
         (self.at / PAGE_SIZE..(self.at + self.place.span.len()).div_ceil(PAGE_SIZE))
             .contains(&block)

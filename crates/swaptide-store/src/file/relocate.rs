@@ -29,14 +29,14 @@ pub enum Leaving {
     Stuck {
         /// Extents that are still to be left.
         left: usize,
-        /// Whether room is what is missing.
+        /// True if room is what is missing.
         full: bool,
     },
 }
 
 /// What moving pages came to.
 struct Relocated {
-    /// Whether blocks became free.
+    /// True if blocks became free.
     gained: bool,
     /// There was no room for more.
     full: bool,

@@ -24,12 +24,12 @@ pub trait ExtentSource: Sync {
         false
     }
 
-    /// Whether what lies in a leased extent is not to be encrypted.
+    /// True if what lies in a leased extent is not to be encrypted.
     fn is_plain(&self, _extent: Extent) -> bool {
         false
     }
 
-    /// Whether what lies in a leased extent lies on a rotational device: a read costs a seek, and
+    /// True if what lies in a leased extent lies on a rotational device: a read costs a seek, and
     /// its neighbours cost nothing more.
     fn is_rotational(&self, _extent: Extent) -> bool {
         false
@@ -45,19 +45,19 @@ pub trait ExtentSource: Sync {
     /// says: for a while, it leases nothing there, even if there is nothing elsewhere.
     fn bar(&self, _extent: Extent) {}
 
-    /// Whether a server may still carry out an earlier write or trim there: nothing more is written
+    /// True if a server may still carry out an earlier write or trim there: nothing more is written
     /// to it then, and nothing trimmed, and the source lets no process lease it.
     fn is_in_doubt(&self, _extent: Extent) -> bool {
         false
     }
 
-    /// Whether a leased extent lies on a server, with a mirror or without: giving its space back
+    /// True if a leased extent lies on a server, with a mirror or without: giving its space back
     /// takes an unknown time.
     fn is_on_server(&self, extent: Extent) -> bool {
         self.server_of(extent).is_some()
     }
 
-    /// Whether giving a leased extent's space back is left to
+    /// True if giving a leased extent's space back is left to
     /// [`super::FileDevice::release_one_extent`]: the thread that frees its last page must not wait
     /// for a file system.
     fn defers_release(&self, _extent: Extent) -> bool {

@@ -60,7 +60,7 @@ impl Disk {
 }
 
 impl DiskState {
-    /// Whether the fault planned for the nth operation strikes now.
+    /// True if the fault planned for the nth operation strikes now.
     fn strikes(&mut self, pick: impl Fn(&mut Fault) -> Option<&mut u32>) -> bool {
         let Some(left) = self.fault.as_mut().and_then(&pick) else { return false };
         if *left == 0 {

@@ -108,7 +108,7 @@ impl<'p> Connection<'p> {
         self.under_way
     }
 
-    /// Whether the server may have a request of the call: some of it went out on this connection.
+    /// True if the server may have a request of the call: some of it went out on this connection.
     pub(super) fn has_sent(&self, index: usize, request: &NbdRequest<'_>) -> bool {
         request.state == State::Sent(self.serial)
             || (self.sent > 0 && self.queue.front() == Some(&index))
@@ -118,7 +118,7 @@ impl<'p> Connection<'p> {
         self.last_progress
     }
 
-    /// Whether there is something to send.
+    /// True if there is something to send.
     pub(super) fn sends(&self) -> bool {
         !self.queue.is_empty()
     }

@@ -137,7 +137,7 @@ impl<'b> NbdRequest<'b> {
         Ok(part)
     }
 
-    /// Whether all of it came, if it reads. No two of its pieces overlap, and all lie inside: their
+    /// True if all of it came, if it reads. No two of its pieces overlap, and all lie inside: their
     /// lengths tell.
     pub(super) fn complete(&self) -> bool {
         let Job::Read(buf) = &self.job else { return true };
@@ -149,7 +149,7 @@ impl<'b> NbdRequest<'b> {
         if let State::Done(outcome) = self.state { outcome } else { Err(Failure::Unreachable) }
     }
 
-    /// Whether the server may still carry out a change, whatever the outcome was.
+    /// True if the server may still carry out a change, whatever the outcome was.
     pub(super) fn is_in_doubt(&self) -> bool {
         self.in_doubt && self.changes()
     }

@@ -87,7 +87,7 @@ impl Areas {
         Some(Nbd::new(export, Options::default(), Box::new(dialer), Vec::new()))
     }
 
-    /// Whether no area is left that could be trimmed.
+    /// True if no area is left that could be trimmed.
     fn is_over(&self, segment: &Segment) -> bool {
         segment.areas().next().is_none()
     }
