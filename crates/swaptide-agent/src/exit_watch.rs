@@ -20,7 +20,7 @@ use swaptide_sys::lock::futex;
 use swaptide_sys::process::leader_end;
 use swaptide_sys::thread::{end_by_signal, exit_group, set_name, sleep};
 
-/// What a thread of the program ended with last: its status, and a bit that says there was one.
+/// The exit status of the thread that ended last, and a bit that says there was one.
 static LAST_STATUS: AtomicU64 = AtomicU64::new(0);
 const STATUS_KNOWN: u64 = 1 << 32;
 

@@ -45,7 +45,7 @@ pub(crate) fn is_back() {
     COPYING.store((COPYING.load(Relaxed) | 1).wrapping_add(1), Release);
 }
 
-/// What there is to wait for.
+/// The state of the fork that a caller would wait for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Turn {
     /// No fork that has not made its copy.

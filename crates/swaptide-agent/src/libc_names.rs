@@ -22,7 +22,7 @@ use swaptide_sys::raw::syscall6;
 
 use crate::real;
 
-/// Where a name jumps to.
+/// The target of a name.
 type LibcName = AtomicPtr<c_void>;
 
 static MEMCPY: LibcName = AtomicPtr::new(move_plainly as *mut c_void);

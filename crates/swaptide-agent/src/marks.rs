@@ -21,8 +21,7 @@ use swaptide_sys::page::PAGE_SIZE;
 
 use crate::own_pid::is_own_process;
 
-/// What this memory is to its process. Children have zeros in it (`MADV_WIPEONFORK`), whatever
-/// makes them.
+/// The marks of this memory. Children have zeros in it (`MADV_WIPEONFORK`), whatever makes them.
 struct Marks {
     /// Tells whether the engine that the pointer is to manages this memory.
     managed: AtomicU32,

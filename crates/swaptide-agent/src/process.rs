@@ -286,8 +286,8 @@ pub(crate) fn release_hold() -> bool {
     false
 }
 
-/// What has become of this process's way to its supervisor: [`SLOT_UNCLAIMED`], [`SLOT_PENDING`],
-/// or its slot's number plus one.
+/// The state of this process's connection to its supervisor: [`NO_SLOT`], [`SLOT_PENDING`], or its
+/// slot's number plus one.
 pub(crate) static PLACE: AtomicU32 = AtomicU32::new(SLOT_UNCLAIMED);
 pub(crate) const SLOT_UNCLAIMED: u32 = 0;
 pub(crate) const SLOT_PENDING: u32 = u32::MAX;

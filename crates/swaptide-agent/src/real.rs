@@ -19,7 +19,7 @@ unsafe extern "C" {
 /// `RTLD_NEXT`: look behind this library.
 const NEXT: *mut c_void = -1isize as *mut c_void;
 
-/// Where the address lies in a [`Symbol`], for assembly.
+/// The offset of the address in a [`Symbol`], for assembly.
 pub(crate) const ADDRESS_OFFSET: usize = std::mem::offset_of!(SymbolAddress, address);
 
 /// A name and, once looked up, its address.
@@ -211,7 +211,7 @@ pub(crate) fn thread_pointer() -> usize {
     block
 }
 
-/// Where libc keeps a thread's rseq area, from the thread pointer on; `None` in a libc that has
+/// Returns the offset of a thread's rseq area from the thread pointer; `None` in a libc that has
 /// none.
 pub(crate) fn rseq_offset() -> Option<isize> {
     // SAFETY: libc's constant, a ptrdiff_t, which is never unloaded.
@@ -245,7 +245,8 @@ pub(crate) fn errno() -> c_int {
     unsafe { *__errno_location() }
 }
 
-/// What a function of libc returns for a result of the kernel: the value, or -1 with `errno` set.
+/// Returns what a function of libc returns for a raw result of the kernel: the value, or -1 with
+/// `errno` set.
 pub(crate) fn libc_result(word: isize) -> c_long {
     match check(word) {
         Ok(value) => value as c_long,

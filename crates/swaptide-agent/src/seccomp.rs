@@ -72,7 +72,7 @@ pub(crate) fn sets_by_prctl(option: usize, mode: usize, filter: usize) -> bool {
     option == PR_SET_SECCOMP && (mode != SECCOMP_MODE_FILTER || filter != 0)
 }
 
-/// Where libc keeps a thread's id. Called by the constructor.
+/// Finds the place where libc keeps a thread's id. Called by the constructor.
 pub(crate) fn find() {
     const GLIBC: usize = 0x2d0;
     let block = real::thread_pointer();

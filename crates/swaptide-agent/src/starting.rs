@@ -9,7 +9,7 @@ use std::sync::atomic::{
 
 use crate::real::thread_pointer;
 
-/// What a new thread runs, on the way from its creator.
+/// The start routine of a new thread, on the way from its creator.
 struct PendingRoutine {
     /// The creator's control block while it is in the call; 0: the entry is free.
     creator: AtomicUsize,

@@ -45,7 +45,7 @@ const GROUPS_PER_STEP: usize = 4;
 /// The progress of detaching the program.
 #[derive(Default)]
 pub(crate) struct Detach {
-    /// Where bringing everything in continues; `None`: the program is not to be let go.
+    /// The page at which bringing everything in continues; `None`: the program is not to be let go.
     at: Option<PageNo>,
 }
 

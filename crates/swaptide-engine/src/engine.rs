@@ -49,8 +49,8 @@ use crate::sched::handler_cpu::leave_sched_idle;
 /// The time without writes to swap areas after they took nothing.
 const AREA_FULL_BACKOFF: Duration = Duration::from_millis(100);
 
-/// What the engine needs of the kernel. Forks it learns of by [`Features::EVENT_FORK`], or they are
-/// followed ([`crate::fork`]).
+/// The userfaultfd features that the engine needs. Forks it learns of by [`Features::EVENT_FORK`],
+/// or they are followed ([`crate::fork`]).
 pub(crate) const FEATURES: Features = Features::EVENT_REMAP
     .union(Features::EVENT_REMOVE)
     .union(Features::EVENT_UNMAP)
@@ -58,14 +58,14 @@ pub(crate) const FEATURES: Features = Features::EVENT_REMAP
     .union(Features::MOVE)
     .union(Features::POISON);
 
-/// What a thread does that has waited for long at the gate, or for a lock of the swap core: the
+/// Called by a thread that has waited for long at the gate, or for a lock of the swap core: the
 /// thread that holds it may have lost its CPU, or be the handler in the idle class.
 static YIELD: fn() = || {
     yield_now();
     leave_sched_idle();
 };
 
-/// What an engine starts with.
+/// The parameters of a new engine.
 pub struct Start {
     /// Shared with the supervisor and all processes of the run.
     pub segment: &'static Segment,
@@ -85,7 +85,8 @@ pub struct Start {
     pub excluded: fn(VirtRange) -> bool,
     /// True once the program has asked, through libc, for memory that its children are not to have.
     pub gives_fork_advice: fn() -> bool,
-    /// Which pages of a chunk must stay, as bits: the kernel accesses them without waiting for us.
+    /// Returns a bit for each page of a chunk that must stay: the kernel accesses it without a
+    /// fault.
     pub pinned: fn(ChunkNo) -> u16,
     /// Starts a thread that runs [`Engine::serve_remote_reads`]. False if there can be none.
     pub spawn_reader: fn() -> bool,
@@ -100,7 +101,7 @@ pub struct Start {
     pub references: &'static References,
 }
 
-/// What the process knows of memory that its children are not to have. Neither is taken back: each
+/// The process's knowledge of memory that its children are not to have. Neither is taken back: each
 /// process looks for what was advised before once, and acts on what it found for the rest of its
 /// life.
 #[derive(Default)]
@@ -150,7 +151,7 @@ pub struct Workers {
     pub fails: AtomicBool,
 }
 
-/// What others know of the handler's thread.
+/// The handler's thread, as other threads see it.
 pub struct HandlerThread {
     /// Its id; 0 before there is one.
     pub tid: AtomicU32,
@@ -166,7 +167,7 @@ pub struct Serving {
     pub handler: HandlerThread,
     /// Threads that serve faults next to it.
     pub(crate) servers: FaultServers,
-    /// What faults foretell.
+    /// Predictions from earlier faults.
     pub(crate) readahead: Lock<Readahead>,
     /// The time that threads of the program wait for memory.
     pub(crate) stalls: Lock<StallClock>,
@@ -175,7 +176,7 @@ pub struct Serving {
     pub(crate) gate: SharedGate,
 }
 
-/// What may be known of the staging frames without the memory lock.
+/// The state of the staging frames that can be read without the memory lock.
 pub struct FrameMarks {
     /// The address of the first.
     base: VirtAddr,
@@ -185,7 +186,7 @@ pub struct FrameMarks {
     pub cancelled: Box<[AtomicU64]>,
 }
 
-/// What is another one in a forked child.
+/// Descriptors and names that a forked child replaces with its own.
 struct OwnNames {
     uffd: AtomicPtr<Uffd>,
     /// The place in the segment; the devices have it, too.
@@ -198,13 +199,13 @@ pub struct Engine {
     pub mm: Lock<Mm>,
     /// Compressed memory and the swap areas.
     pub devices: Devices,
-    /// What the process uses, and its limit.
+    /// The memory use of the process, and its limit.
     pub charge: Charge,
     /// The size of small mappings, and a flag that they are managed.
     pub small: Small,
     /// Requests to the handler.
     pub handler_requests: HandlerRequests,
-    /// What forking threads and the handler tell each other.
+    /// The state that forking threads and the handler share.
     pub fork: ForkControl,
     /// Pages that were sent for.
     pub(crate) remote_reads: RemoteReads,
@@ -214,19 +215,19 @@ pub struct Engine {
     pub serving: Serving,
     /// The program was detached: workers end at their quiescent point.
     pub retired: AtomicBool,
-    /// What kinds of memory the program has had.
+    /// The kinds of memory that the program has had.
     pub known: KnownMemory,
     /// Marks of staging frames.
     pub frames: FrameMarks,
     /// Swap space that took nothing.
     swap_full: SwapFull,
-    /// What the engine was started with.
+    /// The parameters with which the engine was started.
     pub start: Start,
     own: OwnNames,
 }
 
 impl Engine {
-    /// What a test wants to fail.
+    /// The failures that a test injects.
     pub fn injection(&self) -> Injection {
         self.devices.injection()
     }
@@ -599,7 +600,7 @@ impl Engine {
         self.devices.free_slot(entry, Expect::Folio(folio));
     }
 
-    /// What a thread that reads pages of servers does, until the program is let go.
+    /// Runs a thread that reads pages of servers, until the program is detached.
     pub fn serve_remote_reads(&self) {
         self.remote_reads.serve(
             &self.devices.areas.device,

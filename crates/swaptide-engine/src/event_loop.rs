@@ -144,7 +144,7 @@ impl Handler {
         }
     }
 
-    /// What follows is done alone, when forks that servers have read are attended to.
+    /// Makes the handler work alone, and serves the forks that servers have read.
     fn begin_alone(&mut self) {
         self.pager.path.reader.begin_alone();
         self.forks.serve_untracked(&mut self.pager);

@@ -38,7 +38,7 @@ const SMALL_POOL_BYTES: usize = 1 << 20;
 /// Three fault servers, which read however few threads fault.
 const FAULT_SERVERS: u32 = 18;
 
-/// What tests want to fail, as the header's words were at one time.
+/// The failures that tests inject, as read from the header at one time.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Injection {
     /// As [`swaptide_ipc::InjectionConfig`] says of the words of these names.
@@ -49,7 +49,7 @@ pub struct Injection {
 }
 
 impl Injection {
-    /// What the words say now.
+    /// Reads the words of the header.
     pub(crate) fn of(header: &Header) -> Injection {
         let words = &header.injection;
         Injection {
@@ -136,7 +136,7 @@ pub(crate) fn fail_worker(fails: &AtomicBool) {
     assert!(!fails.load(Relaxed), "a check failed in a worker, as a test wants it");
 }
 
-/// What tests want of the handler's faults.
+/// The failures that tests inject into the handler's faults.
 pub(crate) struct HandlerFaults {
     wanted: Injection,
     /// Faults until this engine ends (0: never).

@@ -32,7 +32,7 @@ use crate::sched::handed::Fault;
 /// After this number of faults for which it has not slept, one more server is wanted.
 const BUSY_FAULTS: u32 = 256;
 
-/// What a look for a message came to.
+/// The result of a check for a message.
 enum NextMessage {
     Fault(Fault),
     /// There is none.
@@ -49,7 +49,7 @@ struct FaultServer {
     row: u32,
 }
 
-/// What the thread of a fault server does, until the program is let go.
+/// Runs the thread of a fault server, until the program is detached.
 pub fn serve_faults(engine: &'static Engine) {
     // The handler, which made it, may be bound to one CPU.
     engine.remote_reads.run_anywhere();

@@ -33,7 +33,7 @@ const FIRST: PageNo = PageNo(0x7000_0000);
 /// Threads at most.
 pub const MAX_THREADS: usize = MAX_FILLERS;
 
-/// What one step of a thread does.
+/// The work of one step of a thread.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum StepKind {
     /// All that a fault on a page in compressed memory does, and what takes as many pages out
@@ -54,7 +54,7 @@ struct SharedTables {
     evicted: u32,
 }
 
-/// What the threads share.
+/// The structures that the threads share.
 pub struct Structures {
     tables: Lock<SharedTables>,
     devices: Devices,

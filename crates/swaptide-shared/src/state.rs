@@ -63,7 +63,7 @@ pub(crate) struct Inner {
     pub segment: &'static Segment,
     pub index: SlotIndex,
     pub store: Store,
-    /// What a test wants to fail.
+    /// The failures that a test injects.
     pub fail: u32,
     pub log: fn(&str),
     pub close: fn(Conn),

@@ -24,7 +24,7 @@ use crate::process;
 
 /// Bytes for all registers that XSAVE keeps, whatever the CPU has.
 const XSAVE_BYTES: usize = 16 << 10;
-/// What the supervisor writes: where the child would have begun, and with which stack.
+/// The words that the supervisor writes: the child's start address and its stack.
 const WORDS: usize = 64;
 
 #[repr(C, align(64))]
@@ -77,7 +77,7 @@ pub(crate) fn leave() {
     drop(take());
 }
 
-/// What the child does first.
+/// The first code that the child runs.
 extern "C" fn begin() {
     let Some(engine) = process::inherited_engine() else { return };
     if let Err(errno) = swaptide_engine::fork::child_uffd::child_init(engine) {
@@ -93,8 +93,8 @@ extern "C" fn begin() {
     }
 }
 
-/// Where the supervisor has the child begin: no register but the stack's is another one than
-/// fork(2) has left.
+/// The address at which the supervisor starts the child: no register but the stack's is another one
+/// than fork(2) has left.
 ///
 /// # Safety
 /// Begun by the supervisor alone, with the stack at [`ChildTrampoline::words`].

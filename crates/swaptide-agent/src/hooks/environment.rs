@@ -21,10 +21,10 @@ use crate::probe::are_strings;
 
 type Strings = *const *const c_char;
 
-/// What is missing in an environment.
+/// The variables that are missing in an environment.
 struct Missing {
     entries: usize,
-    /// Where `LD_PRELOAD` stands, if it stands there without the agent.
+    /// The index of `LD_PRELOAD`, if it is set without the agent.
     preload_at: Option<usize>,
     /// Bytes of the new `LD_PRELOAD` that has to be put together.
     text: usize,

@@ -69,7 +69,7 @@ const HOOK_REPLACES: u8 = 1;
 /// [`syscall_next`] is told, and libc's function makes the call.
 const HOOK_BEFORE: u8 = 2;
 
-/// What [`syscall`] does with each call: one byte per number, 0 for those that pass through.
+/// The action of [`syscall`] for each call: one byte per number, 0 for those that pass through.
 static KINDS: [u8; MAX_CALL_NUMBERS] = {
     let mut kinds = [0; MAX_CALL_NUMBERS];
     let instead = [

@@ -36,7 +36,7 @@ impl ExcludedRange {
         ExcludedRange { start: AtomicUsize::new(usize::MAX), end: AtomicUsize::new(0) }
     }
 
-    /// What it covers; `None` while it is free, or about to be taken.
+    /// Returns the range that it covers; `None` while it is free, or about to be taken.
     fn range(&self) -> Option<VirtRange> {
         let end = self.end.load(Acquire) & !COUNT_MASK;
         let start = self.start.load(Acquire);

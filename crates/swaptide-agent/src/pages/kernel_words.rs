@@ -30,8 +30,7 @@ use crate::process;
 use crate::real;
 use crate::seccomp;
 
-/// Where in a control block of glibc's the last word lies that the kernel knows, but for the rseq
-/// area.
+/// The end of the words that the kernel knows in a control block of glibc, but for the rseq area.
 const CONTROL_BLOCK_BYTES: usize = 0x900;
 const RSEQ_BYTES: usize = 32;
 
@@ -53,7 +52,7 @@ pub(crate) fn pin_own_block() {
 type Mutex = *mut c_void;
 
 const MUTEX_BYTES: usize = 40;
-/// Where glibc's ABI has the kind of a mutex, as its static initialisers write it.
+/// The offset of the kind of a mutex in glibc's ABI, as its static initialisers write it.
 const KIND_AT: usize = 16;
 const ROBUST: c_int = 16;
 const INHERITS: c_int = 32;
@@ -120,7 +119,7 @@ const MAX_TRIES: usize = 64;
 const RAW_PAGES: usize = 4096;
 static RAW_PINNED: AtomicUsize = AtomicUsize::new(0);
 
-/// What an operation writes to.
+/// The words that an operation writes to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Writes {
     /// Nothing, or by way of a page fault that is waited for.

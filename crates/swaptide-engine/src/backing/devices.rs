@@ -88,7 +88,7 @@ const MAX_CPUS: u32 = 256;
 /// or `NODEV`.
 pub type OpenArea = fn(AreaId) -> Result<OwnedFd, Errno>;
 
-/// What the swap areas are to this process: extents leased in the shared segment, and descriptors
+/// The swap areas as this process sees them: extents leased in the shared segment, and descriptors
 /// from the supervisor.
 #[derive(Clone)]
 struct SegmentExtents {
@@ -328,7 +328,7 @@ pub struct Devices {
     pub pool_slots: SwapDevice,
     /// Data of compressed memory.
     pub pool: Zram,
-    /// What is beyond compressed memory, if anything is at the moment ([`Devices::is_backed`]).
+    /// The tier below compressed memory, if there is one at the moment ([`Devices::is_backed`]).
     pub areas: AreaTier,
     /// How pages are compressed.
     pub scheme: Scheme,
@@ -339,9 +339,9 @@ pub struct Devices {
 
 /// Slots and data of the swap areas: what lies on which of them is the data's matter.
 pub struct AreaTier {
-    /// Which slots are in use, for all areas together.
+    /// The allocation of slots, for all areas together.
     pub slots: SwapDevice,
-    /// Where on the areas each slot's page lies.
+    /// The placement of each slot's page on the areas.
     pub device: FileDevice,
     extents: SegmentExtents,
     roomy: AtomicBool,
@@ -434,7 +434,7 @@ impl AreaTier {
 }
 
 impl Devices {
-    /// What a test wants to fail.
+    /// The failures that a test injects.
     pub(crate) fn injection(&self) -> Injection {
         self.areas.extents.injection
     }

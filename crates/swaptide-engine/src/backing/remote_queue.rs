@@ -44,7 +44,7 @@ use crate::backing::shortage::OwnShortage;
 use crate::fault_injection::Injection;
 use crate::mm::types::PAGES_PER_CHUNK;
 
-/// What lies between the attempts to read a page before it is given up, but for the first two,
+/// The delays between the attempts to read a page before it is given up, but for the first two,
 /// which follow each other.
 pub(crate) const READ_RETRY_DELAYS: [Duration; 3] =
     [Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(100)];
@@ -72,7 +72,7 @@ pub(crate) struct RemoteRead {
     pub(crate) unasked: bool,
 }
 
-/// What came of one attempt to read. What is left is what failed.
+/// The result of one attempt to read. The remaining pages are those that failed.
 enum Attempt {
     /// The server has answered for all.
     Answered,
@@ -86,7 +86,7 @@ enum Attempt {
 pub(crate) struct Queue {
     pub(crate) sent: VecDeque<RemoteRead>,
     pub(crate) back: VecDeque<RemoteRead>,
-    /// What each reader waits for, and since when.
+    /// The server that each reader waits for, and the start of its wait.
     pub(crate) calls: [Option<(ServerId, Nanos)>; MAX_READERS],
 }
 
@@ -132,13 +132,13 @@ impl Queue {
     }
 }
 
-/// What the handler and the readers share.
+/// The state that the handler and the readers share.
 pub struct RemoteReads {
     pub(crate) queue: Lock<Queue>,
     /// Futex word of idle readers: raised when something was sent for, and when they shall end.
     pub(crate) calls: AtomicU32,
-    /// What the handler waits for, besides messages. A request would be an event, and the kernel
-    /// fills no page before an event's thread has gone on.
+    /// The eventfd that the handler waits for, besides messages. A request would be an event, and
+    /// the kernel fills no page before an event's thread has gone on.
     pub(crate) event: Lock<Option<Arc<EventFd>>>,
     /// It was signalled, and the handler has not looked yet.
     pub(crate) signalled: AtomicBool,
@@ -149,7 +149,7 @@ pub struct RemoteReads {
     /// Their numbers, 0 where there is none.
     pub(crate) tids: [AtomicU32; MAX_READERS],
     pub(crate) idle: AtomicU32,
-    /// Where readers may run: the handler, which starts them, is bound to one CPU.
+    /// The CPUs that readers may run on: the handler, which starts them, is bound to one.
     pub(crate) cpus: Lock<Option<CpuSet>>,
     /// No reader could be started.
     pub(crate) refused: AtomicBool,
@@ -182,7 +182,7 @@ impl RemoteReads {
         })
     }
 
-    /// What is signalled when something is back, for a new handler.
+    /// Opens the eventfd that is signalled when a read has ended, for a new handler.
     pub(crate) fn open_event(&self) -> Result<Arc<EventFd>, Errno> {
         let event = Arc::new(EventFd::new()?);
         // A parent's is not closed: its number means something else here.
@@ -346,7 +346,7 @@ impl RemoteReads {
         attempt
     }
 
-    /// What a reader does, until the program is let go (`has_ended`).
+    /// Runs a reader, until the program is detached (`has_ended`).
     pub(crate) fn serve(
         &self,
         device: &FileDevice,

@@ -20,7 +20,7 @@ use crate::mm::types::PageNo;
 /// Most pages of a snapshot.
 pub(crate) const MAX_SNAPSHOT_PAGES: usize = 64;
 
-/// Where one page is.
+/// The location of one page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PageLocation {
     /// Not swapped: the program has it, or nothing has.
@@ -48,7 +48,7 @@ impl PageLocation {
     }
 }
 
-/// What backs a range.
+/// The backing of a range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Backing {
     /// Nothing of it is swapped.
@@ -70,7 +70,7 @@ pub enum Backing {
     },
 }
 
-/// Where each page of a range is, as it was without the lock.
+/// The location of each page of a range, read without the lock.
 pub struct Snapshot {
     first: PageNo,
     len: usize,
@@ -139,7 +139,7 @@ impl Snapshot {
         self.first
     }
 
-    /// Where the `k`-th page is.
+    /// Returns the location of the `k`-th page.
     pub fn place(&self, k: usize) -> PageLocation {
         self.places[k]
     }
@@ -167,7 +167,7 @@ impl Snapshot {
             .for_each(|place| *place = PageLocation::Area);
     }
 
-    /// What backs `n` pages from the `k`-th on.
+    /// Returns the backing of `n` pages from the `k`-th on.
     pub fn backing(&self, k: usize, n: usize) -> Backing {
         let (mut pool, mut area, mut zero, mut other, mut cached) = (0, 0, 0, 0, 0);
         for place in self.places[..self.len].iter().skip(k).take(n) {

@@ -28,8 +28,8 @@ const SHADOW_MASK: u32 = (1 << 28) - 1;
 /// Pages of one step of a shadow's clock.
 const SHADOW_STEP_PAGES: u64 = 8;
 
-/// What is known of the staging frames. As long as frames were ever used ([`Mm::reach`]): what is
-/// not touched of this memory costs nothing.
+/// The owners of the staging frames. It has entries for the frames that were ever used
+/// ([`Mm::reach`]); untouched memory costs nothing.
 pub struct FrameOwners {
     /// For each frame in use: its page.
     pub owner: Vec<PageNo>,
@@ -68,18 +68,18 @@ pub struct MmClocks {
     pub forks: u32,
 }
 
-/// What the memory lock guards.
+/// The state that the memory lock guards.
 pub struct Mm {
-    /// What every page is.
+    /// The state of every page.
     pub table: PageTable,
     /// Ranges that are registered and listed in `table`.
     pub regions: VmaSet,
-    /// What is registered, or about to be, and not listed in `regions` (see [`crate::vma::adopt`]):
-    /// nothing is taken out there.
+    /// Mappings that are registered, or about to be, and not listed in `regions` (see
+    /// [`crate::vma::adopt`]): nothing is taken out there.
     pub armed: VmaSet,
     /// Frames that pages are moved through, full and empty ones.
     pub staging: Staging,
-    /// What is known of each of the frames.
+    /// The owner of each frame.
     pub frames: FrameOwners,
     /// The order in which chunks go out, are compressed again and are written back.
     pub queues: Queues,
@@ -89,7 +89,7 @@ pub struct Mm {
     pub changes: VmaChanges,
     /// Batches on their way.
     pub jobs: Jobs,
-    /// What refaults say of the division between resident and compressed memory.
+    /// Decides, by refaults, on the division between resident and compressed memory.
     pub pool_sizer: PoolSizer,
     /// Counts of pages and forks, by which distances are measured.
     pub clocks: MmClocks,
@@ -97,9 +97,9 @@ pub struct Mm {
     pub fault_hold: FaultHold,
     /// Detects, by refaults, that the program makes no progress.
     pub(crate) thrash: ThrashDetector,
-    /// What fault servers have read for the handler.
+    /// Messages that fault servers have read for the handler.
     pub(crate) handed: Handed,
-    /// What threads do to pages without the lock.
+    /// The pages that threads work on without the lock.
     pub(crate) busy: Busy,
 }
 

@@ -32,7 +32,7 @@ const MAX_PAGES_PER_FAULT: usize = 512;
 /// Pages of all other threads, and of a fault of the forking thread, which are forgotten at once.
 const CAPACITY: usize = MAX_HELPED_PAGES + MAX_PAGES_PER_FAULT;
 
-/// What is known of a page on record.
+/// The record of a page.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Brought<'a> {
     /// It held this when it came in.
@@ -53,9 +53,9 @@ pub(crate) struct BroughtPages {
 
 /// A page on record.
 struct BroughtPage {
-    /// Where the table has it.
+    /// Its page number in the table.
     page: PageNo,
-    /// Where it is after the changes that were noted since.
+    /// Its page number after the changes noted since.
     now: PageNo,
     /// It was given up since, or unmapped.
     is_changed: bool,
@@ -145,7 +145,7 @@ impl BroughtPages {
         self.pages[at].page
     }
 
-    /// What is known of `page`, if it is on record.
+    /// Returns the record of `page`, if there is one.
     pub(crate) fn find(&self, page: PageNo) -> Option<Brought<'_>> {
         let at = self.pages.iter().position(|brought| brought.page == page)?;
         if self.pages[at].is_changed {

@@ -69,7 +69,7 @@ pub(crate) struct ForkState {
     /// The engine's memory may have changed while it was copied: more was noted than there was room
     /// for, or another thread's child was attended to.
     pub(crate) is_torn: bool,
-    /// What was noted has been applied since the handler was prepared.
+    /// The noted changes were applied since the handler was prepared.
     pub(crate) has_applied: bool,
     /// Changes were applied although the copy may have been made before them: nothing tells what
     /// the child would lack.

@@ -68,7 +68,7 @@ const MAX_PENDING_FAULTS: usize = 4096;
 pub(crate) struct UffdReader {
     pub(crate) engine: &'static Engine,
     pub(crate) uffd: &'static Uffd,
-    /// Where the handler runs.
+    /// The CPU and scheduling class of the handler.
     pub(crate) cpu: HandlerCpu,
     /// Faults that wait for their answer.
     pub(crate) pending: VecDeque<Fault>,
@@ -80,7 +80,7 @@ pub(crate) struct UffdReader {
     /// The next wait is one for remote pages, too: a wait for an event that is due is not ended by
     /// them.
     pub(crate) awaits_remote: bool,
-    /// What is waited with where there are fault servers.
+    /// The wait sets, if there are fault servers.
     sets: Option<HandlerSets>,
     /// It is a fault server's, which reads nothing by this.
     pub(crate) is_server: bool,

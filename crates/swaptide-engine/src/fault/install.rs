@@ -77,7 +77,7 @@ pub(crate) enum Stop {
 /// Pages that lie ready to be put in place.
 #[derive(Clone, Copy)]
 pub(crate) struct LoadedPages {
-    /// Where they lie: memory of the engine that nothing writes to meanwhile.
+    /// Their address: memory of the engine that nothing writes to meanwhile.
     pub(crate) from: VirtAddr,
     /// The staging frames that this is, if it is.
     pub(crate) run: Option<FrameRun>,
@@ -276,8 +276,8 @@ impl Installer {
         }
     }
 
-    /// The number of pages, of `len` (more than 1) from `page` on, that lie in its mapping; may be
-    /// less than `len`.
+    /// The number of pages, of `len` (more than 1) from `page` on, that lie in its mapping:
+    /// at least 1 and at most `len - 1`.
     pub(crate) fn in_mapping(&mut self, page: PageNo, len: usize) -> usize {
         match self.maps.vma_at(page.addr()) {
             Ok(Some(info)) => {

@@ -41,17 +41,17 @@ use crate::sched::handler_cpu::HandlerCpu;
 /// `page-cluster` where nothing is said.
 const PAGE_CLUSTER: u8 = 3;
 
-/// What reading a page from a swap area is taken to cost before one was read, in nanoseconds.
+/// The assumed cost of reading a page from a swap area before one was read, in nanoseconds.
 const FIRST_READ_NS: u64 = 60_000;
 
 /// Loads pages from the devices into buffers of the handler.
 pub(crate) struct Loader {
     engine: &'static Engine,
-    /// What pages are decompressed with.
+    /// The decompressor.
     pub(crate) unpacker: Unpacker,
-    /// What loading from compressed memory cost since it was told to the division.
+    /// The cost of loads from compressed memory since the last report to the pool sizer.
     loads: Loads,
-    /// What was read from rotational disks, and not asked for yet.
+    /// Pages that were read ahead from rotational disks and not asked for yet.
     pub(crate) ahead: ReadAhead,
     /// The number of pages of the last read that had been read ahead.
     pub(crate) held_hits: usize,
@@ -60,8 +60,7 @@ pub(crate) struct Loader {
     /// Smoothed time of reading a page from a swap area, in nanoseconds.
     pub(crate) read_ns: u64,
     pub(crate) shortage: OwnShortage,
-    /// What the last load could not have is to be loaded again: it failed for want of something of
-    /// this process's own.
+    /// The last load is to be repeated: it failed for lack of a resource of this process's own.
     is_short: bool,
 }
 

@@ -48,7 +48,7 @@ use crate::sched::handed::Fault;
 /// Bytes of the buffer for pages that are copied in.
 pub(crate) const COPY_BYTES: usize = 256 << 10;
 
-/// What became of a fault.
+/// The result of serving a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Served {
     /// The page is there.
@@ -80,7 +80,7 @@ pub(crate) struct FaultPath {
     filler: FillerNo,
     /// Pages that were sent for.
     pub(crate) remote: InFlight,
-    /// What the handler reclaims with itself.
+    /// The worker state with which the handler itself reclaims.
     pub(crate) worker: Worker,
     pub(crate) stall: Stall,
     /// Threads that wait because they grew past `swap.high`.

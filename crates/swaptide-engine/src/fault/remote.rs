@@ -46,7 +46,7 @@ use crate::sched::handler_cpu::HandlerCpu;
 /// After this many faults without a remote read, remote pages are the exception.
 const RARE_AFTER_FAULTS: u32 = 64;
 
-/// What was sent for, as it was then.
+/// A read that was sent to a server, with the state of its pages at that time.
 pub(crate) struct InFlightRead {
     pub(super) buffer: usize,
     pub(super) chunk: ChunkNo,

@@ -49,7 +49,7 @@ const _: () = assert!(
 /// Out-of-date snapshots of a single page in a row before other messages get their turn.
 const MAX_STALE_SNAPSHOTS: u32 = 8;
 
-/// Where a page that was put in place has come from.
+/// The source of a page that was put in place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Origin {
     /// A staging frame: it was on its way out.
@@ -160,8 +160,8 @@ impl FaultPath {
         Ok(())
     }
 
-    /// What the faults so far say of this one, at most `most` pages; and how dense what was brought
-    /// in was used.
+    /// Returns the prediction from earlier faults, at most `most` pages, and how dense what was
+    /// brought in was used.
     fn foretell(&self, page: PageNo, region: VirtRange, most: usize) -> (SwapIn, u32) {
         let engine = self.engine;
         let mut guard = engine.serving.readahead.lock();
@@ -186,7 +186,7 @@ impl FaultPath {
         self.engine.count_order(OfOrder::SwpinFallback, order, 1);
     }
 
-    /// What backs `n` pages (at most [`COPY_GROUP_PAGES`]) from `first` on.
+    /// Returns the backing of `n` pages (at most [`COPY_GROUP_PAGES`]) from `first` on.
     fn snapshot(&self, first: PageNo, n: usize) -> Snapshot {
         let mut snapshot =
             Snapshot::note(&self.engine.mm.lock().table, first, n.min(COPY_GROUP_PAGES));

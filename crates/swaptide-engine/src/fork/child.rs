@@ -42,7 +42,7 @@ use crate::readahead::Readahead;
 use crate::requests::fork_control::NO_FORK;
 use crate::sched::deadline::Deadline;
 
-/// What a child's handler got from its parent's.
+/// The data and descriptors that a child's handler got from its parent's.
 pub struct ForkHandoff {
     conn: Conn,
     uffd: Option<Uffd>,

@@ -201,7 +201,7 @@ fn send_doubtful_ranges(
 /// [`STACK_BYTES`] bytes that is no memory of the program.
 ///
 /// # Errors
-/// What the kernel answers, or `EPROTO` where the parent does not: the process must be ended.
+/// The error of the kernel, or `EPROTO` if the parent does not answer: the process must be ended.
 pub fn child_init(engine: &Engine) -> Result<(), Errno> {
     // The parent's end of the pair is of no use here: its number may be needed.
     engine.fork.close_end(false);

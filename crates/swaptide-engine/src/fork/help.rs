@@ -75,7 +75,7 @@ struct ForkerWait {
     answered: u32,
 }
 
-/// What is known of the forking thread.
+/// The state of the forking thread.
 pub(super) struct Forker {
     tid: u32,
     /// Its CPU time when it was first seen to continue.

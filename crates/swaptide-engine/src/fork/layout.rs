@@ -47,7 +47,7 @@ fn shifted(page: PageNo, from: VirtAddr, to: VirtAddr) -> PageNo {
     PageNo(page.0.wrapping_sub(PageNo::of(from).0).wrapping_add(PageNo::of(to).0))
 }
 
-/// Which of the ranges that the parent has listed a forked child has, and where.
+/// The places in a forked child of the ranges that the parent has listed.
 #[derive(Clone, Default, Debug)]
 pub struct Layout {
     undone: Vec<VmaChange>,
@@ -91,8 +91,8 @@ impl Layout {
         }
     }
 
-    /// Where the child has a page of the parent's table; `None` if it has given it up, or never had
-    /// it.
+    /// Returns the place in the child of a page of the parent's table; `None` if it has freed it,
+    /// or never had it.
     pub fn place(&self, page: PageNo) -> Option<PageNo> {
         let mut at = page;
         for (k, change) in self.undone.iter().enumerate().rev() {
@@ -123,7 +123,7 @@ impl Layout {
         Some(at)
     }
 
-    /// What the parent's table calls a page of the child; `None` if it does not know it.
+    /// Returns the parent's page number of a page of the child; `None` if it has none.
     pub(crate) fn origin(&self, page: PageNo) -> Option<PageNo> {
         let mut at = page;
         for change in self.done.iter().rev() {
@@ -145,7 +145,7 @@ impl Layout {
         (self.place(at) == Some(page)).then_some(at)
     }
 
-    /// What the child has, and the table has not.
+    /// The changes that the child has and the table lacks.
     pub fn done(&self) -> &[VmaChange] {
         &self.done
     }
@@ -302,7 +302,7 @@ mod tests {
         VmaChange::Moved { from: at(from), to: at(to), len: PLACE_BYTES }
     }
 
-    /// What is at each place: the number of a block.
+    /// The number of the block at each place.
     type World = BTreeMap<usize, u32>;
 
     fn place_of(addr: VirtAddr) -> usize {

@@ -88,13 +88,13 @@ impl ReadBatch {
 /// A process that is given pages.
 pub(crate) struct UnmanagedChild {
     pub(super) uffd: Uffd,
-    /// Where it had, at its fork, what the parent's table knows.
+    /// The places in the child, at its fork, of the pages in the parent's table.
     layout: Layout,
-    /// What it has changed itself since.
+    /// The changes of mappings that it has made since.
     own: Vec<VmaChange>,
     /// The same, to follow a page.
     since: Layout,
-    /// What it has forked.
+    /// The userfaultfds of its own children.
     forked: Vec<Uffd>,
     /// Its faults that were read and not answered. Where its userfaultfd is closed before they are,
     /// the kernel answers them.
@@ -121,7 +121,7 @@ impl UnmanagedChild {
         &self.layout
     }
 
-    /// What it has changed of its mappings since.
+    /// The changes of mappings that it has made since its fork.
     pub(super) fn own(&self) -> &[VmaChange] {
         &self.own
     }
@@ -141,7 +141,7 @@ impl UnmanagedChild {
         self.uffd.coverage(range_of(PageNo(1), 1)) == Coverage::Gone
     }
 
-    /// Where it has a page of the table now.
+    /// Returns the present place in the child of a page of the table.
     fn place(&self, page: PageNo) -> Option<PageNo> {
         self.since.place(self.layout.place(page)?)
     }
@@ -500,7 +500,7 @@ fn copy_to(path: &mut FaultPath, child: &mut UnmanagedChild, page: PageNo) -> Op
     copy_read(path, child, page, &ReadBatch::new())
 }
 
-/// What the load of a swapped page into the handler's copy buffer came to.
+/// The result of loading a swapped page into the handler's copy buffer.
 enum LoadedCopy {
     Filled,
     Lost,

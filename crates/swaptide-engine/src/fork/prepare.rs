@@ -44,7 +44,7 @@ pub(crate) struct ForkServer {
     pub(super) torn: bool,
     /// When the fork under way was prepared.
     pub(super) prepared_at: Nanos,
-    /// What number the list of regions had then.
+    /// The number of the list of regions at that time.
     list_then: u64,
 }
 

@@ -25,7 +25,7 @@ pub struct Acceptance {
     full: AtomicBool,
 }
 
-/// What compressed memory says to a page.
+/// The answer of compressed memory to a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Verdict {
     /// Compressed memory takes the page.
@@ -55,7 +55,7 @@ impl Acceptance {
         }
     }
 
-    /// What is said to a page when compressed memory has `pool` bytes and may have `bound`.
+    /// Returns the answer to a page when compressed memory has `pool` bytes and may have `bound`.
     pub fn ask(&self, pool: u64, bound: u64) -> Verdict {
         if self.threshold_percent == 0 || bound == u64::MAX {
             return Verdict::Takes;

@@ -41,9 +41,9 @@ const MIN_SHARED_POOL_BYTES: u64 = 16 << 20;
 
 /// The share of compressed memory in a copy-on-write group, in 1/1024.
 const COW_GROUP_SHARE_1024: u32 = 960;
-/// What compressed memory may grow by when a copy-on-write group has ended, in 1/1024.
+/// The growth allowed to compressed memory when a copy-on-write group has ended, in 1/1024.
 const COW_GROUP_SLACK_1024: u32 = 16;
-/// What a fork leaves to each of the two, if there was that much.
+/// The least share that a fork leaves to each of the two processes, if there was that much.
 const MIN_FORK_SHARE_BYTES: u64 = 4 << 20;
 
 /// What compressed memory may take.
@@ -59,7 +59,7 @@ struct PoolBounds {
     acceptance: Acceptance,
 }
 
-/// What a process uses, by kind, and its limit; all in bytes.
+/// The memory use of a process, by kind, and its limit; all in bytes.
 pub struct Charge {
     limit: AtomicU64,
     grace: AtomicU64,
@@ -134,9 +134,9 @@ impl Charge {
         self.cow_group.on_hint(slot.control.cow_hint.load(Relaxed));
     }
 
-    /// What a fork leaves to each of the two: half of the limit, if there is that much. Where there
-    /// is something to keep, it is not heeded at once ([`CowGroup::set_fork_limit`]). In both
-    /// processes, before another limit is taken over.
+    /// Returns the share that a fork leaves to each of the two: half of the limit, if there is that
+    /// much. Where there is something to keep, it is not heeded at once
+    /// ([`CowGroup::set_fork_limit`]). In both processes, before another limit is taken over.
     pub(crate) fn split_limit(&self) -> u64 {
         // Of several forks before the supervisor has looked each leaves half of what the last one
         // left.
@@ -191,7 +191,7 @@ impl Charge {
         self.rest.load(Relaxed)
     }
 
-    /// What [`Charge::measure`] would find, for tests of what follows from it.
+    /// Sets the result of [`Charge::measure`], for tests.
     #[cfg(test)]
     pub(crate) fn set_rest(&self, rest: i64) {
         self.rest.store(rest, Relaxed);

@@ -66,7 +66,7 @@ impl CowGroup {
         self.stay();
     }
 
-    /// What the last fork left, while the supervisor may still say another limit.
+    /// Returns the limit that the last fork left, while the supervisor may still set another.
     pub(crate) fn fork_limit_in_force(&self) -> Option<u64> {
         let is_on = now().0 < self.fork_limit_until.load(Relaxed);
         Some(self.fork_limit.load(Relaxed)).filter(|limit| is_on && *limit != 0)

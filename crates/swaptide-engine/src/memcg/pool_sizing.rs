@@ -33,9 +33,9 @@ const SHARE_STEP_1024: u32 = 16;
 const MIN_REFAULTS: u64 = 48;
 /// Refaults from swap areas that are remembered.
 const MAX_GHOST_REFAULTS: u64 = 4096;
-/// What a fault costs besides bringing pages in (its delivery), in nanoseconds.
+/// The cost of delivering a fault, without bringing pages in, in nanoseconds.
 pub(crate) const FAULT_NS: u64 = 8_000;
-/// What bringing one page in from compressed memory and taking another one out costs.
+/// The cost of bringing one page in from compressed memory and taking another one out.
 pub(crate) const POOL_NS: u64 = 6_000;
 /// What a page costs that goes to a swap area and comes back, besides the reading.
 const WRITE_NS: u64 = 8_000;
@@ -57,7 +57,7 @@ struct Refaults {
     missed: u64,
 }
 
-/// What swap-in costs; smoothed.
+/// The smoothed costs of swap-in.
 struct SwapInCosts {
     /// Nanoseconds for a page from a swap area.
     area_ns: u64,
@@ -88,7 +88,7 @@ pub struct PoolSizer {
     /// page, and of larger ones; smoothed.
     soon: u64,
     late: u64,
-    /// What a larger resident part would have saved so far, in nanoseconds.
+    /// The time that a larger resident part would have saved so far, in nanoseconds.
     regret: u64,
 }
 
@@ -98,7 +98,7 @@ impl Default for PoolSizer {
     }
 }
 
-/// What loads from compressed memory came to.
+/// The sums of loads from compressed memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Loads {
     /// Pages that were decompressed.
@@ -113,12 +113,12 @@ pub struct Loads {
     pub timed: u32,
 }
 
-/// What the division is decided upon.
+/// The input of one decision on the division.
 #[derive(Clone, Copy, Debug)]
 pub struct PoolSample {
     /// The share of compressed memory, in 1/1024 of the limit.
     pub share: u32,
-    /// What there is to divide: the limit less what is not under management, in bytes.
+    /// The bytes to divide: the limit less the memory that is not managed.
     pub limit: u64,
     /// Pages that the program has under management.
     pub resident: u64,
@@ -294,7 +294,7 @@ mod tests {
         sizer
     }
 
-    /// What is decided after a hundred refaults of one kind.
+    /// Returns the decision after a hundred refaults of one kind.
     fn decided(sizer: &mut PoolSizer, at: PoolSample, distance: u64, from_area: bool) -> u32 {
         (0..100).for_each(|_| sizer.refault(distance, from_area));
         sizer.decide(at)

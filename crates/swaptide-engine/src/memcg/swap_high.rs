@@ -30,7 +30,7 @@ const MIN_DELAY: Duration = Duration::from_millis(1);
 pub(crate) struct Throttle {
     /// Threads that wait, by the pages they wait for, and until when.
     held: VecDeque<(Nanos, PageNo)>,
-    /// What growth cost that no thread has waited for yet.
+    /// The wait for growth that no thread has served yet.
     owed: Duration,
 }
 

@@ -14,7 +14,7 @@ const MAX_REFAULT_DISTANCE_PAGES: u64 = 128;
 /// The number of refaults of this kind in 1024 (smoothed) from which on a program makes no
 /// progress.
 const THRASHING_SCORE: u32 = 896;
-/// What is left of that after a step, so that the next one waits for what this one does.
+/// The score after a step, so that the next step waits for the effect of this one.
 const SCORE_AFTER_STEP_1024: u32 = 768;
 
 /// Finds from refaults that the program makes no progress within its limit.

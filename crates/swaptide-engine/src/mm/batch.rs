@@ -44,7 +44,7 @@ pub(crate) struct BackingPage {
     pub(crate) frame: FrameNo,
     /// Its entry in compressed memory, which it leaves if a swap area takes it.
     pub(crate) entry: SwapEntry,
-    /// Where its bytes are in `Batch::packed`; `None`: it goes as it lies in its frame.
+    /// The range of its bytes in `Batch::packed`; `None` if it is stored as it is in its frame.
     pub(crate) packed: Option<Range<usize>>,
     /// Its entry on a swap area, which has taken it.
     pub(crate) area_entry: Option<SwapEntry>,
@@ -75,7 +75,7 @@ impl Places {
         self.0[place / 64] >> (place % 64) & 1 == 1
     }
 
-    /// Which of `n` places (at most 64) from `first` on are in the set, as bits.
+    /// Returns a bit for each of `n` places (at most 64) from `first` on that is in the set.
     pub(crate) fn of(&self, first: usize, n: usize) -> u64 {
         (0..n).filter(|k| self.has(first + k)).fold(0, |bits, k| bits | 1 << k)
     }
@@ -106,7 +106,7 @@ pub struct Batch {
     /// Chunks were looked for: neither is a change of mappings noted and not applied, nor was a
     /// slab missing.
     pub(crate) tried: bool,
-    /// Where an old slot is loaded to be compared.
+    /// The buffer into which an old slot is loaded to be compared.
     pub(crate) old: Box<Page>,
 }
 

@@ -57,8 +57,8 @@ pub(crate) fn allow(range: VirtRange) -> Result<(), Errno> {
     advise_fork(range, Advice::DoFork)
 }
 
-/// What of a range is armed, and is about to be managed no more, comes along at forks as it would
-/// without. `armed`: all that may have the advice.
+/// Makes the armed parts of a range, which will no longer be managed, come along at forks as they
+/// would without. `armed`: all that may have the advice.
 pub(crate) fn restore(armed: impl Iterator<Item = VirtRange>, range: VirtRange) {
     for armed in armed.filter(|armed| armed.start < range.end && range.start < armed.end) {
         let part = VirtRange { start: armed.start.max(range.start), end: armed.end.min(range.end) };

@@ -29,7 +29,7 @@ const LEAVES_PER_MID: usize = 8192;
 const MAX_MIDS: usize = 8192;
 const _: () = assert!(MAX_MIDS * LEAVES_PER_MID * PAGES_PER_LEAF * PAGE_SIZE == MANAGED_END.0);
 
-/// What a page is.
+/// The state of a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PageState {
     /// Never filled, or given up by the program: the next touch gets zeros.
@@ -96,7 +96,7 @@ impl PageState {
     }
 }
 
-/// What the engine remembers of 64 KiB.
+/// The state of a chunk of 64 KiB.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Chunk {
     /// Pages that are present.
@@ -349,7 +349,7 @@ impl PageTable {
         }
     }
 
-    /// What is remembered of a chunk.
+    /// Returns the state of a chunk.
     pub fn chunk(&self, chunk: ChunkNo) -> Chunk {
         self.cell(chunk).map_or(Chunk::default(), |cell| cell.chunk)
     }

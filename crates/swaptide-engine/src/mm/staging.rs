@@ -87,7 +87,7 @@ pub(crate) struct FrameRun {
     pub len: usize,
 }
 
-/// Where frames are moved to be given up.
+/// The area to which frames are moved to be freed.
 struct DiscardArea {
     map: Mapping,
     uffd: Uffd,
@@ -141,7 +141,8 @@ impl Staging {
         })
     }
 
-    /// Which pages of a chunk this process alone has, as bits; as far as that can be told.
+    /// Returns a bit for each page of a chunk that this process alone has mapped; none if that
+    /// cannot be read.
     pub fn owned(&self, chunk: ChunkNo) -> u16 {
         self.pagemap.exclusive(chunk.first().addr(), PAGES_PER_CHUNK).unwrap_or(0)
     }

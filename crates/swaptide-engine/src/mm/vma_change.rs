@@ -10,9 +10,9 @@ use swaptide_sys::uffd::Event;
 pub enum VmaChange {
     /// `len` bytes at `from` are at `to`.
     Moved {
-        /// Where the memory was.
+        /// The start of the memory before the move.
         from: VirtAddr,
-        /// Where it is now.
+        /// The start of the memory after the move.
         to: VirtAddr,
         /// Bytes that moved.
         len: usize,

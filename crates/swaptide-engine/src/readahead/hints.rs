@@ -15,7 +15,7 @@ const MAX_HINTS: usize = 256;
 pub(crate) struct ReadingHints(Vec<(VirtRange, Reading)>);
 
 impl ReadingHints {
-    /// What was said of an address.
+    /// Returns the advice for an address.
     pub(crate) fn reading(&self, addr: VirtAddr) -> Reading {
         self.0
             .iter()

@@ -61,7 +61,7 @@ const MIN_HIT_DIVISOR: u32 = 32;
 /// At most this many lengths of a history pass until it is tried again.
 const MAX_REST_LENGTHS: u32 = 64;
 
-/// What stands before the entries.
+/// The header before the entries.
 #[repr(C)]
 struct HistoryHeader {
     /// The process that writes it; 0: none yet.
@@ -70,7 +70,7 @@ struct HistoryHeader {
     written: AtomicU32,
 }
 
-/// Where a history lies.
+/// The memory of a history.
 enum HistoryMemory {
     Own(Mapping),
     Shared(SharedMap),
@@ -145,7 +145,7 @@ impl MissHistory {
         self.head().written.load(Relaxed)
     }
 
-    /// What stands at a place, if it was written and is not overwritten.
+    /// Returns the page at a place, if it was written and not overwritten since.
     fn page_at(&self, at: u32) -> Option<PageNo> {
         let age = self.written().wrapping_sub(at);
         if age == 0 || age > self.entries {
@@ -158,7 +158,7 @@ impl MissHistory {
         &self.pages()[(at & (self.entries - 1)) as usize]
     }
 
-    /// Where a page stands last.
+    /// Returns the last place of a page.
     fn last(&self, page: PageNo) -> Option<u32> {
         let at = self.place_of(page).load(Relaxed).checked_sub(1)?;
         (self.page_at(at)? == page).then_some(at)
@@ -224,7 +224,7 @@ pub(crate) struct TemporalPrefetcher {
     history: Option<MissHistory>,
     /// The entry that is expected next, in a repeated sequence.
     next: Option<u32>,
-    /// What of the sequence from there on was looked at: up to this entry.
+    /// The end of the part of the sequence that was checked.
     shown: u32,
     /// The first entry that is not to be looked at for this fault, and the pages that may still be
     /// brought for it.
@@ -452,7 +452,7 @@ impl TemporalPrefetcher {
     }
 }
 
-/// Where a page stands among the `n` entries from `from` on.
+/// Returns the place of a page among the `n` entries from `from` on.
 fn find(history: &MissHistory, page: PageNo, from: u32, n: u32) -> Option<u32> {
     (0..n)
         .map(|k| from.wrapping_add(k))

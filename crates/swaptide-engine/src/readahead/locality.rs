@@ -151,7 +151,7 @@ pub enum Reading {
     Random,
 }
 
-/// What to bring in for a fault.
+/// The pages to bring in for a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SwapIn {
     /// The page that was asked for alone.
@@ -253,8 +253,9 @@ impl Locality {
         }
     }
 
-    /// What to bring in for a fault on a swapped page of the region that begins with page `home`,
-    /// at most `bound` pages. What came of it is told with [`Locality::record_swapped_in`].
+    /// Returns the pages to bring in for a fault on a swapped page of the region that begins with
+    /// page `home`, at most `bound` pages. What came of it is told with
+    /// [`Locality::record_swapped_in`].
     pub fn swap_in(
         &mut self,
         home: PageNo,

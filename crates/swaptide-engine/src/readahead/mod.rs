@@ -10,7 +10,7 @@ use crate::readahead::hints::ReadingHints;
 use crate::readahead::history::TemporalPrefetcher;
 use crate::readahead::locality::Locality;
 
-/// What all threads that serve faults know of the next ones. Its lock comes before the memory lock
+/// The predictions that all threads that serve faults share. Its lock comes before the memory lock
 /// and is held for a question or an answer.
 pub(crate) struct Readahead {
     pub(crate) locality: Locality,

@@ -22,7 +22,7 @@ use crate::backing::snapshot::{Backing, Snapshot};
 use crate::mm::types::{CHUNK_ORDER, ChunkNo, PAGES_PER_CHUNK, PageNo};
 use crate::readahead::locality::SwapIn;
 
-/// What a run was told of how much may come in at a time.
+/// The bounds of readahead that a run was given.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct ReadaheadLimits {
     /// `--page-cluster N`: at most `2^N` pages, where a swap area is behind.
@@ -46,7 +46,7 @@ impl ReadaheadLimits {
     }
 }
 
-/// What things cost, in nanoseconds.
+/// The costs of operations, in nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub struct Costs {
     /// Delivering a fault to the handler and waking the thread.
@@ -64,7 +64,7 @@ pub struct SwapInRequest<'a> {
     pub page: PageNo,
     /// The managed region around it, in pages.
     pub region: &'a Range<usize>,
-    /// What the faults so far foretell.
+    /// The prediction from earlier faults.
     pub evidence: SwapIn,
     /// Pages of the chunk that are wanted, as far as that is foretold, in 1/16.
     pub density_x16: u64,
@@ -74,7 +74,7 @@ pub struct SwapInRequest<'a> {
     pub costs: Costs,
 }
 
-/// What is brought in.
+/// The pages that are brought in.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SwapInPlan {
     /// The page that was touched alone.

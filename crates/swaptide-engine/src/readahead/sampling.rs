@@ -17,7 +17,7 @@
 
 use crate::mm::types::{PAGES_PER_CHUNK, PageNo};
 
-/// What was left out of a stream's windows so far.
+/// The evidence from pages that were left out of a stream's windows so far.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Trust {
     /// Too little was left out to tell.

@@ -69,7 +69,7 @@ fn drop_some(engine: &Engine, want: usize) -> Option<usize> {
     Some(dropped)
 }
 
-/// Where the areas are nearly full, drops a few copies. To be called now and then.
+/// Drops a few copies if the areas are nearly full. Called at intervals.
 pub(crate) fn drop_where_scarce(engine: &Engine) {
     if engine.devices.area_is_scarce() {
         drop_some(engine, COPIES_PER_HOLD);

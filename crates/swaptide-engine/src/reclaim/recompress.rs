@@ -53,7 +53,7 @@ struct RepackItem {
     entry: SwapEntry,
     chunk: ChunkNo,
     epoch: u32,
-    /// Where in `tight` it is; `None` when it did not get smaller.
+    /// Its range in `tight`; `None` when it did not get smaller.
     tight: Option<Range<usize>>,
 }
 

@@ -28,7 +28,7 @@ use crate::mm::types::PAGES_PER_LEAF;
 
 const LEAF_BYTES: usize = PAGES_PER_LEAF * PAGE_SIZE;
 
-/// What a range of the program is.
+/// The kind of a range of the program.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Lookup {
     /// One mapping, registered with the userfaultfd.
@@ -39,7 +39,7 @@ pub(crate) enum Lookup {
     NotOne,
 }
 
-/// What was found of the mappings that the pages of one batch lie in.
+/// The mappings found for the pages of one batch.
 #[derive(Default)]
 pub(crate) struct Seen {
     /// Armed, in one mapping.

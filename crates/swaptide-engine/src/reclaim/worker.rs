@@ -84,7 +84,7 @@ const MAX_FAILED_UNSHARES: u32 = 4;
 /// Then sharing is broken only this often.
 const UNSHARE_BACKOFF: Duration = Duration::from_millis(100);
 
-/// What a step came to.
+/// The result of a step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {
     /// This many pages left the program.
@@ -109,7 +109,7 @@ pub struct Worker {
     looked_at: Nanos,
     /// True if the last call of `take` looked for chunks.
     tried: bool,
-    /// Which mappings are armed.
+    /// The armed mappings found.
     seen: Seen,
 }
 
@@ -313,7 +313,7 @@ impl Worker {
         shared > 0 && (mm.table.present() - shared) < shared
     }
 
-    /// What a step came to, when the sharing was broken that kept it from taking more.
+    /// Returns the result of a step, after breaking the sharing that kept it from taking more.
     ///
     /// What a process has for itself goes first. To take out what another has, too, frees nothing
     /// until that one does so as well, and costs a copy: it takes from the others what they were
@@ -532,7 +532,7 @@ fn fault_for_writing(engine: &Engine, chunks: &[(ChunkNo, u16)], forks: u32) {
     }
 }
 
-/// What worker 0 does besides.
+/// The additional duties of worker 0.
 struct Housekeeping {
     statm: Option<StatmFd>,
     rest_at_adoption: i64,

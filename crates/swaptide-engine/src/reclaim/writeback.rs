@@ -36,7 +36,7 @@ struct Moving {
     shadow: Shadow,
     chunk: ChunkNo,
     epoch: u32,
-    /// Where it goes, and where in `data` it is; `None` when it stays.
+    /// Its new entry, and its range in `data`; `None` when it stays.
     copy: Option<(SwapEntry, Range<usize>, PackedKind)>,
 }
 

@@ -35,11 +35,12 @@ const END_SOCKET: u32 = 2;
 const END_SENT: u32 = 3;
 /// The handler cannot learn of a fork.
 pub(crate) const REFUSED: u32 = 4;
-/// What a forking thread and the handler tell each other.
+/// The state that a forking thread and the handler share.
 pub struct ForkControl {
     /// The kernel does not report forks: they are followed ([`crate::mm::dontfork`]).
     pub followed: bool,
-    /// Where this process's children write their misses ([`crate::readahead::history`]).
+    /// The history in which this process's children write their misses
+    /// ([`crate::readahead::history`]).
     pub(crate) childrens_history: Lock<Option<SharedMissHistory>>,
     /// [`NO_FORK`], [`PREPARED`], or a step between them; a futex word.
     pub phase: AtomicU32,
@@ -271,7 +272,7 @@ impl ForkControl {
     }
 }
 
-/// What the forking thread says with the handler's end.
+/// The message with which the forking thread sends the handler's end.
 const END: u8 = b'E';
 /// The time to wait for the forking thread, which was asked to bring the handler's end.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
@@ -279,7 +280,7 @@ const END_TIMEOUT: Duration = Duration::from_secs(2);
 /// Connections of other processes that stay open. They have found names that exist for a moment;
 /// after this many, no further name is made.
 const MAX_FOREIGN_CONNECTIONS: usize = 64;
-/// Their number.
+/// The number of those connections.
 static FOREIGN_CONNECTIONS: AtomicUsize = AtomicUsize::new(0);
 
 /// The next connection that this process has made, if there is one. `denies`: other processes

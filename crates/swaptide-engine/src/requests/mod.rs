@@ -39,7 +39,7 @@ use swaptide_sys::uffd::Uffd;
 use crate::EngineError;
 use crate::sched::deadline::{WAIT_SLICE, Waited};
 
-/// What a thread wants of the handler.
+/// A request of a thread to the handler.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(usize)]
 pub enum HandlerRequest {
@@ -76,7 +76,7 @@ pub enum FaultRequest {
 /// Threads that can wait at request pages at a time; more wait for one.
 const REQUEST_PAGES: usize = 64;
 
-/// What is wanted at a request page, and how far that has come.
+/// The request at a request page, and its progress.
 struct RequestPage {
     state: AtomicU32,
     request: AtomicU32,
@@ -269,7 +269,7 @@ impl HandlerRequests {
         ))
     }
 
-    /// What was wanted at a request page is done, or was refused.
+    /// Ends the request at a request page: it is done, or was refused.
     pub(crate) fn done_at(&self, index: usize, is_done: bool) {
         if !is_done {
             self.pages[index].request.store(REFUSED, Relaxed);
@@ -324,7 +324,7 @@ impl HandlerRequests {
         }
     }
 
-    /// Which request an event of the area means.
+    /// Returns the request that an event of the area means.
     pub fn decode(&self, at: VirtAddr) -> Option<HandlerRequest> {
         match (at.0 - self.range().start.0) / PAGE_SIZE {
             0 => Some(HandlerRequest::Adopt),
@@ -338,7 +338,7 @@ impl HandlerRequests {
         }
     }
 
-    /// Which request an event means, if it is of the area.
+    /// Returns the request that an event means, if it is of the area.
     pub(crate) fn decode_in(&self, at: VirtAddr) -> Option<HandlerRequest> {
         self.range().contains(at).then(|| self.decode(at)).flatten()
     }

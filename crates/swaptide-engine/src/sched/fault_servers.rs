@@ -46,7 +46,7 @@ const MIN_LIMIT_PER_SERVER: u64 = 64 << 20;
 /// As many as a test wants, whatever the CPUs.
 const FORCED_SERVERS: u32 = 3;
 
-/// What can be ready in a wait set: bits of its answer.
+/// The sources of a wait set: bit numbers of its answer.
 const UFFD: u32 = 0;
 const SIGNAL: u32 = 1;
 const REMOTE: u32 = 2;
@@ -193,7 +193,7 @@ impl FaultServers {
         Ok(sets)
     }
 
-    /// What a server waits with.
+    /// Returns the wait set of a server.
     ///
     /// # Errors
     /// When a descriptor is refused.
@@ -204,7 +204,7 @@ impl FaultServers {
         Ok(set)
     }
 
-    /// What [`FaultServers::rest`] is to be given if nothing is to be done after what comes next.
+    /// Returns the value to give to [`FaultServers::rest`] if no work is found after this call.
     pub(crate) fn turn(&self) -> u32 {
         self.turn.load(Acquire)
     }
@@ -216,7 +216,7 @@ impl FaultServers {
         self.resting.fetch_sub(1, SeqCst);
     }
 
-    /// What resting servers wait for has changed.
+    /// Wakes resting servers: their condition has changed.
     pub(crate) fn admit(&self) {
         self.turn.fetch_add(1, SeqCst);
         if self.resting.load(SeqCst) != 0 {
@@ -265,7 +265,7 @@ impl FaultServers {
     }
 }
 
-/// What the handler waits with when there are servers.
+/// The wait sets of the handler when there are servers.
 pub(crate) struct HandlerSets {
     messages: WaitSet,
     /// Remote pages as well.

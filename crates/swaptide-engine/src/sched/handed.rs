@@ -34,7 +34,7 @@ pub struct Fault {
     pub tries: u32,
 }
 
-/// What a change of threads between two faults adds to the score, and the score's end.
+/// The amount that a change of threads between two faults adds to the score, and its maximum.
 const SCORE_OF_CHANGE: u32 = 4;
 const MAX_SCORE: u32 = 64;
 /// From this score on several threads fault; below the other, one.

@@ -1,4 +1,4 @@
-//! Where the handler runs.
+//! The CPU and scheduling class of the handler.
 //!
 //! A fault is an exchange between two threads that never run at the same time. On one CPU it costs
 //! two switches; on two it costs two wake-ups of a sleeping CPU, which is many times as much on a
@@ -202,7 +202,7 @@ impl WorkerAffinity {
     }
 }
 
-/// What the handler and the thread that faults had of the CPUs by some moment.
+/// The CPU times of the handler and of the faulting thread at one moment.
 #[derive(Clone, Copy)]
 struct Times {
     own: CpuTimes,
@@ -223,7 +223,7 @@ impl Times {
     }
 }
 
-/// What others take of the CPU, while the handler and one thread take turns.
+/// Measures the CPU time that other threads take, while the handler and one thread take turns.
 struct CrowdWatch {
     /// CPU times of the handler and of the thread during an exchange, and their values at the last
     /// check.
@@ -464,8 +464,8 @@ impl HandlerCpu {
         self.crowd.crowded = 0;
     }
 
-    /// What `f` does is done in the normal class: the kernel may make threads for it, which would
-    /// starve in this one.
+    /// Runs `f` in the normal class: the kernel may make threads for it, which would starve in this
+    /// one.
     pub(crate) fn normally<T>(&self, f: impl FnOnce() -> T) -> T {
         if !self.idle.inside {
             return f();

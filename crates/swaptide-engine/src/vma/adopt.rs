@@ -78,7 +78,7 @@ pub(crate) struct Adopter {
     /// Buffers of one look: what it found, and what of a range is not managed.
     found: Vec<VirtRange>,
     gaps: Vec<VirtRange>,
-    /// Where the mappings adopted last have the kernel's page of zeros.
+    /// The parts of the mappings adopted last that have the kernel's page of zeros.
     zeros_mapped: Vec<VirtRange>,
     /// Small mappings that the look under way has found.
     candidates: Candidates,

@@ -36,7 +36,7 @@ const ADVICE_MAX_AGE: Duration = Duration::from_secs(1);
 const ADVICE_TIME_DIVISOR: u32 = 8;
 const EVERYWHERE: VirtAddr = VirtAddr(usize::MAX);
 
-/// What is known of memory that the program keeps apart from its children.
+/// The ranges that the program keeps apart from its children.
 #[derive(Default)]
 pub(crate) struct ForkAdvice {
     known: VmaSet,

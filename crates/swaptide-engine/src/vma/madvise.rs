@@ -177,7 +177,7 @@ fn swap_in_all(path: &mut FaultPath, range: VirtRange) -> Result<(), Interrupted
 /// Bringing everything in, unasked by any fault.
 #[derive(Default)]
 pub(crate) struct Preload {
-    /// Where it continues; `None`: it is not wanted.
+    /// The page at which it continues; `None`: it is not wanted.
     at: Option<PageNo>,
 }
 

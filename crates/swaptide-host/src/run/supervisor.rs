@@ -88,7 +88,8 @@ pub(super) struct Prepared {
     pub(super) stall: StallPolicy,
     pub(super) users: Users,
     pub(super) shared: bool,
-    /// What a test wants to fail. As for `follows_forks`, what the segment says does not count.
+    /// The failures that a test injects. As for `follows_forks`, what the segment says does not
+    /// count.
     pub(super) fail: u32,
     /// This run follows forks, for the kernel does not report them. Decided before the program
     /// begins; what the segment says later does not count.

@@ -42,9 +42,9 @@ pub enum Event {
     },
     /// Memory moved from one address to another. An [`Event::Unmap`] of the old place follows.
     Remap {
-        /// Where the memory was.
+        /// The start of the memory before the move.
         from: VirtAddr,
-        /// Where it is now.
+        /// The start of the memory after the move.
         to: VirtAddr,
         /// Bytes that moved: the old length, also when the mapping grew.
         len: usize,
