@@ -35,7 +35,7 @@ const _: () = assert!(COUNT_SHIFT + 8 == GROUP_SHIFT && GROUP_SHIFT + u16::BITS 
 /// Inline counts end below this value; this value says: look into the overflow table.
 pub(crate) const COUNT_OVERFLOW: u32 = 255;
 
-/// What a slot holds.
+/// The content of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SlotContent {
     /// Nothing; the allocator may hand it out.

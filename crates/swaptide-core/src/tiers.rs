@@ -173,7 +173,7 @@ pub struct TierError {
     pub token: String,
     /// Its number in the text, from 1.
     pub number: usize,
-    /// What is wrong with it.
+    /// The fault found.
     pub rule: Rule,
 }
 

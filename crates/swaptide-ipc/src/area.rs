@@ -15,7 +15,7 @@ pub const MAX_AREAS: usize = 16;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct AreaId(pub u8);
 
-/// Where an area is in its life.
+/// The life-cycle state of an area.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum AreaState {
@@ -31,7 +31,7 @@ pub enum AreaState {
     Mirror = 4,
 }
 
-/// What the descriptor of an area is.
+/// The kind of an area's descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Transport {
@@ -41,7 +41,7 @@ pub enum Transport {
     Nbd = 1,
 }
 
-/// What the segment says of an area.
+/// The record of an area in the segment.
 #[repr(C)]
 pub struct Area {
     pub(crate) state: AtomicU32,
@@ -51,11 +51,11 @@ pub struct Area {
     pub(crate) span: AreaSpan,
     /// Extents that are leased now.
     pub(crate) used: AtomicU32,
-    /// Where the next search for a free one starts, counted in the area.
+    /// The index in the area at which the next search for a free extent starts.
     pub(crate) hint: AtomicU32,
     /// Transfers that failed, as processes count them.
     pub(crate) errors: AtomicU32,
-    /// Where its first extent begins on the device, in bytes.
+    /// The offset in bytes of its first extent on the device.
     pub(crate) base_bytes: AtomicU64,
     /// Of a network export, as `export`: see [`ExportFacts`].
     pub(crate) export_bytes: AtomicU64,
@@ -92,7 +92,7 @@ pub(crate) struct ExportWords {
 #[cfg(test)]
 pub(crate) const MIRROR_AT: usize = std::mem::offset_of!(Area, mirror);
 
-/// What was negotiated with the server of a network export.
+/// The facts negotiated with the server of a network export.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExportFacts {
     /// Bytes of the export.
@@ -107,7 +107,7 @@ pub struct ExportFacts {
     pub connections: u32,
 }
 
-/// Where on a device something lies.
+/// A place on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Spot {
     /// Its area.
@@ -118,7 +118,7 @@ pub struct Spot {
     pub offset: u64,
 }
 
-/// Where an extent lies.
+/// The location of an extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExtentPlace {
     /// Its area.
@@ -127,7 +127,7 @@ pub struct ExtentPlace {
     pub generation: u32,
     /// Its first byte on the device.
     pub offset: u64,
-    /// Where a copy of it lies.
+    /// The place of its copy.
     pub mirror: Option<Spot>,
 }
 
@@ -148,19 +148,19 @@ impl AreaMask {
 /// An area as it is added.
 #[derive(Clone, Copy, Debug)]
 pub struct NewArea {
-    /// How it is read and written.
+    /// Its transport.
     pub transport: Transport,
     /// The higher one is used first.
     pub priority: i32,
-    /// How many extents it has.
+    /// The number of its extents.
     pub extents: u32,
-    /// Where the first one begins on the device, in bytes.
+    /// The offset in bytes of the first one on the device.
     pub base_bytes: u64,
     /// What is known of it if it is a network export.
     pub export: ExportFacts,
     /// Where copies of what lies there are kept.
     pub mirror: Option<AreaId>,
-    /// What lies there is not encrypted.
+    /// Its data is not encrypted.
     pub plain: bool,
     /// It lies on a rotational device: a read begins with a seek.
     pub rotational: bool,
@@ -185,7 +185,7 @@ impl NewArea {
 }
 
 impl Area {
-    /// Where it is in its life.
+    /// Returns its life-cycle state.
     pub fn state(&self) -> AreaState {
         match self.state.load(SeqCst) {
             1 => AreaState::Open,
@@ -215,7 +215,8 @@ impl Area {
         self.generation.load(Acquire)
     }
 
-    /// How many extents it has; not more than there are numbers, whatever a damaged table says.
+    /// Returns the number of its extents; at most the number that the table can hold, even if it is
+    /// damaged.
     pub fn extents(&self) -> u32 {
         self.span.count.load(Relaxed).min(MAX_EXTENTS as u32)
     }
@@ -226,7 +227,8 @@ impl Area {
         self.used.load(SeqCst).min(MAX_EXTENTS as u32 + 1)
     }
 
-    /// How many can be leased by no process, for a server may still carry out something there.
+    /// Returns the number that no process can lease, for a server may still carry out something
+    /// there.
     pub fn in_doubt(&self) -> u32 {
         self.in_doubt.load(Relaxed).min(MAX_EXTENTS as u32)
     }
@@ -236,7 +238,7 @@ impl Area {
         self.in_doubt.store(extents, Relaxed);
     }
 
-    /// How many can be leased.
+    /// Returns the number that can be leased.
     pub fn free(&self) -> u32 {
         self.extents().saturating_sub(self.used()).saturating_sub(self.in_doubt())
     }
@@ -266,7 +268,7 @@ impl Area {
         self.rotational.load(Relaxed) != 0
     }
 
-    /// What was negotiated, of a network export.
+    /// Returns the negotiated facts of a network export.
     pub fn export(&self) -> ExportFacts {
         let flags = self.export.flags.load(Relaxed);
         ExportFacts {

@@ -114,7 +114,7 @@ impl Segment {
         self.areas().map(|(_, area)| area.used()).sum()
     }
 
-    /// Where an extent lies; `None` when it is no area's.
+    /// Returns the place of an extent; `None` if it is no area's.
     pub fn place_of(&self, extent: ExtentId) -> Option<ExtentPlace> {
         let (id, area) = self.area_of(extent)?;
         // Between the search and here a damaged table may say something else again.
@@ -460,13 +460,12 @@ impl Segment {
         before.wrapping_add(missing as u16) & HOLDERS == 0
     }
 
-    /// How many processes are counted as holders of an extent.
+    /// Returns the number of processes counted as holders of an extent.
     pub(crate) fn counted_holders(&self, extent: ExtentId) -> u16 {
         self.extent_refs[extent.0 as usize].load(SeqCst) & HOLDERS
     }
 
-    /// How many more extents of each area are held, by the numbers of holders, than are counted as
-    /// used.
+    /// Returns by how many extents of each area the number held exceeds the number counted as used.
     pub(crate) fn missing_used(&self, held: &[u16]) -> Vec<(AreaId, i32)> {
         let missing = |area: &Area| {
             let held = held

@@ -183,7 +183,7 @@ pub const FIRST_ORDER: u8 = 4;
 /// Largest order that is counted by itself: 2 MiB.
 pub const LAST_ORDER: u8 = 9;
 
-/// What is counted for each order from [`FIRST_ORDER`] to [`LAST_ORDER`].
+/// The counters of each order from [`FIRST_ORDER`] to [`LAST_ORDER`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OfOrder {
     /// Folios of this order that came in whole.

@@ -19,7 +19,7 @@ impl GroupIndex {
     pub const ROOT: GroupIndex = GroupIndex(0);
 }
 
-/// What the segment says of a group.
+/// The record of a group in the segment.
 #[repr(C, align(64))]
 pub struct GroupSlot {
     /// One more than its parent's number (0: it has none).

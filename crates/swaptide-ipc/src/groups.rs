@@ -211,8 +211,8 @@ impl Segment {
         did
     }
 
-    /// What a supervisor that was killed kept for a while is kept no more; [`Segment::audit`] finds
-    /// it. Supervisor only.
+    /// Clears the count of trims that a killed supervisor had begun; [`Segment::audit`] corrects
+    /// their charges. Supervisor only.
     pub fn forget_trims(&self) {
         self.groups.trims.fetch_and(!u64::from(u32::MAX), SeqCst);
     }

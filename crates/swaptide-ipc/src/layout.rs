@@ -41,7 +41,7 @@ pub const THROTTLE_PAGES: u64 = 64;
 
 const COUNTERS: usize = Counter::ALL.len();
 
-/// Where a managed process is in its life.
+/// The life-cycle state of a managed process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum ProcState {
@@ -59,7 +59,7 @@ pub enum ProcState {
     Detached = 4,
 }
 
-/// What stands once in a segment.
+/// The header of a segment.
 #[repr(C)]
 pub struct Header {
     /// [`MAGIC`], written last by the supervisor.
@@ -92,7 +92,7 @@ pub struct Header {
     pub(crate) areas: AreaTable,
 }
 
-/// What was said of compressed memory. Written by the supervisor.
+/// Settings of compressed memory. Written by the supervisor.
 #[repr(C)]
 pub struct PoolConfig {
     /// Upper bound of one process's compressed memory in bytes, over all processes (0: only the
@@ -106,11 +106,11 @@ pub struct PoolConfig {
     /// `accept_threshold_percent`: compressed memory that has reached a bound takes nothing until
     /// it has fallen below this percentage of it (0: it always takes, and writes back for it).
     pub accept_percent: AtomicU32,
-    /// How it is compressed: the number of a choice of codecs (0: the usual one).
+    /// The number of a choice of codecs (0: the default).
     pub codec: AtomicU32,
 }
 
-/// What was said of swap-in. Written by the supervisor.
+/// Settings of swap-in. Written by the supervisor.
 #[repr(C)]
 pub struct SwapInConfig {
     /// Windows from the swap file, and from compressed memory in front of it, are at most two to
@@ -145,9 +145,9 @@ pub struct InjectionConfig {
 pub(crate) struct AreaTable {
     /// Counts changes of the areas.
     pub(crate) epoch: AtomicU32,
-    /// How many areas are open.
+    /// The number of open areas.
     pub(crate) count: AtomicU32,
-    /// Which of several areas of one priority has its turn.
+    /// The next of several areas of one priority.
     pub(crate) turn: AtomicU32,
     /// The open areas in the order of their priorities, four bits each.
     pub(crate) order: AtomicU64,
@@ -172,22 +172,22 @@ pub struct ProcSlot {
     pub group: AtomicU32,
     /// Changes of what it holds (see [`crate::groups`]).
     pub(crate) changes: AtomicU64,
-    /// What the process is to do.
+    /// The supervisor's orders to the process.
     pub control: ProcControl,
-    /// What it uses.
+    /// Its memory use.
     pub usage: ProcUsage,
     /// Counters by [`Counter`].
     pub counters: [AtomicU64; COUNTERS],
     /// Fault times.
     pub faults: FaultHistogram,
-    /// What would have kept the pages that came back.
+    /// The memory that would have kept the pages that came back.
     pub refaults: RefaultHistogram,
     /// Extents that the process holds, a bit each.
     pub held: [AtomicU64; MAX_EXTENTS / 64],
 }
 
-/// What a process is to do. Written by the supervisor, but for [`ProcControl::preload`], which both
-/// write.
+/// The supervisor's orders to a process. Written by the supervisor, but for
+/// [`ProcControl::preload`], which both write.
 #[repr(C)]
 pub struct ProcControl {
     /// Bytes of anonymous memory that the process may keep resident, everything included.
@@ -221,7 +221,7 @@ pub struct ProcControl {
     pub cow_hint: AtomicU32,
 }
 
-/// What a process uses. Written by the process.
+/// The memory use of a process. Written by the process.
 #[repr(C)]
 pub struct ProcUsage {
     /// Bytes of the program's memory that is managed and resident.
@@ -253,7 +253,7 @@ fn clear_words<'a>(words: impl IntoIterator<Item = &'a AtomicU32>) {
 }
 
 impl ProcControl {
-    /// What a forked child has of its parent: the group, and what comes of it.
+    /// Copies a parent's values to a forked child: the group, and what follows from it.
     fn inherit(&self, parent: &ProcControl) {
         for (own, parents) in [
             (&self.group_wanted, &parent.group_wanted),
@@ -306,7 +306,7 @@ impl ProcSlot {
         word.load(Relaxed).min(MAX_BYTES)
     }
 
-    /// What a counter says, within `MAX_COUNT`.
+    /// Returns a counter, capped at `MAX_COUNT`.
     pub fn counted(&self, counter: Counter) -> u64 {
         self.counters[counter as usize].load(Relaxed).min(MAX_COUNT)
     }
@@ -341,7 +341,7 @@ impl ProcSlot {
         over.saturating_add(self.stalls_for(now).as_micros() as u64)
     }
 
-    /// How long a wait for memory continues at `now`; zero where no thread waits.
+    /// Returns the length at `now` of the present wait for memory; zero if no thread waits.
     pub fn stalls_for(&self, now: Nanos) -> Duration {
         match self.usage.stalled_since.load(Relaxed) {
             0 => Duration::ZERO,
@@ -349,7 +349,8 @@ impl ProcSlot {
         }
     }
 
-    /// What of a wait that continues was before `now` does not count: the process was stopped.
+    /// Restarts the present wait at `now`: the time before does not count, for the process was
+    /// stopped.
     pub fn restart_stall(&self, now: Nanos) {
         let since = self.usage.stalled_since.load(Relaxed);
         if since != 0 {
@@ -388,7 +389,7 @@ impl ProcSlot {
 /// The whole segment, as it lies in the memfd. All zeros is an empty one.
 #[repr(C)]
 pub struct Segment {
-    /// What concerns all processes.
+    /// The part for all processes.
     pub header: Header,
     /// Holders of each extent, and whether it is in doubt (see [`crate::areas`]).
     pub extent_refs: [AtomicU16; MAX_EXTENTS],

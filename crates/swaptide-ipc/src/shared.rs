@@ -29,11 +29,11 @@ use crate::wire::AgentRequest;
 
 /// The name of a region's memory file.
 pub const REGION_NAME: &CStr = c"swaptide-region";
-/// How its mappings' names begin in `/proc/PID/maps`.
+/// The prefix of its mappings' names in `/proc/PID/maps`.
 pub const REGION_PATH: &[u8] = b"/memfd:swaptide-region";
 /// Regions smaller than this are not worth it.
 pub const MIN_REGION_BYTES: u64 = 1 << 20;
-/// What userfaultfds of shared regions are asked to do.
+/// The features of userfaultfds of shared regions.
 pub const SHARED_FEATURES: Features = Features::EVENT_FORK
     .union(Features::EVENT_REMAP)
     .union(Features::EVENT_REMOVE)
@@ -156,7 +156,7 @@ pub fn advise(socket: &[u8], addr: usize, len: usize, advice: i32) -> Option<Adv
         .find(|answer| length == 2 && reply[1] == *answer as u8)
 }
 
-/// What a process holds of its pager.
+/// A process's connection to its pager.
 pub struct PagerGuard {
     /// Hung up when the pager ends.
     pub conn: Conn,

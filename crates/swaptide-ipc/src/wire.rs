@@ -18,7 +18,7 @@ pub const ENV_AGENT_LOG: &str = "SWAPTIDE_AGENT_LOG";
 pub enum AgentRequest {
     /// The segment's memory file, as a descriptor.
     Segment = b'S',
-    /// What a swap area is read and written through (see [`crate::Transport`]): its number follows.
+    /// The transport of a swap area (see [`crate::Transport`]): its number follows.
     Area = b'A',
     /// `/dev/userfaultfd`, for a process that may no longer open it.
     Device = b'U',

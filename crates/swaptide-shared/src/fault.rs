@@ -46,7 +46,7 @@ struct FaultThread {
     loader: PageLoader,
 }
 
-/// What the reader does. `servers`: how many threads [`serve`].
+/// Runs the reader. `servers` is the number of threads that [`serve`].
 pub(crate) fn run(inner: Arc<Inner>, servers: usize) {
     // A fault is a thread that waits.
     swaptide_sys::affinity::go_first();
@@ -125,7 +125,7 @@ pub(crate) fn run(inner: Arc<Inner>, servers: usize) {
     }
 }
 
-/// What a server does: loads, whenever there are any.
+/// Runs a server, which does loads.
 pub(crate) fn serve(inner: Arc<Inner>) {
     swaptide_sys::affinity::go_first();
     let mut thread = FaultThread { inner: inner.clone(), loader: PageLoader::new() };

@@ -36,7 +36,7 @@ use thiserror::Error;
 use crate::pager::{PagerSettings, PagerStats, SharedMemoryPager};
 use crate::store::FileOpener;
 
-/// What is said of a range.
+/// Advice for a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Say {
     /// Nothing in particular any more.
@@ -130,7 +130,7 @@ impl Host {
         Ok(Host { pager: Some(pager), name, stop, thread: Some(thread) })
     }
 
-    /// Where its socket is, for [`SharedRegion`] in other processes of the same user.
+    /// Returns the name of its socket, for [`SharedRegion`] in other processes of the same user.
     pub fn name(&self) -> Name {
         self.name
     }
@@ -177,7 +177,7 @@ fn answer(pager: &SharedMemoryPager, segment: &OwnedFd, conn: Conn, pid: u32) {
     }
 }
 
-/// What another process sees of a [`Host`].
+/// A [`Host`] as another process sees it.
 pub struct HostView {
     segment: &'static Segment,
 }
@@ -295,7 +295,7 @@ impl SharedRegion {
         Ok(SharedRegion { map, memory, name, reach })
     }
 
-    /// What may be done with it.
+    /// Returns the operations that are possible on it.
     pub fn reach(&self) -> Reach {
         self.reach
     }

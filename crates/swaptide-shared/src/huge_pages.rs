@@ -7,7 +7,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Where the kernel has its settings.
+/// The directory of the kernel's settings.
 const SETTINGS: &str = "/sys/kernel/mm/transparent_hugepage";
 /// The time for which a value once read is used before it is read again.
 const SETTINGS_TIMEOUT: Duration = Duration::from_millis(100);

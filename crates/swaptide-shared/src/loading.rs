@@ -130,7 +130,7 @@ impl Load {
 /// A load, and what it is for.
 pub(crate) struct LoadJob {
     pub load: Load,
-    /// Where the pages are to be mapped; none for what a program wants in by advice.
+    /// The place at which the pages are to be mapped; none for pages brought in by advice.
     pub site: Option<FaultSite>,
     /// The fault that it is for, and its page; none for what comes along.
     pub fault: Option<(usize, PendingFault)>,

@@ -31,15 +31,15 @@ const SHORTAGE_PAUSE: Duration = Duration::from_millis(5);
 /// Most threads that load next to the one that reads: each takes memory, of the limit.
 const MAX_SERVERS: usize = 7;
 
-/// What a pager needs.
+/// The parameters of a pager.
 pub struct PagerSettings {
     /// The segment of the run; the pager's limit and counters are in a slot of it.
     pub segment: &'static Segment,
-    /// How a swap area's descriptor is had.
+    /// Opens a swap area.
     pub open: FileOpener,
     /// Tells of what went wrong.
     pub log: fn(&str),
-    /// What a test wants to fail: a number of `fault_injection` of the engine, or 0. Not the
+    /// The failure that a test injects: a number of `fault_injection` of the engine, or 0. Not the
     /// segment's word, which any process of the run can write.
     pub fail: u32,
     /// Closes a connection that a client made. What a client has left in it must keep no thread.

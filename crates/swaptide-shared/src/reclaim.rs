@@ -94,7 +94,7 @@ struct Stored {
     put: PutOutcome,
 }
 
-/// What became of an attempt.
+/// The result of an attempt.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Outcome {
     /// This many pages went out.
@@ -107,7 +107,7 @@ enum Outcome {
     Full,
 }
 
-/// What the thread does.
+/// Runs the reclaim thread.
 pub(crate) fn run(inner: Arc<Inner>) {
     let mut thread = ReclaimThread {
         compressor: compressor(inner.segment),
@@ -638,7 +638,7 @@ impl ReclaimThread {
     }
 }
 
-/// What stays free, so that faults find room.
+/// Returns the bytes that stay free, so that faults find room.
 pub(crate) fn margin(limit: u64) -> u64 {
     (limit / 64).clamp(256 << 10, 16 << 20).min(limit / 2)
 }

@@ -26,7 +26,8 @@ use swaptide_sys::maps::DeviceNumber;
 /// A region, by its memory file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RegionId {
-    /// Where memory files are: another file system may have a file with the same inode and name.
+    /// The device of memory files: another file system may have a file with the same inode and
+    /// name.
     pub device: DeviceNumber,
     /// Inode of the memory file.
     pub inode: u64,
@@ -40,7 +41,7 @@ impl RegionId {
     }
 }
 
-/// Where a page is.
+/// The location of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum RegionPage {
@@ -56,7 +57,7 @@ pub enum RegionPage {
     Pool,
     /// Out, on a swap area.
     Area,
-    /// What was stored could not be brought back.
+    /// The stored page could not be brought back.
     Lost,
 }
 
@@ -72,7 +73,7 @@ impl RegionPage {
     }
 }
 
-/// What is known of 64 KiB.
+/// The state of a chunk of 64 KiB.
 #[derive(Clone, Copy, Default)]
 pub struct RegionChunk {
     /// See invariant 3.
@@ -210,7 +211,7 @@ impl Region {
         Slot(self.base + page as u32)
     }
 
-    /// What is known of a chunk.
+    /// Returns the state of a chunk.
     pub fn chunk(&mut self, chunk: usize) -> &mut RegionChunk {
         &mut self.chunks[chunk]
     }
@@ -265,7 +266,7 @@ impl Region {
         self.readings = rest;
     }
 
-    /// What it said of a page.
+    /// Returns the advice given for a page.
     pub(crate) fn reading(&self, page: usize) -> Reading {
         self.readings
             .iter()

@@ -20,7 +20,7 @@ pub(crate) fn bound(is_test: bool) -> Duration {
     if is_test { SHORTAGE_TIMEOUT_IN_TESTS } else { SHORTAGE_TIMEOUT }
 }
 
-/// What is short at the moment.
+/// The present shortages.
 #[derive(Default)]
 pub(crate) struct Shortages {
     /// Of reads from the swap areas.

@@ -53,7 +53,7 @@ impl Piece {
     }
 }
 
-/// Where pages of a fault are to be mapped at once.
+/// The place at which pages of a fault are to be mapped at once.
 #[derive(Clone, Copy)]
 pub(crate) struct FaultSite {
     pub space: SpaceId,
@@ -67,13 +67,13 @@ pub(crate) struct FaultSite {
 pub struct GrowthHold {
     /// The range as it was given.
     pub range: VirtRange,
-    /// What it may come to map; `None` where that is not known: anything of the space's regions.
+    /// The pages that it may map later; `None` if unknown: any of the space's regions.
     pub pages: Option<(RegionId, Range<usize>)>,
     /// When the request came that began it.
     pub since: Instant,
 }
 
-/// How an address space stands.
+/// The state of an address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpaceState {
     /// No change of its mappings is under way or unread.
@@ -102,7 +102,7 @@ pub struct Space {
     pub broken: bool,
     /// Mappings that threads of it are growing.
     pub holds: Vec<GrowthHold>,
-    /// What was out of its regions has been brought back, because there is no guard.
+    /// The swapped pages of its regions have been brought back, because there is no guard.
     pub restored: bool,
 }
 

@@ -83,7 +83,7 @@ pub(crate) struct Inner {
     pub own_bytes: AtomicU64,
 }
 
-/// What programs have asked for by advice.
+/// The requests that programs have made by advice.
 #[derive(Default)]
 pub(crate) struct AdvisedPages {
     /// Chunks to take out.
@@ -123,7 +123,7 @@ pub(crate) struct PagerState {
     pub faults: WaitingFaults,
     /// Until then no fault waits for room: there was nothing to make it of.
     pub stuck_until: Option<Instant>,
-    /// What this process is short of at the moment.
+    /// The resources that this process is short of at the moment.
     pub shortages: Shortages,
     next_space: u64,
     slots: SlotSpace,
@@ -407,7 +407,7 @@ impl Inner {
         self.work.notify_all();
     }
 
-    /// What a program says of a range.
+    /// Handles the advice of a program for a range.
     pub fn advise(&self, pid: u32, addr: usize, len: usize, advice: i32) -> AdviceOutcome {
         let Some(end) = addr.checked_add(len).filter(|end| *end <= usize::MAX - PAGE_SIZE) else {
             return AdviceOutcome::Elsewhere;

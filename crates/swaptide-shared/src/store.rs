@@ -28,10 +28,10 @@ use crate::region::RegionPage;
 /// Slots of compressed memory and of the file: 256 GiB of regions.
 pub const SLOTS: u32 = 1 << 26;
 
-/// How an area's descriptor is had. Fails with what this process lacks for that, or `NODEV`.
+/// Opens an area. Fails with the error of a resource that this process lacks, or `NODEV`.
 pub type FileOpener = Arc<dyn Fn(AreaId) -> Result<OwnedFd, Errno> + Send + Sync>;
 
-/// What the swap areas are to the pager: extents leased in the segment, and descriptors.
+/// The swap areas as the pager sees them: extents leased in the segment, and descriptors.
 ///
 /// An engine has its own (`SegmentExtents`), for a process does more with areas: it leases of
 /// servers, with connections, mirrors and extents in doubt; it avoids an area that failed; its
@@ -45,7 +45,7 @@ struct SharedExtents {
     open: FileOpener,
     /// Held over any change of what is held: it must not change while it moves to another group.
     change: Arc<Mutex<()>>,
-    /// What a test wants to fail, and reads so far, where it counts them.
+    /// The failure that a test injects, and the number of reads so far if it counts them.
     fail: u32,
     reads: Arc<AtomicU32>,
 }

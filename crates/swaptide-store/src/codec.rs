@@ -29,7 +29,7 @@ mod library;
 use self::library::{Lz4, ZstdCompressor, ZstdDecompressor};
 use crate::{PAGE_SIZE, Page};
 
-/// How a page's bytes are compressed.
+/// The codec of a page's bytes.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub enum Codec {
     /// An lz4 block.
@@ -40,7 +40,7 @@ pub enum Codec {
     Snappy,
 }
 
-/// What snappy's blocks stand behind: no frame of zstd begins so.
+/// The prefix of snappy's blocks: no frame of zstd begins so.
 const SNAPPY_MARK: [u8; 2] = [0, 0xff];
 
 impl Codec {
@@ -55,7 +55,7 @@ impl Codec {
     }
 }
 
-/// Which codec pages get, and when.
+/// The choice of a codec for pages.
 #[derive(Copy, Clone, Debug, PartialEq, Eq, Default)]
 pub enum Choice {
     /// lz4 at first; what stays long is compressed again with zstd.
@@ -119,10 +119,10 @@ impl Default for Level {
     }
 }
 
-/// How pages are compressed.
+/// The compression of pages.
 #[derive(Copy, Clone, Debug, PartialEq, Eq, Default)]
 pub struct Scheme {
-    /// Which codecs, and when.
+    /// The codecs, and the rule that chooses one.
     pub choice: Choice,
     /// By which level of zstd, where pages get it.
     pub level: Level,
@@ -166,7 +166,7 @@ pub const MAX_COMPRESSED_BYTES: usize = PAGE_SIZE * 7 / 8;
 /// Packed bytes are more than this, so that what is shorter can mean something else.
 pub const MIN_PACKED_BYTES: usize = size_of::<u64>();
 
-/// What kind of data a page holds.
+/// The kind of data that a page holds.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 enum Content {
     /// Only zero bytes.
@@ -190,7 +190,7 @@ pub enum Packed<'a> {
     Raw(&'a Page),
 }
 
-/// What a [`Packed`] page is, without its bytes.
+/// The kind of a [`Packed`] page, without its bytes.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub enum PackedKind {
     /// A page of zeros.

@@ -91,12 +91,12 @@ const WRITE_BLOCKS: usize = 64;
 /// Blocks that a packed page may lie in.
 const PAGE_BLOCKS: usize = 2;
 
-/// What a slot held at a moment. Two stamps of a slot that are equal mean that it held the same
-/// page all the time.
+/// The content of a slot at one moment. Two stamps of a slot that are equal mean that it held the
+/// same page all the time.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub struct Stamp(SlotPlace);
 
-/// How full a device is and what it costs.
+/// Usage and costs of a device.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileStats {
     /// Slots that hold a page.
@@ -182,7 +182,7 @@ impl FileDevice {
     /// Writes a batch of packed pages; what their slots held before is freed. On failure nothing is
     /// recorded.
     ///
-    /// What fails is tried again in another place, on another device if there is one: a thread that
+    /// A failed write is retried in another place, on another device if there is one: a thread that
     /// waits for room must not wait for a device to be given up. Not so where a device is full or
     /// does not answer and there is no other.
     ///
@@ -197,7 +197,7 @@ impl FileDevice {
     /// Brings a batch of pages back. The slots keep them. No page is handed out that is not exactly
     /// what was written.
     ///
-    /// What was read is remembered by its digest, for [`Self::unchanged`].
+    /// The digest of what was read is kept, for [`Self::unchanged`].
     pub fn read(&self, reqs: &mut [(Slot, &mut Page)]) -> Result<(), ReadError> {
         self.reader.read(&self.store, reqs)
     }
@@ -260,7 +260,8 @@ impl FileDevice {
         place.is_some_and(|place| self.store.source.is_rotational(place.span.extent()))
     }
 
-    /// What a slot holds now, to be compared with what it holds later; `None` if that is nothing.
+    /// Returns a stamp of the slot's present content, to compare with a later one; `None` if it is
+    /// empty.
     #[must_use]
     pub fn stamp(&self, slot: Slot) -> Option<Stamp> {
         self.store.state.lock().places.get(slot).map(Stamp)

@@ -66,7 +66,7 @@ const MAX_TRANSFER_BYTES: u32 = 128 << 10;
 const WRITE_BACKOFF: Duration = Duration::from_secs(1);
 
 bitflags::bitflags! {
-    /// What an export can do: the transmission flags of the protocol.
+    /// The features of an export: the transmission flags of the protocol.
     #[derive(Copy, Clone, PartialEq, Eq, Debug, Default)]
     pub struct Flags: u16 {
         /// Set in all flags that a server sends.
@@ -86,12 +86,12 @@ bitflags::bitflags! {
     }
 }
 
-/// What was negotiated about an export.
+/// The facts negotiated about an export.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub struct Export {
     /// Bytes of the export.
     pub size: u64,
-    /// What it can do.
+    /// Its features.
     pub flags: Flags,
     /// Replies may be structured.
     pub structured: bool,
@@ -115,7 +115,7 @@ impl Export {
     }
 }
 
-/// How long things may take.
+/// Timeouts.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub struct Options {
     /// A request that has waited so long for its reply is late, and its connection broken.
@@ -125,7 +125,7 @@ pub struct Options {
     /// The same for writing, trimming and flushing. Shorter, where what is not written can go
     /// elsewhere.
     pub write_timeout: Duration,
-    /// How long a server may take to hang up before a late write is replayed.
+    /// The time that a server may take to hang up before a late write is replayed.
     pub drain: Duration,
     /// Every write reaches the server's disk before it counts as done, if the export can do that:
     /// what was written then outlives the server's machine.
@@ -151,7 +151,7 @@ pub trait Dialer: Send + Sync {
     fn dial(&self) -> Result<OwnedFd, Errno>;
 }
 
-/// Whether a change can still happen after its call.
+/// The outcome of a change: it may still happen after its call, or cannot.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub enum Certainty {
     /// Everything that was sent was answered.
@@ -161,7 +161,7 @@ pub enum Certainty {
     InDoubt,
 }
 
-/// What has happened on the way to an export.
+/// Event counts of the connections to an export.
 #[derive(Copy, Clone, PartialEq, Eq, Debug, Default)]
 pub struct NbdStats {
     /// Connections dialed.
@@ -241,7 +241,7 @@ impl Nbd {
         }
     }
 
-    /// What was negotiated.
+    /// Returns the negotiated facts.
     #[must_use]
     pub fn export(&self) -> &Export {
         &self.export
@@ -420,7 +420,7 @@ impl Nbd {
         }
     }
 
-    /// How many of `len` bytes at `offset` the export has.
+    /// Returns the number of bytes, of `len` at `offset`, that the export has.
     fn inside(&self, offset: u64, len: usize) -> usize {
         usize::try_from(self.export.size.saturating_sub(offset)).unwrap_or(usize::MAX).min(len)
     }

@@ -51,7 +51,7 @@ pub enum Error {
     Reserve {
         /// Slots that were asked for.
         slots: u32,
-        /// What the kernel answered.
+        /// The error of the kernel.
         errno: swaptide_sys::Errno,
     },
 }
@@ -62,17 +62,17 @@ pub enum Error {
 #[error("compressed memory is full; write pages back, or use a swap area")]
 pub struct PoolFull;
 
-/// What is stored for a slot is not a page of that slot.
+/// The stored data is not a page of that slot.
 #[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("slot {slot} of compressed memory: {what}")]
 pub struct Damaged {
     /// The slot asked for.
     pub slot: Slot,
-    /// What is wrong with it.
+    /// The fault found.
     pub what: &'static str,
 }
 
-/// How full a device is and what it costs.
+/// Usage and costs of a device.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
 pub struct ZramStats {
     /// Slots that hold a page.
@@ -99,7 +99,7 @@ pub struct Zram {
     scarce_below: usize,
 }
 
-/// What is asked for often, kept where no lock is needed to read it.
+/// Values that are read often, without a lock.
 #[derive(Default)]
 struct Figures {
     populated: AtomicU64,
@@ -566,7 +566,8 @@ impl Zram {
         self.figures.pool_bytes.load(Ordering::Relaxed)
     }
 
-    /// How many more pages, of any size, certainly find room in the address space. Takes no lock.
+    /// Returns the number of further pages, of any size, that certainly find room in the address
+    /// space. Takes no lock.
     #[must_use]
     pub fn room_pages(&self) -> usize {
         self.figures.room_pages.load(Ordering::Relaxed)
@@ -751,7 +752,7 @@ impl ZramState {
     }
 }
 
-/// What is wrong with bytes whose checksum is another one.
+/// The text for bytes whose checksum differs.
 const CHANGED: &str =
     "the page is not what was stored: memory is failing, or was written to by mistake";
 

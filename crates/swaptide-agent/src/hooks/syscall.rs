@@ -6,8 +6,8 @@
 //!
 //! A process made with `CLONE_VM` and without `CLONE_VFORK` shares this one's memory and may live
 //! longer. The engine ends with its process, and what is swapped then would read as zeros in the
-//! other: so everything is brought back first, and stays unmanaged. Where forks are followed (see
-//! [`crate::fork::trampoline`]), so it is before a fork of this kind, which is not followed.
+//! other: so everything is brought back first, and stays unmanaged. If forks are followed
+//! (`fork/trampoline.rs`), the same is done before a fork of this kind, which is not followed.
 //!
 //! A filter of system calls for all threads binds the engine's, and may end them. With the last of
 //! them the userfaultfd would be closed, and what is swapped read as zeros: so before one is set

@@ -330,7 +330,7 @@ pub struct Devices {
     pub pool: Zram,
     /// The tier below compressed memory, if there is one at the moment ([`Devices::is_backed`]).
     pub areas: AreaTier,
-    /// How pages are compressed.
+    /// The compression of pages.
     pub scheme: Scheme,
     /// Pages that compressed memory had populated when that was counted last.
     pub(crate) populated_counted: AtomicU64,

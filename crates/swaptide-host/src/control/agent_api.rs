@@ -36,7 +36,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 /// longest.
 const MAX_WAITING_CLIENTS: usize = 24;
 
-/// How long no client is accepted where there is no descriptor left.
+/// The time without accepting clients after descriptors have run out.
 const CROWDED_BACKOFF: Duration = Duration::from_millis(5);
 
 /// Connections to servers that are being made at a time for one process (as many as its engine
@@ -121,7 +121,7 @@ impl AgentServer {
         })
     }
 
-    /// What is to be said since this was asked last.
+    /// Returns the messages since the last call.
     pub(crate) fn take_notes(&self) -> Vec<String> {
         self.holds.take_notes()
     }
@@ -131,12 +131,12 @@ impl AgentServer {
         &self.name
     }
 
-    /// What becomes readable when a client waits to be served.
+    /// Returns the descriptors that become readable when a client waits to be served.
     pub(crate) fn awaited(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.waiting.iter().map(|waiting| waiting.client.as_fd())
     }
 
-    /// How long until a client has waited too long.
+    /// Returns the time until a client has waited too long.
     pub fn timeout(&self) -> Option<Duration> {
         self.waiting
             .iter()

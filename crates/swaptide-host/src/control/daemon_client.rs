@@ -18,12 +18,12 @@ use crate::memctl::controller;
 use crate::report::totals::Totals;
 use crate::swap::areas::AreaOpener;
 
-/// What lies between two attempts to reach a daemon that is being started again.
+/// The delay between two attempts to reach a daemon that is being restarted.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 /// Longest line that comes from the daemon.
 const MAX_ANSWER_BYTES: usize = 1 << 20;
 
-/// How long a daemon may take for an answer that it has.
+/// The timeout for an answer that the daemon has ready.
 const ANSWER_TIMEOUT: Duration = REQUEST_TIMEOUT.saturating_mul(2);
 
 /// How long it may take for the answer to a question: as long as it waits for its memory
@@ -63,7 +63,7 @@ fn ask(question: &Question) -> io::Result<(Answer, Option<OwnedFd>)> {
     Ok((serde_json::from_slice(&line)?, descriptor))
 }
 
-/// What a run would have of the daemon, if one is there: `None` where none answers.
+/// Asks the daemon for what a run would get: `None` if none answers.
 ///
 /// # Errors
 /// Why it would not keep the run.
@@ -140,7 +140,8 @@ fn joined(
     }
 }
 
-/// What the run did so far whose processes descend from this one; nothing where no daemon answers.
+/// Returns the totals of the run whose processes descend from this one; `None` if no daemon
+/// answers.
 pub fn totals() -> Option<Totals> {
     match ask(&Question::Totals) {
         Ok((Answer::Totals(totals), _)) => Some(*totals),

@@ -58,7 +58,7 @@ const MAX_AWAITED_FORKS: usize = 24;
 /// nothing and are being detached; one that asks for more wants to block the supervisor.
 const MAX_FORKS_PER_PROCESS: usize = 8;
 
-/// How long a child may take to arm its memory. It takes milliseconds.
+/// The time that a child may take to arm its memory. It takes milliseconds.
 pub(crate) const REGISTER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Between two looks at the children that arm theirs; one look adds at most twice this to the time
 /// that counts.
@@ -124,7 +124,7 @@ pub struct TracedForks {
 /// Whether this process may follow another one of its user: tried with a child of its own.
 ///
 /// # Errors
-/// What the kernel answers where it may not.
+/// The error of the kernel if it may not.
 pub(crate) fn is_permitted() -> Result<(), Errno> {
     // SAFETY: the child makes one system call and no other; it does not return here.
     let child = match unsafe { libc::fork() } {
@@ -191,7 +191,7 @@ impl TracedForks {
         Some(())
     }
 
-    /// What is to be waited for besides children's changes.
+    /// Returns the descriptors to wait for besides children's changes.
     pub(crate) fn awaited(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.forks.iter().take(MAX_AWAITED_FORKS).flat_map(|fork| {
             let life = match &fork.stage {
@@ -204,7 +204,7 @@ impl TracedForks {
         })
     }
 
-    /// How long to wait at most: not all can be waited for, or a child has its time.
+    /// Returns the longest time to wait: some changes must be polled, or a child has a timeout.
     pub fn timeout(&self) -> Option<Duration> {
         let arms = |fork: &Fork| matches!(fork.stage, Stage::Arming(_));
         (self.forks.len() > MAX_AWAITED_FORKS)

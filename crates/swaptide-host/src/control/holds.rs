@@ -53,7 +53,7 @@ use crate::control::orphans::{Inode, Orphans};
 /// Holds of one process: of its engine, of one before it whose end is being looked at, of children
 /// that it is giving their memory.
 const MAX_HOLDS_PER_PROCESS: usize = 16;
-/// How often the threads of a process without an engine are looked at.
+/// The interval between checks of the threads of a process without an engine.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Fields are dropped in this order: a peer that sees the connection end must find the userfaultfd
@@ -113,7 +113,7 @@ impl Holds {
         let _ = wake.send_nowait(b"+");
     }
 
-    /// What is to be said of memory whose process has ended, since this was asked last.
+    /// Returns the messages, since the last call, on memory whose process has ended.
     pub(crate) fn take_notes(&self) -> Vec<String> {
         self.list.orphans.take_notes()
     }

@@ -14,7 +14,7 @@ pub mod watch;
 
 use swaptide_sys::uffd::Features;
 
-/// What the engine asks of a userfaultfd where it may.
+/// The features that the engine asks of a userfaultfd if it may.
 pub(crate) const REQUIRED: Features = WITHOUT_FORK.union(Features::EVENT_FORK);
 /// The same without what needs a capability.
 pub(crate) const WITHOUT_FORK: Features = Features::MOVE

@@ -34,7 +34,7 @@ use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::sock::Conn;
 use swaptide_sys::uffd::{Event, Message, Uffd};
 
-/// How often it is asked whether the memory is gone.
+/// The interval between checks that the memory is gone.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// How often one that is worked on is looked for among those that may be waited for again, where no
 /// descriptor could be had that tells it.
@@ -46,10 +46,10 @@ const MAX_MESSAGES_PER_READ: usize = 16;
 const MAX_FAULTS: usize = 1024;
 /// With as many address spaces that keep a thread waiting, the others wait, too.
 const MAX_THREADS: usize = 64;
-/// How many processes are reported to have lost memory. SIGBUS tells of the others.
+/// The most processes reported to have lost memory. SIGBUS tells of the others.
 const MAX_NOTES: usize = 8;
 
-/// What tells a userfaultfd from others, whichever process has a descriptor of it.
+/// The identity of a userfaultfd, whichever process has a descriptor of it.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub(super) struct Inode(u64);
 
@@ -114,7 +114,7 @@ struct Notes {
 }
 
 impl Orphans {
-    /// Their number.
+    /// Returns their number.
     pub(super) fn count(&self) -> usize {
         self.shared.list().len()
     }
@@ -150,7 +150,7 @@ impl Orphans {
         drop(removed);
     }
 
-    /// What is to be said since this was asked last.
+    /// Returns the messages since the last call.
     pub(super) fn take_notes(&self) -> Vec<String> {
         std::mem::take(&mut self.shared.notes().unsaid)
     }

@@ -51,11 +51,11 @@ pub(crate) const MAX_CLIENTS: usize = 16;
 /// Names the directory of the sockets, instead of the usual one.
 const ENV_DIRECTORY: &str = "SWAPTIDE_DIRECTORY";
 
-/// What a run can be asked.
+/// A question to a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum Question {
-    /// What it has, uses and did so far.
+    /// Its resources, their use, and its totals so far.
     Stats,
     /// The run's swap areas.
     Devices,
@@ -83,7 +83,7 @@ pub enum Question {
     Reclaim {
         /// The group's path: `/NAME/NAME`.
         path: String,
-        /// How many bytes are to go out.
+        /// The number of bytes to reclaim.
         bytes: u64,
     },
     /// Have a group go out as far as it can, on to the swap areas, and stay there.
@@ -131,12 +131,12 @@ pub struct Join {
     pub max: Option<u64>,
     /// They are killed when they have more than they may for long, or swap space is out.
     pub strict: bool,
-    /// What is done when one of them makes almost no progress for lack of memory.
+    /// The action when one of them makes almost no progress for lack of memory.
     #[serde(default)]
     pub stall: StallPolicy,
 }
 
-/// What a run has that a daemon keeps.
+/// The state of a run that a daemon keeps.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Joined {
     /// The most that its processes can have.
@@ -155,7 +155,7 @@ pub struct Joined {
     pub follows_forks: bool,
 }
 
-/// What the answers to questions are.
+/// The answers to questions.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Answer {
@@ -246,7 +246,7 @@ pub enum ControlError {
     Daemon(String),
 }
 
-/// Where the daemon of this user listens, or would.
+/// Returns the path of the socket of this user's daemon.
 pub(crate) fn daemon_path() -> PathBuf {
     directory().join("daemon.sock")
 }
@@ -286,7 +286,7 @@ impl Drop for ControlSocket {
     }
 }
 
-/// What the controller does not know of a run.
+/// The facts of a run that the controller lacks.
 #[derive(Clone, Debug)]
 pub struct ServedRun {
     /// The process that the user started.
@@ -371,7 +371,7 @@ fn converse(
     send_answer(&client, &answer)
 }
 
-/// What is asked of runs and of daemons alike.
+/// Handles the questions that runs and daemons share.
 pub(crate) struct RequestHandler<'a> {
     /// The swap areas of the run or daemon.
     pub areas: &'a Areas,

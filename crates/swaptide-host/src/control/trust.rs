@@ -28,7 +28,7 @@ use swaptide_sys::sock::peer_of;
 
 const ROOT: u32 = 0;
 
-/// What a socket is connected to for.
+/// The purpose of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PeerPurpose {
     /// To inspect and control.

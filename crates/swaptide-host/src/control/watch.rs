@@ -21,7 +21,7 @@ pub struct Scene {
     pub daemon: bool,
     /// The budget over everything.
     pub budget_bytes: u64,
-    /// What of it is in use.
+    /// The bytes of it in use.
     pub resident_bytes: u64,
     /// The runs; one, if it is no daemon's.
     pub runs: Vec<View>,
@@ -36,7 +36,7 @@ pub struct Scene {
     pub at: Option<Instant>,
 }
 
-/// What happened in a second.
+/// Rates per second.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Rates {
     /// Pages that came from compressed memory.
@@ -82,7 +82,7 @@ pub fn look(pid: Option<u32>) -> Result<Scene, ControlError> {
 }
 
 impl Scene {
-    /// What happened since an earlier look; runs that were not there then do not count.
+    /// Returns the rates since an earlier sample; runs that were not in it do not count.
     pub fn rates_since(&self, before: &Scene) -> Rates {
         let seconds = match (self.at, before.at) {
             (Some(now), Some(then)) => now.saturating_duration_since(then).as_secs_f64(),

@@ -243,7 +243,7 @@ pub enum DeviceReport {
     Zram {
         /// Its cap; 0: a share of each process's limit.
         size_bytes: u64,
-        /// How it is compressed.
+        /// Its compression.
         codec: &'static str,
         /// The level of zstd, where pages get it.
         #[serde(skip_serializing_if = "Option::is_none")]

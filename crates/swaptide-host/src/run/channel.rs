@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 
 use serde::{Deserialize, Serialize};
 
-/// What the supervisor tells the launcher.
+/// A message from the back to the front.
 #[derive(Serialize, Deserialize)]
 pub(super) enum LauncherMessage {
     Failed(String),

@@ -15,7 +15,7 @@ use crate::run::agent::find_agent;
 use crate::swap::spec::{default_places, free_space};
 use crate::units::human;
 
-/// How the processes of a run learn of forks.
+/// The way in which the processes of a run learn of forks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Forks {
     /// The kernel tells of them.
@@ -27,7 +27,7 @@ pub enum Forks {
 /// Not empty: forks are followed, though the kernel would tell of them. For tests.
 const ENV_FOLLOWED: &str = "SWAPTIDE_TEST_FOLLOWED_FORKS";
 
-/// How forks are learned of here.
+/// Returns the way in which forks are learned of here.
 ///
 /// # Errors
 /// When no userfaultfd is to be had.
@@ -48,14 +48,14 @@ const MIN_SWAP_BYTES: u64 = 256 << 20;
 const MIN_MAP_COUNT: u64 = 65_530;
 const MIN_DESCRIPTORS: u64 = 256;
 
-/// What one check found.
+/// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// What was looked at.
+    /// The subject of the check.
     pub name: &'static str,
     /// True if a run works with it.
     pub ok: bool,
-    /// What the machine has, in a few words.
+    /// The finding, in a few words.
     pub found: String,
     /// The command that fixes it; `None` where it is ok.
     pub fix: Option<String>,

@@ -43,7 +43,7 @@ fn ends(signal: i32) -> bool {
     matches!(signal, libc::SIGTERM | libc::SIGINT | libc::SIGHUP | libc::SIGQUIT)
 }
 
-/// What the kernel says of a thread.
+/// The kernel's status of a thread.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Thread {
     /// Signals that wait for it, or for its process.
@@ -55,7 +55,7 @@ struct Thread {
     /// There, or in its own code.
     faults: bool,
     makes_process: bool,
-    /// How often it has waited for something. The same at two looks: it still waits for the same.
+    /// The number of its waits. If two samples are equal, it still waits for the same thing.
     waits: u64,
     /// Stopped, by a signal or a tracer: it does nothing about what it stands in.
     is_stopped: bool,
@@ -113,7 +113,7 @@ impl Thread {
     }
 }
 
-/// What a process has done with the signals that were meant to end it.
+/// The state of a process's ending signals.
 #[derive(Debug, PartialEq, Eq)]
 enum SignalResponse {
     /// It has taken them all: none is pending.

@@ -47,7 +47,7 @@ pub enum RunError {
         it"
     )]
     Daemon(String),
-    /// What is asked for is the daemon's to have.
+    /// The option is set by the daemon.
     #[error("{0}: set by the daemon; drop it, or use --no-daemon")]
     WithDaemon(&'static str),
     /// The report cannot be written there.

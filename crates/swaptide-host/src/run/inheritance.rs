@@ -35,7 +35,7 @@ extern "C" fn look() {
 
 const TIMERS: [libc::c_int; 3] = [libc::ITIMER_REAL, libc::ITIMER_VIRTUAL, libc::ITIMER_PROF];
 
-/// What is to be passed on to the program.
+/// The timers and the variables to pass on to the program.
 pub(super) struct Inheritance {
     timers: [libc::itimerval; 3],
     /// The process that the user started. Some variables name it.

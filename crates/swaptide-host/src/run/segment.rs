@@ -10,7 +10,7 @@ use swaptide_ipc::{MAGIC, POOL_PERCENT_ALONE, Segment, VERSION};
 use crate::run::doctor::{self, Forks};
 use crate::swap::spec::RunSwapSpace;
 
-/// How many processes are managed at a time: for tests of what the others do.
+/// The most processes managed at a time: for tests of what the others do.
 const ENV_SLOTS: &str = "SWAPTIDE_TEST_SLOTS";
 /// Test hook: treats every Nth large swap-in as stale.
 const ENV_STALE: &str = "SWAPTIDE_TEST_STALE";
@@ -18,7 +18,7 @@ const ENV_STALE: &str = "SWAPTIDE_TEST_STALE";
 const ENV_PART: &str = "SWAPTIDE_TEST_PART";
 /// Test hook: every Nth transfer of the first swap area fails.
 const ENV_IO_FAULTS: &str = "SWAPTIDE_TEST_IO_FAULTS";
-/// What fails, for tests: in engines, and in the supervisor.
+/// The failure to inject, for tests: in engines, and in the supervisor.
 const ENV_FAIL: &str = "SWAPTIDE_TEST_FAIL";
 /// The share of a process's limit that compressed memory may take where a file stands behind it, in
 /// percent.
@@ -28,8 +28,8 @@ fn test_setting(name: &str) -> Option<u32> {
     std::env::var(name).ok().and_then(|text| text.parse().ok())
 }
 
-/// What a test wants to fail, as the environment says; 0 for nothing. The supervisor goes by this
-/// alone: the segment's word is for engines, and any process of the run can write it.
+/// Returns the failure that a test injects by the environment; 0 for none. The supervisor goes by
+/// this alone: the segment's word is for engines, and any process of the run can write it.
 pub(crate) fn wanted_failure() -> u32 {
     test_setting(ENV_FAIL).unwrap_or(0)
 }

@@ -279,7 +279,7 @@ fn place_of_its_own(
     Ok(RunPlace { segment, segment_fd, mode, frame })
 }
 
-/// What a daemon would give this run, if one is there.
+/// Asks a daemon, if there is one, for what it would give this run.
 fn look_for_daemon(
     config: &RunConfig,
     max: Option<u64>,

@@ -46,7 +46,7 @@ use crate::units::human;
 /// the group. The launcher may have to wait for its turn on a busy machine before it passes its own
 /// on.
 const SAME_SIGNAL_TIME: Duration = Duration::from_secs(2);
-/// How often clients are looked at when there are more than can be waited for.
+/// The interval between checks of clients when there are more than can be waited for.
 const CROWDED_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// The exit status of a run that was killed because it made almost no progress.
 const STALL_STATUS: u8 = 124;
@@ -68,7 +68,7 @@ impl RunMode {
     }
 }
 
-/// Where a run is accounted.
+/// The place in which a run is accounted.
 pub(super) struct RunPlace {
     pub(super) segment: &'static Segment,
     pub(super) segment_fd: OwnedFd,
@@ -194,7 +194,7 @@ pub(super) struct Supervisor {
     /// The sender of each signal to this process, and when: what is sent to the group arrives
     /// here as well.
     seen: HashMap<i32, (u32, Instant)>,
-    /// What became of the signals that were to end the run.
+    /// The state of the signals that were to end the run.
     ending: Ending,
 }
 

@@ -40,9 +40,9 @@ use crate::units::{comma_list, human};
 
 /// An area takes no more pages after this many failed transfers.
 const MAX_FAILED_TRANSFERS: u32 = 8;
-/// How often processes are looked at that shall move what is theirs.
+/// The interval between checks of processes that have to move their pages.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// How often a server is tried that is away.
+/// The interval between attempts to reach a server that is away.
 const RECONNECT_INTERVAL: Duration = Duration::from_secs(3);
 /// When nothing has moved for so long, nothing will.
 const NO_PROGRESS_TIMEOUT: Duration = Duration::from_secs(10);
@@ -50,7 +50,7 @@ const NO_PROGRESS_TIMEOUT: Duration = Duration::from_secs(10);
 /// An area as people see it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct AreaView {
-    /// What it was called when it was added.
+    /// Its name when it was added.
     pub name: String,
     /// `file`, `block` or `nbd`.
     #[serde(rename = "type")]
@@ -59,11 +59,11 @@ pub struct AreaView {
     pub place: String,
     /// Its size in bytes.
     pub size_bytes: u64,
-    /// What of it is leased.
+    /// The bytes of it that are leased.
     pub used_bytes: u64,
     /// Most of it so far.
     pub peak_used_bytes: u64,
-    /// What of it stays unused, for its server has not answered what was sent there.
+    /// The bytes of it that stay unused, for its server has not answered a request for them.
     #[serde(default)]
     pub in_doubt_bytes: u64,
     /// The higher one is used first.
@@ -75,9 +75,9 @@ pub struct AreaView {
     pub errors: u32,
     /// True if it bypasses the page cache.
     pub direct_io: bool,
-    /// How what lies there is encrypted: `aes-256-gcm`, or `none`.
+    /// The cipher of its data: `aes-256-gcm`, or `none`.
     pub cipher: String,
-    /// Where a second copy is.
+    /// The place of a second copy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mirror: Option<MirrorView>,
 }
@@ -113,14 +113,14 @@ pub enum AreaError {
     /// It is already being removed.
     #[error("{0:?} is already being removed; swaptide ctl devices shows how far it is")]
     Leaving(String),
-    /// What lies there finds no room on others.
+    /// Its pages find no room on other areas.
     #[error(
         "{name:?} stays: {size} of it do not fit on the other swap areas; add one with \
         swapon, or end programs",
         size = human(*.left)
     )]
     NoRoom {
-        /// What was to be taken away.
+        /// The area to remove.
         name: String,
         /// Bytes that are still there.
         left: u64,
@@ -173,7 +173,7 @@ impl Held {
     }
 }
 
-/// Where processes get the descriptors of areas.
+/// The source of areas' descriptors for processes.
 pub trait AreaOpener: Send + Sync {
     /// True if opening an area may take long: there is a server to be asked.
     fn may_block(&self, id: AreaId) -> bool;
@@ -181,7 +181,7 @@ pub trait AreaOpener: Send + Sync {
     /// A descriptor for a process.
     ///
     /// # Errors
-    /// What this process lacks for that (descriptors, say), or `NODEV`.
+    /// The error of a resource that this process lacks (descriptors, say), or `NODEV`.
     fn open(&self, id: AreaId) -> Result<OwnedFd, Errno>;
 }
 

@@ -45,7 +45,8 @@ pub(crate) fn refusal(
     ))
 }
 
-/// What a server of the device has open, as the links in `/proc/PID/fd` name it.
+/// Returns the paths that a server of the device has open, as the links in `/proc/PID/fd` name
+/// them.
 fn targets(device: &Device) -> HashSet<PathBuf> {
     let mut paths: Vec<&Path> = Vec::new();
     let mut targets = HashSet::new();

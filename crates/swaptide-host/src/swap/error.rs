@@ -131,7 +131,7 @@ pub enum DeviceError {
         path = .0.display()
     )]
     NoMark(PathBuf),
-    /// What was named is no block device.
+    /// The path named is no block device.
     #[error("{}: is not a block device; write file:PATH[:SIZE] for a swap file", .0.display())]
     NotBlock(PathBuf),
     /// The file exists already.

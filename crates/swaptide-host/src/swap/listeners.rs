@@ -37,7 +37,8 @@ pub(super) fn tcp_listeners(host: &str, port: u16) -> Vec<u64> {
     tcp_tables().iter().flat_map(|table| tcp_rows(table, &local, port)).map(|row| row.1).collect()
 }
 
-/// What the listening sockets of a port and these addresses are bound to, as the tables have it.
+/// Returns the addresses to which the sockets that listen at a port and `local` are bound, as
+/// written in the tables.
 pub(super) fn tcp_listeners_at(local: &[IpAddr], port: u16) -> Vec<String> {
     if local.is_empty() {
         return Vec::new();

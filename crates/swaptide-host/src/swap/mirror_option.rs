@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use crate::swap::error::{DeviceError, MAX_FILE_BYTES, MIN_FILE_BYTES};
 use crate::units::parse_bytes;
 
-/// What stands behind `,mirror=`.
+/// The value of `,mirror=`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mirror {
     /// At a path of its own.

@@ -43,13 +43,13 @@ const SWAP_MARK_AT: u64 = 4086;
 /// One `--swap` option, or one entry of `swap` in a configuration file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// What takes the pages: compressed memory, file, block device, export.
+    /// The kind of device: compressed memory, file, block device, export.
     pub kind: DeviceKind,
     /// Its priority: the higher one is used first.
     pub priority: Option<i32>,
-    /// Where a second copy of what it has is kept.
+    /// The place of a second copy of its data.
     pub mirror: Option<Mirror>,
-    /// What lies there is not encrypted.
+    /// Its data is not encrypted.
     pub plain: bool,
     /// Whether a read begins with a seek; without it, what the kernel says of the disk.
     pub rotational: Option<bool>,
@@ -76,14 +76,14 @@ impl Device {
     }
 }
 
-/// What a device is, with what only its kind has.
+/// The kind of a device, with the settings that only this kind has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeviceKind {
     /// Compressed memory (`zram:SIZE`).
     Zram {
         /// The most it may take, compressed.
         bytes: u64,
-        /// How it is compressed.
+        /// Its compression.
         codec: Scheme,
         /// When it refuses pages.
         acceptance: PoolAcceptance,
@@ -297,17 +297,17 @@ fn at_least(text: &str, bytes: u64, least: u64) -> Result<u64, DeviceError> {
 /// The swap space of a run.
 #[derive(Debug)]
 pub struct RunSwapSpace {
-    /// What is beyond compressed memory.
+    /// The devices below compressed memory.
     pub devices: Vec<BackingDevice>,
     /// Upper bound of the compressed pool in bytes; 0: a share of each process's limit.
     pub pool_cap: u64,
-    /// How compressed memory is compressed.
+    /// The codec of compressed memory.
     pub codec: Scheme,
     /// When it refuses pages.
     pub acceptance: PoolAcceptance,
 }
 
-/// What a [`BackingDevice`] is.
+/// The kind of a [`BackingDevice`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BackingKind {
     /// A file without a name.
@@ -318,7 +318,7 @@ pub enum BackingKind {
     Nbd,
 }
 
-/// How a [`BackingDevice`] is reached.
+/// The access to a [`BackingDevice`].
 pub enum Medium {
     /// Open for reading and writing.
     File(File),
@@ -338,17 +338,17 @@ impl fmt::Debug for Medium {
 /// A device beyond compressed memory: open, and used by this process alone.
 #[derive(Debug)]
 pub struct BackingDevice {
-    /// What people call it.
+    /// Its name for users.
     pub name: String,
     /// File, block device or export.
     pub kind: BackingKind,
     /// Absolute path, or URL, for lists.
     pub place: PathBuf,
-    /// How it is reached.
+    /// The access to it.
     pub medium: Medium,
-    /// How many extents of 2 MiB it has.
+    /// The number of its extents of 2 MiB.
     pub extents: u32,
-    /// Where the first of them begins, in bytes.
+    /// The offset of the first of them, in bytes.
     pub base_bytes: u64,
     /// The higher one is used first.
     pub priority: i32,
@@ -432,7 +432,7 @@ pub fn open(devices: &[Device], budget: u64) -> Result<RunSwapSpace, DeviceError
 }
 
 impl Device {
-    /// What people call it: as it was given, without size and priority.
+    /// Returns its name for users: as it was given, without size and priority.
     pub fn name(&self) -> String {
         match &self.kind {
             DeviceKind::Zram { .. } => "zram".into(),
@@ -517,8 +517,8 @@ fn add_mirror(
     Ok(())
 }
 
-/// Where the default file goes: the first of `$TMPDIR` and `/var/tmp` that is no file system in
-/// memory, for memory is what is short.
+/// Returns the directory of the default file: the first of `$TMPDIR` and `/var/tmp` that is no file
+/// system in memory, for memory is what is short.
 pub fn default_places() -> Vec<PathBuf> {
     let named = std::env::var_os("TMPDIR").filter(|dir| !dir.is_empty());
     // It is asked for its free space later on, by a process that has left the directory.

@@ -121,7 +121,7 @@ pub(super) fn lz4_decompress(block: &[u8], out: &mut [u8]) -> Option<usize> {
 /// Compresses pages with zstd.
 pub(super) struct ZstdCompressor {
     context: NonNull<zstd_sys::ZSTD_CCtx>,
-    /// What `context` points into.
+    /// The memory that `context` points into.
     _memory: Memory,
 }
 
@@ -224,7 +224,7 @@ impl ZstdDecompressor {
     }
 }
 
-/// What a function of zstd answered, unless it is an error.
+/// Returns the result of a function of zstd, unless it is an error.
 fn size(answer: usize) -> Option<usize> {
     // SAFETY: only looks at the number.
     (unsafe { zstd_sys::ZSTD_isError(answer) } == 0).then_some(answer)

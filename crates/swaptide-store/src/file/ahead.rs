@@ -36,7 +36,7 @@ const MIN_HELD_PAGES: usize = 64;
 const INITIAL_HITS: u32 = 4;
 const MAX_HITS: u32 = 63;
 
-/// What [`ReadAhead::read`] did.
+/// The result of [`ReadAhead::read`].
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Ahead {
     /// Pages that had been read ahead, and were asked for now.
@@ -45,7 +45,7 @@ pub struct Ahead {
     pub ahead: usize,
 }
 
-/// How many pages around one are worth reading.
+/// The number of pages around one that are worth reading.
 struct Window {
     /// Pages read ahead that were asked for since the last block.
     hits: u32,
@@ -77,7 +77,7 @@ impl Window {
 /// Pages that came along with others and wait to be asked for.
 pub struct ReadAhead {
     buffer: Buffer,
-    /// What lies in each page of the buffer.
+    /// The content of each page of the buffer.
     held: [Option<(Slot, Stamp)>; MAX_HELD_PAGES],
     /// The page of the buffer that is used next.
     next: usize,

@@ -20,7 +20,7 @@ use ring::hmac;
 /// Proves that an object is the one that was sealed.
 pub(super) type Tag = [u8; 16];
 
-/// How an object lies on its area.
+/// The form of an object on its area.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub(super) enum Form {
     /// Encrypted and authenticated.
@@ -31,9 +31,9 @@ pub(super) enum Form {
 
 pub(super) struct Cipher {
     aead: LessSafeKey,
-    /// What tags of plain objects begin with.
+    /// The initial state of the tags of plain objects.
     plain: Polyval,
-    /// What other secrets come from.
+    /// The secret from which others are derived.
     secret: hmac::Key,
 }
 

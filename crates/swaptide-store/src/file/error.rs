@@ -21,7 +21,7 @@ pub enum ReadErrorKind {
     /// The file could not be read.
     #[error("{}", swaptide_sys::ErrnoName(*.0))]
     Io(Errno),
-    /// What was read is not what was written.
+    /// The page read differs from the page written.
     #[error(
         "the page is not what was written there: another program changed the file, or the disk is \
         failing; check the disk (smartctl), or use another swap area"
@@ -30,7 +30,7 @@ pub enum ReadErrorKind {
     /// The slot holds no page.
     #[error("the slot holds no page; report this as a bug")]
     NoSuchSlot,
-    /// What was written is not a packed page: it was damaged in memory before.
+    /// The data written was no packed page: it was damaged in memory before.
     #[error(
         "the data does not unpack: memory was damaged before it was written; \
         test the memory (memtester)"
@@ -45,7 +45,7 @@ pub enum ReadErrorKind {
 pub struct ReadError {
     /// The first slot that failed.
     pub slot: Slot,
-    /// What failed.
+    /// The kind of failure.
     pub kind: ReadErrorKind,
 }
 

@@ -25,7 +25,7 @@ use crate::{PAGE_SIZE, Slot};
 /// told for a while.
 const TRIM_TIMEOUT: Duration = Duration::from_secs(1);
 const TRIM_BACKOFF: Duration = Duration::from_secs(60);
-/// How long nothing is moved off a server that has not answered a read.
+/// The time without moves off a server that has not answered a read.
 const MOVE_BACKOFF: Duration = Duration::from_secs(10);
 
 /// The leased extents, and which slot has which place in them.
@@ -45,7 +45,7 @@ pub(super) struct ExtentStore {
     /// The same of extents on this machine, the oldest first. At most as many as were leased, of
     /// some bytes each.
     pub(super) to_release: Lock<VecDeque<FreedExtent>>,
-    /// How many of those have not been given back yet.
+    /// The number of those not released yet.
     to_release_count: AtomicUsize,
     /// Held by the thread that gives one of them back.
     release_lock: Lock<()>,
@@ -58,7 +58,7 @@ pub(super) struct FileState {
     pub(super) extents: Extents,
 }
 
-/// What could not be written.
+/// The pages that could not be written.
 pub(super) struct Unwritten {
     /// The first object of the write that failed.
     pub(super) object: usize,

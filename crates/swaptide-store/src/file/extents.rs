@@ -44,7 +44,7 @@ const MAX_VICTIMS: usize = 4;
 const MIN_GAIN_DIVISOR: usize = 6;
 const BLOCK_BITS: u32 = EXTENT_PAGES.trailing_zeros();
 
-/// Where an object lies: its first block, its first byte in it, its length. Never beyond the
+/// The place of an object: its first block, its first byte in it, its length. Never beyond the
 /// extent's end.
 #[derive(Copy, Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) struct Span {
@@ -84,7 +84,7 @@ impl Span {
         u64::from(self.block) * PAGE_SIZE as u64 + u64::from(self.byte)
     }
 
-    /// What is authenticated with the object.
+    /// Returns the additional data that is authenticated with the object.
     pub(super) fn name(self) -> [u8; 8] {
         (u64::from(self.block) | u64::from(self.byte) << 32 | u64::from(self.len) << 48)
             .to_le_bytes()
@@ -200,7 +200,7 @@ pub(super) struct Extents {
     /// Extents that fell below [`MIN_DENSE_BLOCKS`]; checked again when taken from here.
     sparse: Vec<u32>,
     free: usize,
-    /// What new extents are sealed with.
+    /// The cipher of new extents.
     cipher: Arc<Cipher>,
     /// Objects sealed so far.
     counter: u64,
@@ -227,12 +227,12 @@ impl Extents {
         }
     }
 
-    /// What objects taken places for now are to be sealed with.
+    /// Returns the cipher for objects that get a place now.
     pub(super) fn cipher(&self) -> &Arc<Cipher> {
         &self.cipher
     }
 
-    /// What an object was sealed with, in which form, and the base of its counter.
+    /// Returns the cipher of an object, its form, and the base of its counter.
     pub(super) fn sealed_with(&self, span: Span) -> (&Arc<Cipher>, Form, u64) {
         let leased = self
             .leased

@@ -4,7 +4,7 @@ use swaptide_sys::{AsFd, BorrowedFd, OwnedFd};
 
 use crate::nbd::{Dialer, Export};
 
-/// What an area is read and written through.
+/// The means by which an area is read and written.
 pub enum Opened {
     /// A file or a block device.
     File(OwnedFd),
@@ -13,7 +13,7 @@ pub enum Opened {
         /// A socket in the transmission phase; none while none can be made: [`Dialer`] is
         /// asked for one until the call's time is over.
         connection: Option<OwnedFd>,
-        /// What was negotiated with its server.
+        /// The facts negotiated with its server.
         export: Export,
         /// Makes further connections.
         dialer: Box<dyn Dialer>,

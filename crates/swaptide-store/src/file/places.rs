@@ -5,7 +5,7 @@ use super::cipher::Tag;
 use super::extents::Span;
 use crate::{CLUSTER_SLOTS, Slot};
 
-/// Where a slot's page lies, and what it takes to open it.
+/// The place of a slot's page, and the data needed to decrypt it.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub(super) struct SlotPlace {
     pub(super) span: Span,
@@ -89,7 +89,7 @@ impl SlotPlaces {
         true
     }
 
-    /// How many slots have data on an area.
+    /// Returns the number of slots with data on an area.
     pub(super) fn used(&self) -> usize {
         self.used
     }

@@ -190,7 +190,7 @@ pub(super) struct Wanted {
     pub(super) form: Form,
     /// The caller's number of it.
     pub(super) number: usize,
-    /// Where in the buffer its bytes are.
+    /// The offset of its bytes in the buffer.
     pub(super) at: usize,
 }
 

@@ -17,7 +17,7 @@ use super::reading::{Wanted, lay_out};
 use super::{Extent, PAGE_BLOCKS, WRITE_BLOCKS};
 use crate::PAGE_SIZE;
 
-/// How far the leaving of extents has got.
+/// The progress of leaving extents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Leaving {
     /// Nothing of ours lies there any more.
@@ -34,7 +34,7 @@ pub enum Leaving {
     },
 }
 
-/// What moving pages came to.
+/// The result of moving pages.
 struct Relocated {
     /// True if blocks became free.
     gained: bool,
@@ -154,7 +154,7 @@ fn relocate(
     result
 }
 
-/// What lies in some extents.
+/// Returns the pages in some extents.
 fn pages_of(store: &ExtentStore, victims: &[Extent]) -> Vec<Wanted> {
     let mut found = Vec::new();
     for cluster in 0.. {

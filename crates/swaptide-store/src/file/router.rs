@@ -36,7 +36,7 @@ use crate::nbd::{Certainty, Nbd, Options};
 /// Areas that there can be.
 pub const MAX_AREAS: usize = 16;
 
-/// Where on a device something lies.
+/// A place on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FilePlace {
     /// The number of its area, below [`MAX_AREAS`].
@@ -47,10 +47,10 @@ pub struct FilePlace {
     pub offset: u64,
 }
 
-/// Where an extent lies.
+/// The location of an extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Location {
-    /// Where it lies on the area that it belongs to.
+    /// The place on the area that it belongs to.
     pub spot: FilePlace,
     /// A copy of it.
     pub mirror: Option<FilePlace>,
@@ -58,13 +58,13 @@ pub struct Location {
 
 /// The areas that extents lie on.
 pub trait AreaDirectory: Send + Sync {
-    /// Where an extent lies that is leased.
+    /// Returns the location of a leased extent.
     fn locate(&self, extent: Extent) -> Option<Location>;
 
     /// Opens an area for this process. May wait for another process.
     ///
     /// # Errors
-    /// What this process lacks for that (descriptors, say), or `NODEV`.
+    /// The error of a resource that this process lacks (descriptors, say), or `NODEV`.
     fn open(&self, area: u8) -> Result<Opened, Errno>;
 
     /// Counts a failed transfer; too many empty the area.
@@ -79,13 +79,13 @@ pub trait AreaDirectory: Send + Sync {
     /// All of it was answered.
     fn clear_doubt(&self, _extent: Extent) {}
 
-    /// What is to go wrong with the next transfer, for tests.
+    /// Returns the fault of the next transfer, for tests.
     fn injected_fault(&self, _area: u8, _writes: bool) -> Option<InjectedFault> {
         None
     }
 }
 
-/// What devices do at times.
+/// Faults of devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InjectedFault {
     /// The transfer fails, and nothing of it is done.
@@ -120,7 +120,7 @@ impl Router {
         Router { areas, open: Default::default() }
     }
 
-    /// Where the extent of a byte lies, and which of its bytes it is.
+    /// Returns the location of the extent of a byte, and the byte's offset in it.
     fn find(&self, offset: u64) -> Result<(Location, u64), Errno> {
         let place =
             self.areas.locate(Extent((offset / EXTENT_BYTES) as u32)).ok_or(Errno::NODEV)?;

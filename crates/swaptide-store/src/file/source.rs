@@ -5,7 +5,7 @@
 #[repr(transparent)]
 pub struct Extent(pub u32);
 
-/// Where a device gets its pieces of the swap file from.
+/// The source of a device's extents.
 ///
 /// Called with the device's lock held: must not call back into the device.
 pub trait ExtentSource: Sync {

@@ -22,7 +22,7 @@ mod plain;
 mod real;
 mod remote;
 
-/// What goes wrong with a disk.
+/// The faults of a disk.
 #[derive(Copy, Clone, Debug, PartialEq)]
 enum Fault {
     /// Transfers move at most this many bytes.
@@ -171,7 +171,7 @@ struct PoolState {
     next: u32,
     /// Leased by no process, as the segment does it.
     in_doubt: BTreeSet<u32>,
-    /// How many hold each extent.
+    /// The number of holders of each extent.
     holders: BTreeMap<u32, u32>,
     released: Vec<(Extent, bool)>,
 }

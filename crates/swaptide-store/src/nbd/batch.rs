@@ -54,7 +54,7 @@ struct RequestBatch<'c, 'b> {
     timeout: Duration,
     /// Connections that failed since.
     failures: u32,
-    /// What the last attempt to connect has failed for, if that was this process's own.
+    /// The shortage of this process, if any, that made the last attempt to connect fail.
     short_of: Option<Errno>,
 }
 
@@ -246,7 +246,7 @@ impl RequestBatch<'_, '_> {
         false
     }
 
-    /// What was under way on a connection waits for another.
+    /// Queues the requests of a broken connection for another one.
     fn broke(&mut self, i: usize, why: Broken) {
         let connection = self.connections.swap_remove(i);
         let counters = &self.nbd.counters;
@@ -275,7 +275,7 @@ impl RequestBatch<'_, '_> {
         connection.end();
     }
 
-    /// What is not done fails.
+    /// Fails all requests that are not done.
     fn give_up(&mut self) {
         for (index, request) in self.requests.iter_mut().enumerate() {
             if !request.is_done() {

@@ -22,8 +22,8 @@ use super::{Nbd, Relaxed};
 
 /// Bytes received before they are looked at.
 const INPUT_BYTES: usize = 16 << 10;
-/// What is still to come of a read is received where it belongs if it is so much; otherwise by way
-/// of the input.
+/// The rest of a read is received directly at its place if it is at least this long; otherwise by
+/// way of the input.
 const MIN_DIRECT_BYTES: usize = INPUT_BYTES / 2;
 /// Receives in a row, before the caller looks at the clock.
 const MAX_RECEIVES: usize = 64;
@@ -38,7 +38,7 @@ pub(super) enum Broken {
     Ended,
     /// Nothing came for too long.
     Late,
-    /// What came is not the protocol.
+    /// The data received violates the protocol.
     Garbled,
 }
 
@@ -48,7 +48,7 @@ impl From<Garbled> for Broken {
     }
 }
 
-/// What the next byte belongs to.
+/// The parser state: the element that the next byte belongs to.
 enum Incoming {
     /// The head of a reply.
     Head,
@@ -300,7 +300,7 @@ impl<'p> Connection<'p> {
         }
     }
 
-    /// What follows the head of a reply.
+    /// Returns the element that follows the head of a reply.
     fn begin(&mut self, head: Head, requests: &mut [NbdRequest<'_>]) -> Result<Incoming, Broken> {
         let cookie = match head {
             Head::Simple { cookie, .. } | Head::Chunk { cookie, .. } => cookie,

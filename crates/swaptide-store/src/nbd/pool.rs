@@ -66,8 +66,8 @@ impl Pool {
             .then(|| Seat(self))
     }
 
-    /// What to compare with before sleeping in [`Self::wait`]; taken before looking for a
-    /// connection.
+    /// Returns the value to compare with before sleeping in [`Self::wait`]; read it before looking
+    /// for a connection.
     pub(super) fn changes(&self) -> u32 {
         self.changes.load(Ordering::Acquire)
     }

@@ -12,7 +12,7 @@ pub(super) const MAX_BATCH_REQUESTS: usize = 1024;
 /// Pieces of a reply that may wait for others, besides those that come in order.
 const MAX_EARLY_PIECES: usize = 64;
 
-/// What is wanted of the server.
+/// A request to the server.
 pub(super) enum Job<'b> {
     Read(&'b mut [u8]),
     Write(&'b [u8]),
@@ -42,7 +42,7 @@ impl Failure {
     }
 }
 
-/// Where a request is.
+/// The state of a request.
 ///
 /// ```text
 /// Waiting -> Queued -> Sent -> Done
@@ -70,7 +70,7 @@ pub(super) struct NbdRequest<'b> {
     /// Was sent, as a whole or in part, on a connection that is given up without an answer: the
     /// server may carry it out at any time.
     pub(super) in_doubt: bool,
-    /// What of a read came in order, and what came otherwise.
+    /// The part of a read that came in order, and the parts that did not.
     came: Range<u32>,
     pieces: Vec<Range<u32>>,
 }
@@ -104,7 +104,7 @@ impl<'b> NbdRequest<'b> {
         if let Job::Write(bytes) = self.job { bytes } else { &[] }
     }
 
-    /// How it is written on the wire.
+    /// Returns its encoding.
     pub(super) fn head(&self, cookie: u64, flags: u16) -> [u8; wire::REQUEST_HEADER_BYTES] {
         let (command, flags) = match self.job {
             Job::Read(_) => (wire::READ, 0),

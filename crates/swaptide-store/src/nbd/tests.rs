@@ -54,7 +54,7 @@ impl Asked {
 /// The server's end of a connection.
 pub(crate) struct Peer {
     stream: UnixStream,
-    /// Which one it is: 0, 1, ...
+    /// Its index: 0, 1, ...
     number: u32,
     disk: Arc<Mutex<Vec<u8>>>,
 }

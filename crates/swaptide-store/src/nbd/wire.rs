@@ -32,7 +32,7 @@ pub(super) const CHUNK_ERROR: u16 = 1 << 15;
 /// The longest payload of a chunk that tells an error: its numbers and a message.
 pub(super) const MAX_ERROR_BYTES: u32 = 8 << 10;
 
-/// What a request begins with.
+/// Returns the header of a request.
 pub(super) fn request(
     command: u16,
     flags: u16,
@@ -50,7 +50,7 @@ pub(super) fn request(
     out
 }
 
-/// What a reply begins with.
+/// The header of a reply.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub(super) enum Head {
     /// The data of a read follows where there is no error.
@@ -79,7 +79,7 @@ pub(super) fn head(bytes: &[u8]) -> Result<Option<(Head, usize)>, Garbled> {
     Ok(head)
 }
 
-/// What came is not the protocol.
+/// The data received violates the protocol.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub(super) struct Garbled;
 

@@ -37,21 +37,22 @@ const INDEX_BITS: u32 = 11;
 const _: () = assert!(MAX_OBJECTS <= 1 << INDEX_BITS);
 /// Emptied blocks that keep their pages for the next use.
 const WARM_BLOCKS: usize = 16;
-/// How far the pool may go past its limit while objects are replaced by smaller ones: a new block
-/// for each class among them.
+/// The excess over the limit that the pool may have while objects are replaced by smaller ones: a
+/// new block for each class among them.
 const REPLACE_SLACK_BYTES: usize = 16 * BLOCK_BYTES;
 /// The address space is scarce when it has room for fewer pages than these and a sixteenth of its
 /// blocks: more than all that can be on their way out of a program at a time. Of a small one, half.
 const SCARCE_PAGES: usize = 32 << 10;
 const SCARCE_DIVISOR: usize = 16;
-/// What is prefetched of an object that will be read: the processor finds the rest by itself.
+/// The number of cache lines to prefetch of an object that will be read: the CPU prefetches the
+/// rest.
 const PREFETCH_LINES: usize = 8;
 const LINE_BYTES: usize = 64;
 /// Fullness groups of blocks that are not full, by quarters.
 const FULLNESS_GROUPS: usize = 4;
 const NONE: u32 = u32::MAX;
 
-/// Where an object is: its block and its place in it. 31 bits.
+/// The address of an object: its block and its place in it. 31 bits.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub(super) struct ObjectId(u32);
 
@@ -197,8 +198,8 @@ impl ObjectPool {
         self.memory.len() / BLOCK_BYTES
     }
 
-    /// How many pages certainly find room, of any size, without a look at the limit: as many as fit
-    /// the blocks that are not in use, if each class begins a block.
+    /// Returns the number of pages of any size that certainly find room, limit aside: as many as
+    /// fit the blocks that are not in use, if each class begins a block.
     pub(super) fn room_pages(&self) -> usize {
         let unused = self.all_blocks() - self.blocks.len() + self.cold.len() + self.warm.len();
         unused.saturating_sub(CLASSES) * MIN_PAGES_PER_BLOCK
@@ -223,7 +224,7 @@ impl ObjectPool {
         self.resident_pages * PAGE_SIZE
     }
 
-    /// Where the objects are.
+    /// Returns the addresses of the objects.
     #[cfg(test)]
     pub(super) fn range(&self) -> swaptide_sys::page::VirtRange {
         swaptide_sys::page::VirtRange::from_len(

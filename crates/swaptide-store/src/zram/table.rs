@@ -11,7 +11,7 @@ use swaptide_sys::mem::prefetch;
 use super::pool::ObjectId;
 use crate::{CLUSTER_SLOTS, Slot};
 
-/// What a slot holds.
+/// The content of a slot.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub(super) enum Handle {
     /// No page is stored for the slot.
@@ -122,7 +122,7 @@ impl Handles {
         before
     }
 
-    /// How many slots have a page.
+    /// Returns the number of slots that have a page.
     pub(super) fn used(&self) -> usize {
         self.used
     }

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// What two extents hold.
+/// The number of blocks that two extents hold.
 const TWO_FULL: u32 = 1024 - extents::RESERVE_BLOCKS as u32;
 
 #[test]

@@ -47,7 +47,7 @@ struct Late {
     device: FileDevice,
     source: Source,
     lab: Lab,
-    /// What it has dropped.
+    /// The requests that it has dropped.
     dropped: Arc<Mutex<Vec<Asked>>>,
     /// Whether it drops the next change.
     drops: Arc<AtomicBool>,

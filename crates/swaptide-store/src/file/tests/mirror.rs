@@ -13,7 +13,7 @@ const MIRROR: u8 = 1;
 const OTHER: u8 = 2;
 
 struct Three {
-    /// What the device has, with direct I/O.
+    /// The files that the device has, with direct I/O.
     opened: [File; 3],
     /// The same files for the tests.
     files: [File; 3],

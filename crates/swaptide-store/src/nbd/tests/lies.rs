@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::*;
 
-/// What a hostile server answers to a read of 4096 bytes, and whether another connection has to be
+/// A hostile server's replies to a read of 4096 bytes, and a flag that another connection has to be
 /// asked.
 fn lies(asked: &Asked) -> Vec<(&'static str, Vec<u8>)> {
     let cookie = asked.cookie;
