@@ -30,9 +30,9 @@ static COPYING: AtomicU32 = AtomicU32::new(0);
 const MAX_OUTSIDE: Duration = Duration::from_secs(2);
 /// A fork that takes so long is not waited for, wherever its thread is.
 const MAX_FORK: Duration = Duration::from_secs(15);
-/// Between two looks at where it is.
+/// Between two checks of where it is.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
-/// Most that one look adds to the time that counts: only turns of the waiting thread do.
+/// Most that one check adds to the time that counts: only turns of the waiting thread do.
 const MAX_STEP: Duration = Duration::from_millis(50);
 
 /// The calling thread continues with other libraries' handlers, and with fork(2).

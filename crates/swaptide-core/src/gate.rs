@@ -1,7 +1,7 @@
 //! A gate: many threads are inside at a time, or one has it closed.
 //!
 //! Going in and out costs a store to a word of the thread's own, so that threads which go in on
-//! several CPUs share no line that is written. Closing costs a look at every place up to the last
+//! several CPUs share no line that is written. Closing costs a check of every place up to the last
 //! one that was used.
 //!
 //! Invariants:

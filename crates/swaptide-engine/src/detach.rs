@@ -39,7 +39,7 @@ use crate::mm::vma_set::VmaSet;
 use crate::pager::Pager;
 use crate::readahead::policy::SwappedIn;
 
-/// Groups that are brought in between two looks for faults.
+/// Groups that are brought in between two checks for faults.
 const GROUPS_PER_STEP: usize = 4;
 
 /// The progress of detaching the program.

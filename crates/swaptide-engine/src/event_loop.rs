@@ -36,7 +36,7 @@ use crate::vma::madvise::{self, Preload};
 /// Answers after which a program that is to be let go has some of it brought in, though faults
 /// wait.
 const FAULTS_PER_DETACH_STEP: u32 = 16;
-/// Between two looks at request pages that are to be emptied.
+/// Between two checks of request pages that are to be emptied.
 const REQUEST_PAGE_INTERVAL: Duration = Duration::from_millis(1);
 
 /// The handler's loop: what it reads, answers and does unasked.
@@ -85,7 +85,7 @@ impl Handler {
 
     /// Looks for memory to adopt, before there are faults to answer. A second time where much of
     /// what is left is small mappings: the program fills more of them at full speed, and the first
-    /// worker would see it too late. Not after a look that a fork interrupted: that is left to
+    /// worker would see it too late. Not after a check that a fork interrupted: that is left to
     /// [`Handler::run`], which attends to the fork first.
     pub fn adopt(&mut self) {
         let is_whole = self.pager.adopt();

@@ -1,8 +1,8 @@
 //! Failures that tests ask for, by words of the segment's header.
 //!
 //! Owns: the counts after which a failure is due. Nothing here does anything in a run that no test
-//! has set up: each hook is a look at a word that is 0. An engine reads the header's words once, at
-//! its start ([`Injection`]): what a process of the run writes there later fails nothing.
+//! has set up: each hook is a check of a word that is 0. An engine reads the header's words once,
+//! at its start ([`Injection`]): what a process of the run writes there later fails nothing.
 //!
 //! Locks: none.
 

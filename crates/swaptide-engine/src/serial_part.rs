@@ -2,7 +2,7 @@
 //! that keep every other thread waiting which serves faults. One over its time for each fault is
 //! how many faults a second any number of CPUs can serve.
 //!
-//! Each hold counts with the time that a look at the clock takes, some 25 ns.
+//! Each hold counts with the time that a reading of the clock takes, some 25 ns.
 
 use swaptide_ipc::Counter;
 

@@ -67,7 +67,7 @@ pub struct Area {
     /// Not 0: the device is rotational.
     pub(crate) rotational: AtomicU32,
     /// Extents that no process holds and none can lease (see [`crate::areas`]), at the supervisor's
-    /// last look.
+    /// last check.
     pub(crate) in_doubt: AtomicU32,
 }
 

@@ -183,7 +183,7 @@ pub struct HostView {
 }
 
 impl HostView {
-    /// A look at the pager behind `name`.
+    /// Opens a view of the pager behind `name`.
     ///
     /// # Errors
     /// [`RegionError::Pager`].

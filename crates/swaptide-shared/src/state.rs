@@ -293,7 +293,7 @@ impl Inner {
         let Some(space) = state.spaces.get_mut(&id) else { return };
         space.stale = true;
         let Some(pid) = space.pid else { return };
-        // A mapping may go while it is being registered; then it is not there at the next look.
+        // A mapping may go while it is being registered; then it is not there at the next check.
         for _ in 0..16 {
             let Ok(layout) = scan(pid, &known) else { break };
             let register = |piece: &Piece| match engaged {

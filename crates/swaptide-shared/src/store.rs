@@ -113,7 +113,7 @@ pub struct Store {
     pool: Zram,
     file: FileDevice,
     areas: SharedExtents,
-    /// The table of areas, as of the last look, and whether something lies on one that is being
+    /// The table of areas, as of the last check, and whether something lies on one that is being
     /// taken away.
     looked: AtomicU32,
     leaving: AtomicBool,

@@ -107,7 +107,7 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
             process::begin_before(len, kept & MAP_NORESERVE != 0);
         }
     }
-    // A small one is not worth waiting until the handler serves requests: the next look finds it.
+    // A small one is not worth waiting until the handler serves requests: the next scan finds it.
     let is_reported = |engine: &&Engine| {
         engine.small.reports(len) && !(engine.small.is_small(len) && engage_gate::is_starting())
     };

@@ -95,7 +95,7 @@ pub(crate) fn is_fork_advice_given() -> bool {
     ARE_KEPT_APART.load(Acquire)
 }
 
-/// A range was kept out at some time: most programs never have one, and each look asks for each of
+/// A range was kept out at some time: most programs never have one, and each scan asks for each of
 /// their mappings.
 static ANY: AtomicBool = AtomicBool::new(false);
 static EXCLUDED: [ExcludedRange; MAX_RANGES] = [const { ExcludedRange::free() }; MAX_RANGES];

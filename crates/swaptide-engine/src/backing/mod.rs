@@ -1,4 +1,4 @@
-//! Where pages are that are out: the devices of a process, and what a look at a range of them
+//! Where pages are that are out: the devices of a process, and what a check of a range of them
 //! found.
 
 pub mod devices;

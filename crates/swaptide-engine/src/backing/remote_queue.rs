@@ -19,7 +19,7 @@
 //! ([`crate::Engine::look_after_threads`]): the threads that wait for its pages would wait for
 //! ever.
 //!
-//! Locks: the queue's, for a look, with no other one taken under it. A reader waits for a server
+//! Locks: the queue's, for a check, with no other one taken under it. A reader waits for a server
 //! with an inbox of the device locked, and no other lock.
 
 use std::collections::VecDeque;
@@ -361,7 +361,7 @@ impl RemoteReads {
         let (Some(event), Some(tid)) = (event, self.tids.get(number)) else { return };
         tid.store(gettid().0, Relaxed);
         loop {
-            // Before the look at `retired`: the thread that ends the readers sets that first, and
+            // Before the check of `retired`: the thread that ends the readers sets that first, and
             // calls them then.
             let calls = self.calls.load(Acquire);
             if has_ended() {

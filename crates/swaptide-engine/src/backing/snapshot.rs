@@ -37,7 +37,7 @@ pub enum PageLocation {
     Cached,
     /// Another thread brings it in.
     Loading,
-    /// Its slot is not what a swapped page's is: it changed between the two looks.
+    /// Its slot is not what a swapped page's is: it changed between the two checks.
     Changed,
 }
 

@@ -53,7 +53,7 @@ pub(crate) const LATE_EVENT_TIMEOUT: Duration = Duration::from_secs(1);
 const BUSY_WAIT: Duration = Duration::from_micros(50);
 /// The same of a fault server, and of a handler next to them.
 const CROWD_WAIT: Duration = Duration::from_micros(30);
-/// Between two looks whether a server has ended its load.
+/// Between two checks whether a server has ended its load.
 const LOAD_PAUSE: Duration = Duration::from_micros(50);
 /// The time to wait for an event that a refused fill shows to be pending.
 const DRAIN_WAIT: Duration = Duration::from_micros(200);
@@ -278,7 +278,7 @@ impl UffdReader {
         // This counts as a turn although it did not poll.
         engine.serving.handler.turns.fetch_add(2, Relaxed);
         let was_alone = self.is_alone;
-        // What is read may be a change of mappings: no thread is between a look at a page's word
+        // What is read may be a change of mappings: no thread is between a check of a page's word
         // and the fill then.
         let closed = (!was_alone).then(|| engine.serving.gate.close());
         let mut mm = engine.mm.lock();

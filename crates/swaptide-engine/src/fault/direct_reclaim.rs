@@ -8,7 +8,7 @@
 //! No event is read here, and no fork attended to: where that must come first, the fault is put off
 //! ([`Stop::Again`]), and is served again when the event loop has read.
 //!
-//! Owns nothing. Locks: the memory lock, for a look or a batch.
+//! Owns nothing. Locks: the memory lock, for a check or a batch.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;

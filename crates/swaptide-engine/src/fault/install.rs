@@ -16,10 +16,10 @@
 //! Invariants
 //! 1. A fill replaces no guard, but for what follows. `UFFDIO_MOVE` and `UFFDIO_POISON` answer
 //!    `EEXIST` on one; `UFFDIO_COPY` fills over it, so what it fills is looked at first. Until the
-//!    process has a guard that is known, two kinds of pages are not, since a look takes a
+//!    process has a guard that is known, two kinds of pages are not, since a check takes a
 //!    microsecond of the nine that a page from compressed memory takes:
 //!    - the page of a waiting thread: a touch of a guard is no userfaultfd fault;
-//!    - pages that a repeated sequence foretells. One look, at the 2 MiB around the first of them,
+//!    - pages that a repeated sequence foretells. One check, of the 2 MiB around the first of them,
 //!      serves all that come for one fault. So they may replace the first guard that is installed
 //!      past libc over memory that is out (docs/semantics.md).
 //! 2. A slot whose page is a guard is released, and its word becomes `Empty`: the guard discarded
@@ -27,8 +27,8 @@
 //!    process.
 //! 3. Fills never wake.
 //!
-//! Locks: none of its own. A look and the fill behind it happen under the memory lock or inside the
-//! gate ([`crate::fault::placing`]), and the event of the agent's `MADV_DONTNEED` is read and
+//! Locks: none of its own. A check and the fill behind it happen under the memory lock or inside
+//! the gate ([`crate::fault::placing`]), and the event of the agent's `MADV_DONTNEED` is read and
 //! applied under both: a fill that was looked at before the guard was installed is undone by that.
 
 use std::sync::atomic::Ordering::Relaxed;
@@ -93,7 +93,7 @@ pub(crate) struct Installer {
     is_server: bool,
     /// The page whose thread waits for the answer under way.
     pub(crate) asked: Option<PageNo>,
-    /// Single pages need no look of their own ([`Installer::look_together`]).
+    /// Single pages need no check of their own ([`Installer::look_together`]).
     looked_together: bool,
     /// Fresh pages for growth come from here when no staging frame is free.
     fresh_pages: Mapping,

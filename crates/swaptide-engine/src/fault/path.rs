@@ -16,7 +16,7 @@
 //! 4. When a fork through no hook is read meanwhile, the fault ends with [`Served::Again`]: nothing
 //!    was put in place, or all that belongs together.
 //!
-//! Locks: the memory lock, for a look or a fill, and the gate before it
+//! Locks: the memory lock, for a check or a fill, and the gate before it
 //! ([`crate::fault::placing`]).
 
 use std::sync::atomic::Ordering::Relaxed;
@@ -253,7 +253,7 @@ impl FaultPath {
 
     /// Two threads touched the page and the other's fault was answered; or the kernel dropped a
     /// page that was freed lazily, and zeros are right. The lock is held: a worker must not take
-    /// the page out between the look at its word and the zeros.
+    /// the page out between the check of its word and the zeros.
     fn is_already_mapped(&mut self, page: PageNo) -> Served {
         let mm = self.engine.mm.lock();
         if !matches!(mm.table.get(page), PageState::Present | PageState::PresentClean(_)) {

@@ -1,6 +1,6 @@
 //! Putting pages in place without the memory lock, where several threads serve faults.
 //!
-//! Between the look at a page's word and the fill no change of mappings may be read
+//! Between the check of a page's word and the fill no change of mappings may be read
 //! ([`crate::sched::handed`]). Where the handler alone serves faults, the memory lock is held over
 //! both. Where there are servers, a thread that fills is inside the gate instead, and a thread that
 //! reads a message has it closed: fills go on next to each other, and next to all that the lock

@@ -18,7 +18,7 @@
 //!    range that is another one after the load is dropped whole, counted (`swpin_stale`,
 //!    `swpin_fallback`), and the page asked for comes alone.
 //!
-//! Locks: the memory lock, for a look or a fill, and the gate before it
+//! Locks: the memory lock, for a check or a fill, and the gate before it
 //! ([`crate::fault::placing`]); that of [`crate::readahead::Readahead`].
 
 use swaptide_core::{SlotContent as TableSlot, SwapEntry};
@@ -441,7 +441,7 @@ impl FaultPath {
                         filled => at += filled?,
                     }
                 }
-                // Its slot was freed between the two looks: write-back has just moved it.
+                // Its slot was freed between the two checks: write-back has just moved it.
                 PageLocation::Changed if stale < MAX_STALE_SNAPSHOTS => stale += 1,
                 PageLocation::Changed => {
                     let mm = engine.mm.lock();

@@ -1,7 +1,7 @@
 //! Managed mappings are opened for a fork that is followed, and closed after it
 //! ([`crate::mm::dontfork`]).
 //!
-//! Locks: the memory lock, for one look.
+//! Locks: the memory lock, for one check.
 
 use swaptide_sys::Errno;
 use swaptide_sys::advise_each::MAX_ADVISED;

@@ -57,7 +57,7 @@ const CHILD_MAPS_BUFFER_BYTES: usize = 16 << 10;
 pub const STACK_BYTES: usize = 96 << 10;
 /// The time to wait for a moment in which no thread changes mappings.
 const QUIET_TIMEOUT: Duration = Duration::from_millis(20);
-/// Between two looks at what the kernel says.
+/// Between two checks of what the kernel says.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// The ranges that a change may have altered.

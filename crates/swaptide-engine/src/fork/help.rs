@@ -8,7 +8,7 @@
 //!
 //! Invariants
 //! 1. Hints that may be dropped are answered at once and are not done. What was mapped is found at
-//!    the next look, which is due when the fork is over.
+//!    the next scan, which is due when the fork is over.
 //! 2. Everything else changes the engine's memory. It is done only while the forking thread waits
 //!    in a system call that is no fork (for [`MIN_WAIT_TIME`], or others have waited for
 //!    [`MAX_UNHELPED_TIME`]), or has used [`SPIN_CPU_TIME`] of CPU time and the kernel reports no

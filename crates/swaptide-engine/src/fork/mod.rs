@@ -58,7 +58,7 @@
 //!
 //! 6. Without fork events no child has managed memory but one whose first steps were the engine's.
 //!
-//! Locks: the memory lock, for one look or one page at a time. None is held while a child or the
+//! Locks: the memory lock, for one check or one page at a time. None is held while a child or the
 //! kernel is waited for.
 
 mod allow_fork;

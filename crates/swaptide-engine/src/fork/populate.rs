@@ -41,14 +41,14 @@ use crate::sched::handed::Fault;
 /// The time to wait for a moment in which no thread changes mappings, before it is enough that the
 /// child has everything where it is expected.
 const QUIET_TIMEOUT: Duration = Duration::from_millis(20);
-/// Number of pages of an untracked child's that come between two looks at this process's own
+/// Number of pages of an untracked child's that come between two checks of this process's own
 /// faults, of which this many are answered at a time.
 const FAULT_CHECK_INTERVAL_PAGES: usize = 256;
 const MAX_FAULTS_PER_CHECK: usize = 16;
 /// Untracked children that are taken in before what was noted is applied, and those can continue
 /// whom that concerns.
 const MAX_NEW_CHILDREN: usize = 4;
-/// Between two looks at the child.
+/// Between two checks of the child.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// The timeout for the other holder of a child's userfaultfd to close it. Until it does, a thread

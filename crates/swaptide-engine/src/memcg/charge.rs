@@ -209,7 +209,7 @@ impl Charge {
     }
 
     /// Bytes that may still be filled before the limit is reached; negative beyond it. What the
-    /// program lately grew by between two looks in memory that is not managed yet is kept free, up
+    /// program lately grew by between two scans in memory that is not managed yet is kept free, up
     /// to an eighth of the limit.
     pub(crate) fn headroom(&self) -> i64 {
         let limit = self.limit() as i64;

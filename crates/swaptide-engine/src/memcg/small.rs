@@ -4,18 +4,18 @@
 //! unmapping thread waits for: about as much as filling some ten pages. So mappings below
 //! [`MIN_BYTES`] stay unmanaged while all of them together are a small part of what a process may
 //! have. Where they are more, they are managed like large ones, for the rest of the process's life:
-//! those that exist at this look and the next ones, the largest first and at most
+//! those that exist at this scan and the next ones, the largest first and at most
 //! [`MAX_MAPPINGS_PER_LOOK`] at a time, and new ones when they are made, while little room is left
 //! ([`Small::reports`]).
 //!
-//! Owns: that decision, the candidates of one look ([`Candidates`]), and how often is looked.
+//! Owns: that decision, the candidates of one scan ([`Candidates`]), and the interval of scans.
 //!
 //! Invariants
 //! 1. Once small mappings are managed they stay so: a mapping that was adopted is never too small
 //!    afterwards.
 //! 2. A mapping without access is no candidate, whatever its size: guard pages of stacks stay as
 //!    they are.
-//! 3. A look adopts at most [`MAX_MAPPINGS_PER_LOOK`] of them, so that faults do not wait longer
+//! 3. A scan adopts at most [`MAX_MAPPINGS_PER_LOOK`] of them, so that faults do not wait longer
 //!    than for any other look.
 //!
 //! Locks: none; atomics, each read on its own.
@@ -37,7 +37,7 @@ const UNMANAGED_DIVISOR: u64 = 8;
 const MIN_SMALL_MAPPINGS_BYTES: u64 = 2 << 20;
 /// New mappings are reported while less than this many times [`Charge::high`] is left.
 const NEAR_LIMIT_HIGHS: i64 = 4;
-/// Small mappings that one look adopts at most.
+/// Small mappings that one scan adopts at most.
 const MAX_MAPPINGS_PER_LOOK: usize = 1024;
 /// Classes of candidates by size: one page, up to 3, up to 7, and more.
 const SIZE_CLASSES: usize = 4;
@@ -47,7 +47,7 @@ pub struct Small {
     managed: AtomicBool,
     are_more: AtomicBool,
     reported_from: AtomicUsize,
-    /// When the last look ended, and how long it took, in nanoseconds.
+    /// When the last scan ended, and how long it took, in nanoseconds.
     looked_at: AtomicU64,
     look_took: AtomicU64,
 }
@@ -75,7 +75,7 @@ impl Small {
         self.managed.load(Relaxed)
     }
 
-    /// A look has found `bytes` in small mappings that are not managed.
+    /// A scan has found `bytes` in small mappings that are not managed.
     pub fn found(&self, bytes: u64, charge: &Charge) {
         let limit = charge.limit();
         if bytes > MIN_SMALL_MAPPINGS_BYTES.max(limit / SMALL_MAPPINGS_DIVISOR)
@@ -85,26 +85,26 @@ impl Small {
         }
     }
 
-    /// The last look has left some for the next one, or not.
+    /// The last scan has left some for the next one, or not.
     pub(crate) fn look_again(&self, are_more: bool) {
         self.are_more.store(are_more, Relaxed);
     }
 
-    /// A look that began at `began` has ended.
+    /// A scan that began at `began` has ended.
     pub(crate) fn looked(&self, began: Nanos) {
         let ended = now();
         self.look_took.store(ended.since(began).as_nanos() as u64, Relaxed);
         self.looked_at.store(ended.0, Relaxed);
     }
 
-    /// True when the next look may begin, if looks are to take one part of `parts` of the time: a
+    /// True when the next scan may begin, if scans are to take one part of `parts` of the time: a
     /// process may have tens of thousands of mappings, and faults wait while they are listed.
     pub(crate) fn may_look(&self, parts: u64) -> bool {
         let since = now().0.saturating_sub(self.looked_at.load(Relaxed));
         since >= self.look_took.load(Relaxed).saturating_mul(parts - 1)
     }
 
-    /// True when the last look has left some, once.
+    /// True when the last scan has left some, once.
     pub(crate) fn is_look_due(&self) -> bool {
         self.are_more.swap(false, Relaxed)
     }
@@ -126,7 +126,7 @@ impl Small {
     }
 }
 
-/// Small mappings that a look has found and that are not managed, by size.
+/// Small mappings that a scan has found and that are not managed, by size.
 #[derive(Default)]
 pub struct Candidates {
     classes: [Vec<VirtRange>; SIZE_CLASSES],
@@ -159,7 +159,7 @@ impl Candidates {
     }
 
     /// Calls `f` with those to be adopted now, the larger ones first. True when others are left for
-    /// the next look.
+    /// the next scan.
     pub fn take(&mut self, mut f: impl FnMut(VirtRange)) -> bool {
         let mut left = MAX_MAPPINGS_PER_LOOK;
         for class in self.classes.iter_mut().rev() {

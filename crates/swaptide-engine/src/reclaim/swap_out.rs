@@ -147,7 +147,7 @@ impl Batch {
         }
         let Some(slab) = mm.staging.take_empty() else { return 0 };
         self.tried = true;
-        // Before the first look at what is pinned.
+        // Before the first check of what is pinned.
         engine.workers.taking.fetch_add(1, SeqCst);
         self.choose(engine, mm, want.min(CHUNKS_PER_LEAF));
         let mut moves = 0;

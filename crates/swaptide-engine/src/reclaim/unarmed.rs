@@ -13,7 +13,7 @@
 //! 2. A range is forgotten only while no change of mappings is unread or late: a mapping that is
 //!    moved or unmapped in the usual way is not armed either until its event is applied.
 //! 3. What is forgotten is in no list and has no word. Its slots are released: the mapping that
-//!    they belonged to is gone. The next look for memory finds what is mapped there.
+//!    they belonged to is gone. The next scan for memory finds what is mapped there.
 //!
 //! Locks: none of its own; the memory lock is held throughout a batch.
 

@@ -50,7 +50,7 @@ const TICK: Duration = Duration::from_millis(20);
 /// The same while the limit is near.
 const TICK_NEAR_LIMIT: Duration = Duration::from_millis(1);
 /// The same while a thread faults again and again with the handler on its CPU: a thread that wakes
-/// up, if only for a look, may part the two.
+/// up, if only for a check, may part the two.
 const TICK_SINGLE_FAULTER: Duration = Duration::from_millis(4);
 /// A handler that neither waits nor reads for so long starves, or does something long, and then it
 /// is no harm if it does it in the normal class.
@@ -512,7 +512,7 @@ fn look_again(engine: &Engine, looks: usize) -> bool {
 
 /// Makes pages of some chunks this process's own, so that they can be moved, and these chunks the
 /// next to go. No lock is held: a page that is gone meanwhile is a fault, which the handler
-/// answers. What the kernel does not do, and what a fork since the look (`forks`: their number
+/// answers. What the kernel does not do, and what a fork since the check (`forks`: their number
 /// then) has shared again, is not known to be its own.
 fn fault_for_writing(engine: &Engine, chunks: &[(ChunkNo, u16)], forks: u32) {
     for (chunk, pages) in chunks {

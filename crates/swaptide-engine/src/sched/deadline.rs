@@ -20,9 +20,9 @@ use swaptide_sys::thread::{Nanos, end_if_told, now};
 pub const WAIT_SLICE: Duration = Duration::from_millis(100);
 /// Turns in vain after which a signal may end the process.
 const MAX_IDLE_SLICES: u32 = 20;
-/// Most that one look adds to the time that counts.
+/// Most that one check adds to the time that counts.
 const MAX_STEP: Duration = Duration::from_millis(50);
-/// Between two looks at whether the awaited process is stopped.
+/// Between two checks whether the awaited process is stopped.
 const STOPPED_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Counts the turns of a thread of the program that waits with all signals blocked.

@@ -257,7 +257,7 @@ pub struct HandlerCpu {
     tid: u32,
     stat: Option<ThreadStat>,
     changes: u32,
-    /// Faults until the next look, and from that to the one after.
+    /// Faults until the next check, and from that to the one after.
     left: u32,
     every: u32,
     /// Faults of the same thread in a row.
@@ -435,7 +435,7 @@ impl HandlerCpu {
         })
     }
 
-    /// True when others took more of the time since the last look than they may, or that is
+    /// True when others took more of the time since the last check than they may, or that is
     /// unknown.
     fn is_crowded(&mut self, now: Nanos) -> bool {
         let times = self.times(now);

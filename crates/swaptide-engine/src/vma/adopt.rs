@@ -19,7 +19,7 @@
 //!    the mapping then.
 //!
 //! 4. A large mapping that the program makes through libc is adopted before its maker gets it: a
-//!    program fills it before the next look.
+//!    program fills it before the next scan.
 //!
 //! 5. Where the program has read and not yet written, the kernel has mapped its page of zeros, and
 //!    would answer the first write without a fault that user space sees. What is so in whole chunks
@@ -30,7 +30,7 @@
 //!    later ([`crate::fork::layout`]).
 //!
 //! 7. Nothing of the engine's is ever armed. What was the program's when it was listed may be gone,
-//!    and the engine's in its place: the last look is taken while no thread of the engine maps
+//!    and the engine's in its place: the last scan is made while no thread of the engine maps
 //!    anything ([`arm`]).
 //!
 //! 8. What the program keeps apart from its children stays as it is, wherever it is moved to
@@ -75,12 +75,12 @@ const MAPS_BUFFER_BYTES: usize = 64 << 10;
 /// Finds mappings that are to be managed, and registers them.
 pub(crate) struct Adopter {
     maps_buf: Box<[u8]>,
-    /// Buffers of one look: what it found, and what of a range is not managed.
+    /// Buffers of one scan: what it found, and what of a range is not managed.
     found: Vec<VirtRange>,
     gaps: Vec<VirtRange>,
     /// The parts of the mappings adopted last that have the kernel's page of zeros.
     zeros_mapped: Vec<VirtRange>,
-    /// Small mappings that the look under way has found.
+    /// Small mappings that the scan under way has found.
     candidates: Candidates,
     /// Memory that cannot go out.
     unmovable: Unmovable,
@@ -283,7 +283,7 @@ impl Adopter {
         let maps = &mut path.installer.maps;
         let Ok(Some(info)) = maps.vma_at(addr) else { return Ok(()) };
         let vma = info.vma();
-        // What follows a file's pages may be the zero-initialised data of a library: the look at
+        // What follows a file's pages may be the zero-initialised data of a library: the scan at
         // all mappings tells.
         let follows_file = vma.range.start.0 > 0
             && maps
@@ -403,7 +403,7 @@ impl Adopter {
                     }
                 }
                 // It changed between the listing and the registration. What is armed of it is
-                // adopted when it faults or at the next look.
+                // adopted when it faults or at the next scan.
                 (Coverage::NotWhole | Coverage::Gone, _) => {
                     self.disarm_others(path, gap);
                     break;
@@ -521,7 +521,7 @@ impl Adopter {
             let adopted = self.adopt_mapping(path, at, is_new);
             match adopted {
                 Ok(()) => path.reader.is_about_to_wake(),
-                // What was listed until then was not followed by a look.
+                // What was listed until then was not followed by a scan.
                 Err(Interrupted) => path.reader.fork.seen_waiting = false,
             }
             adopted

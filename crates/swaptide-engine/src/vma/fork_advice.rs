@@ -2,11 +2,11 @@
 //!
 //! After `MADV_WIPEONFORK` a child finds a mapping empty; were it managed, the child would get what
 //! its parent has there. The advice belongs to the mapping: it moves and grows with it, past libc
-//! too, and no event tells. So once a program has given such advice, what a look wants to adopt is
+//! too, and no event tells. So once a program has given such advice, what a scan wants to adopt is
 //! looked up in `/proc/self/smaps` first. Where forks are followed the same is done for
 //! `MADV_DONTFORK`, which is what managed memory bears there ([`crate::mm::dontfork`]).
 //!
-//! Owns: what the last looks have found.
+//! Owns: what the last scans have found.
 //!
 //! Invariants
 //! 1. While advice was given ([`ForkAdvice::matters`]), nothing is adopted but what was found to be
@@ -16,7 +16,7 @@
 //!    answered with zeros, as the kernel would, while all changes that were read are applied and
 //!    none of them has put managed memory there.
 //!
-//! Locks: the memory lock, for one look. It is the handler's.
+//! Locks: the memory lock, for one scan. It is the handler's.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -32,7 +32,7 @@ use crate::mm::vma_set::VmaSet;
 /// The time for which advice once found counts as given: for each check the kernel walks all page
 /// tables.
 const ADVICE_MAX_AGE: Duration = Duration::from_secs(1);
-/// Of how much time these looks may take one part: what is new waits.
+/// Of how much time these scans may take one part: what is new waits.
 const ADVICE_TIME_DIVISOR: u32 = 8;
 const EVERYWHERE: VirtAddr = VirtAddr(usize::MAX);
 
@@ -40,18 +40,18 @@ const EVERYWHERE: VirtAddr = VirtAddr(usize::MAX);
 #[derive(Default)]
 pub(crate) struct ForkAdvice {
     known: VmaSet,
-    /// When the last look ended.
+    /// When the last scan ended.
     looked_at: Option<Nanos>,
     /// The time that the scan since the last start has taken.
     took: Duration,
-    /// `known` is all that there was when the look for memory to adopt began.
+    /// `known` is all that there was when the scan for memory to adopt began.
     is_fresh: bool,
-    /// It is too early for a look.
+    /// It is too early for a scan.
     is_early: bool,
 }
 
 impl ForkAdvice {
-    /// A look for memory to adopt begins. The first one of a process and those that it forks finds
+    /// A scan for memory to adopt begins. The first one of a process and those that it forks finds
     /// what was advised before.
     pub(crate) fn begin(&mut self, engine: &Engine, buf: &mut [u8]) {
         self.is_fresh = false;
@@ -108,7 +108,7 @@ impl ForkAdvice {
         self.known.overlaps(range)
     }
 
-    /// The same by the look that was just taken.
+    /// The same by the scan that was just made.
     pub(crate) fn is_in(&self, engine: &Engine, maps: &MapsFile, range: VirtRange) -> bool {
         self.known.overlaps(range) && !is_of_managed(engine, maps, range)
     }

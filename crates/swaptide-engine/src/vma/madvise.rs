@@ -1,7 +1,7 @@
 //! Work that no fault asks for: the program's advice about its memory, and what the run asks for.
 //! It never delays a fault.
 //!
-//! Owns: how far bringing everything in has come ([`Preload`]). Locks: the memory lock, for a look
+//! Owns: how far bringing everything in has come ([`Preload`]). Locks: the memory lock, for a check
 //! or a group of pages at a time.
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
@@ -24,7 +24,7 @@ use crate::reclaim::worker::Step;
 use crate::requests::Hint;
 use crate::vma::adopt::Adopter;
 
-/// Groups that are brought in unasked between two looks for faults.
+/// Groups that are brought in unasked between two checks for faults.
 const PRELOAD_GROUPS: usize = 4;
 /// Buffers for remote pages that a group may take: one for each chunk and server. What is left is
 /// for the program's own faults, too.

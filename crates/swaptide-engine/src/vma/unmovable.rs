@@ -48,7 +48,7 @@ pub struct Unmovable {
 }
 
 impl Unmovable {
-    /// Begins a look. False where none is due.
+    /// Begins a scan. False where none is due.
     pub fn begin(&mut self, is_past_limit: bool) -> bool {
         if !is_past_limit || self.looked_at.is_some_and(|then| now().since(then) < SCAN_INTERVAL) {
             return false;
@@ -63,7 +63,7 @@ impl Unmovable {
         self.pages[kind] += pages;
     }
 
-    /// Ends a look: what is more than at any before is counted.
+    /// Ends a scan: what is more than at any before is counted.
     pub fn end(&mut self, engine: &Engine) {
         self.add(LOCKED, locked_bytes().unwrap_or(0) as usize / PAGE_SIZE);
         for (kind, more) in self.more().into_iter().enumerate() {
@@ -71,7 +71,7 @@ impl Unmovable {
         }
     }
 
-    /// By how many pages of each kind this look has found more than any before.
+    /// By how many pages of each kind this scan has found more than any before.
     fn more(&mut self) -> [usize; KINDS.len()] {
         let mut more = [0; KINDS.len()];
         for (kind, more) in more.iter_mut().enumerate() {

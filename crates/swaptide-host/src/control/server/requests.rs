@@ -13,8 +13,9 @@ use super::{Answer, REQUEST_TIMEOUT, TiersView, send_answer};
 use crate::cgroup::tree::{GroupPath, GroupView};
 use crate::memctl::controller::{self, MemoryController, ReclaimOutcome};
 
-/// What [`Question::Readahead`] knows: `page-cluster` as `swaptide run --page-cluster` takes it,
-/// and the largest order of a swap-in, each a power of two of pages from 0 to 9, or `default`.
+/// The keys of [`Question::Readahead`](super::Question::Readahead): `page-cluster` as `swaptide run
+/// --page-cluster` takes it, and the largest order of a swap-in, each a power of two of pages from
+/// 0 to 9, or `default`.
 const READAHEAD: [&str; 2] = ["page-cluster", "largest-order"];
 
 pub(super) fn change_readahead(
