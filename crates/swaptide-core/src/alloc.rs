@@ -3,16 +3,16 @@
 //! The search, for a run of order `o`:
 //! 1. the CPU's current cluster of that order, from where the last allocation ended;
 //! 2. on a device with discard, or told so ([`crate::SearchOrder`]): an empty cluster;
-//! 3. nonfull[o], each once: what does not serve moves to frag[o]. While there are empty clusters
-//!    and `o` > 0, a few of them: the others are the first next time;
+//! 3. `nonfull[o]`, each once: what does not serve moves to `frag[o]`. While there are empty
+//!    clusters and `o` > 0, a few of them: the others are the first next time;
 //! 4. an empty cluster: one that was used before rather than a fresh one, so that the device's
 //!    footprint stays small;
 //! 5. when more than half of the device is used: a full cluster's slots that only the swap cache
-//!    holds, then nonfull[o] again ([`crate::reclaim`]); then a few of frag[o];
+//!    holds, then `nonfull[o]` again ([`crate::reclaim`]); then a few of `frag[o]`;
 //! 6. an empty cluster that still waits for its discard: the discard is a favour, the slot is
 //!    needed;
-//! 7. order 0 only: any other cluster with a free slot, by frag[1], nonfull[1], frag[2], ...,
-//!    frag[0].
+//! 7. order 0 only: any other cluster with a free slot, by `frag[1]`, `nonfull[1]`, `frag[2]`, ...,
+//!    `frag[0]`.
 //!
 //! (docs/linux-swap.md, "Search order".) On a rotational device step 1 is the cursor:
 //! from where the last allocation of any CPU and order ended, cluster by cluster in the order of
@@ -23,8 +23,8 @@
 //! 1. A cluster with data serves its own order, and order 0 when nothing else is left (stealing
 //!    does not change its order).
 //! 2. `holes` says that a part of the cluster was freed after the last scan passed it: such a
-//!    cluster stays on nonfull[o] though a CPU fills it, and a CPU that reaches its end looks at
-//!    it once more from the start. (With the kernel's rule, any scan moves it to frag[o], and the
+//!    cluster stays on `nonfull[o]` though a CPU fills it, and a CPU that reaches its end looks at
+//!    it once more from the start. (With the kernel's rule, any scan moves it to `frag[o]`, and the
 //!    holes are forgotten.)
 //! 3. Order 0 does not fail while a slot is free: the reservation says that one is, so the search
 //!    is repeated for a while when it was hidden (its cluster locked by another thread for a
@@ -43,10 +43,10 @@ use crate::reclaim;
 use crate::sync::{AtomicU64, Ordering, SpinGuard, relax};
 use crate::table::Table;
 
-/// Clusters of nonfull[o], o > 0, looked at in one search while there are empty ones.
+/// Clusters of `nonfull[o]`, o > 0, looked at in one search while there are empty ones.
 const NONFULL_SCANS: u32 = 4;
 
-/// Clusters of frag[o] looked at in one search.
+/// Clusters of `frag[o]` looked at in one search.
 const FRAG_SCANS: u32 = 4;
 
 /// Clusters that the cursor of a rotational device passes in one search.
@@ -71,7 +71,7 @@ struct Search<'a> {
     entry: Entry,
     /// The CPU it is for.
     own: CpuIndex,
-    /// Where that CPU's last allocation of this order ended.
+    /// The end of that CPU's last allocation of this order.
     cursor: &'a AtomicU64,
     no_memory: bool,
 }
@@ -173,10 +173,10 @@ impl<'a> Search<'a> {
             .or_else(|| self.steal())
     }
 
-    /// How many clusters with room are looked at before an empty one is taken. Where slots are
-    /// freed one by one nearly every cluster has room, and hardly one a run: to look at all of them
-    /// for each folio costs more than the rest of the allocation. What was not looked at is the
-    /// first next time.
+    /// The number of clusters with room that are checked before an empty one is taken. Where slots
+    /// are freed one by one nearly every cluster has room, and hardly one a run: to look at all of
+    /// them for each folio costs more than the rest of the allocation. What was not looked at is
+    /// the first next time.
     fn nonfull_scans(&self) -> u32 {
         if self.order == Order::ZERO {
             return u32::MAX;

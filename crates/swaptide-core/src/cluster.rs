@@ -34,7 +34,7 @@ pub(crate) enum ListId {
     Frag(u8),
 }
 
-/// What a cluster is, without its words.
+/// The state of a cluster, without its words.
 pub(crate) struct Cluster {
     /// Neighbours on the list named by `state.list`; lists lock.
     pub prev: AtomicU32,
@@ -52,7 +52,7 @@ const _: () = assert!(crate::ids::SLOTS_PER_CLUSTER / SLOTS_PER_LINE <= u64::BIT
 /// The part under the cluster lock.
 pub(crate) struct ClusterState {
     overflow: Option<Box<Overflow>>,
-    /// What became of the table.
+    /// The state of the table.
     pub table: TableState,
     pub used: u16,
     pub order: u8,

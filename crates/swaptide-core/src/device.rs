@@ -31,7 +31,7 @@ use crate::sync::{AtomicBool, AtomicU32, AtomicUsize, Ordering, SpinLock};
 use crate::table::{Table, TableDiscard, Tables};
 use crossbeam_utils::CachePadded;
 
-/// What a device's access times are like.
+/// The access times of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Any place costs the same: a current cluster per CPU and order.
@@ -41,7 +41,7 @@ pub enum Kind {
     Rotational,
 }
 
-/// What a search tries first when its current cluster has no room.
+/// The first choice of a search whose current cluster has no room.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SearchOrder {
     /// Clusters in use that have room, then empty ones: fewer tables, and runs survive longer.
@@ -84,7 +84,7 @@ pub struct SwapDevice {
     pub(crate) headers: Headers,
     pub(crate) tables: Tables,
     pub(crate) lists: CachePadded<SpinLock<Lists>>,
-    /// How many slots are in use, and where each CPU allocated last.
+    /// The number of slots in use, and each CPU's last allocation.
     pub(crate) per_cpu: PerCpu<BATCH>,
     bad: AtomicU32,
     limit: AtomicU32,
@@ -164,7 +164,7 @@ impl SwapDevice {
         self
     }
 
-    /// What a search tries first.
+    /// Sets the first choice of a search.
     pub fn with_search_order(mut self, order: SearchOrder) -> Self {
         self.free_first = order == SearchOrder::FreeFirst;
         self
@@ -284,8 +284,9 @@ impl SwapDevice {
             + self.overflow_bytes.load(Ordering::Relaxed)
     }
 
-    /// What slot `off` holds. Takes no lock; the answer was true at a moment during the call, and
-    /// a caller that acts on it says in the exchange what it expects. A slot beyond the end is bad.
+    /// Returns the content of slot `off`. Takes no lock; the answer was true at a moment during the
+    /// call, and a caller that acts on it says in the exchange what it expects. A slot beyond the
+    /// end is bad.
     #[inline]
     pub fn lookup(&self, off: SwapOffset) -> SlotContent {
         self.word(off).slot()

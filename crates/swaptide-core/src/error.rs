@@ -46,7 +46,7 @@ pub enum Expected {
     CountRoom,
 }
 
-/// What an exchange of folios and shadows starts from, told by the caller.
+/// The slot content that the caller of an exchange of folios and shadows expects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Expect {
     /// Every slot holds this folio.
@@ -76,9 +76,9 @@ pub struct Mismatch {
     pub entry: SwapEntry,
     /// The cluster that the slot is in.
     pub cluster: ClusterIndex,
-    /// What should have been there.
+    /// The content expected.
     pub expected: Expected,
-    /// What the slot holds instead.
+    /// The content found.
     pub found: SlotInfo,
 }
 

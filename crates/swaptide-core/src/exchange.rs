@@ -32,7 +32,7 @@ use crate::sync::SpinGuard;
 use crate::table::Table;
 use core::ops::Range;
 
-/// Which pages of a range are all zeros.
+/// The pages of a range that are all zeros.
 #[derive(Clone, Copy, Debug)]
 pub enum ZeroMask<'a> {
     /// As their slots say already: a clean folio leaves the cache.

@@ -200,8 +200,8 @@ impl Order {
 pub struct FolioId(pub u32);
 show!(FolioId, "folio ");
 
-/// What stays in the table when a folio left: refault information, 32 bits chosen by the caller
-/// (the eviction clock).
+/// The entry that stays in the table when a folio left: refault information, 32 bits chosen by the
+/// caller (the eviction clock).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Shadow(pub u32);
 show!(Shadow, "shadow ");

@@ -5,8 +5,8 @@
 //! | list       | what is on it |
 //! |------------|---------------|
 //! | free       | empty clusters that were used before (never-used ones are a range, not a list) |
-//! | nonfull[o] | clusters of order `o` in which something was freed since the last scan |
-//! | frag[o]    | clusters of order `o` that were scanned since; also those a CPU is filling |
+//! | `nonfull[o]` | clusters of order `o` in which something was freed since the last scan |
+//! | `frag[o]` | clusters of order `o` that were scanned since; also those a CPU is filling |
 //! | full       | clusters without a free slot |
 //! | discard    | empty clusters whose place on the device is to be discarded first |
 //!

@@ -87,7 +87,7 @@ pub trait Mover {
     fn switch(&mut self, slots: &Move<'_>) -> bool;
 }
 
-/// What [`SwapDevice::compact`] did.
+/// The result of [`SwapDevice::compact`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Compacted {
     /// Slots whose contents have another number now.

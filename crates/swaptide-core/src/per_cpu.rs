@@ -101,7 +101,7 @@ impl<const N: u32> PerCpu<N> {
         self.of(short.into())
     }
 
-    /// Where the CPU's last allocation of that order ended.
+    /// Returns the end of the CPU's last allocation of that order.
     #[inline]
     pub fn current(&self, index: CpuIndex, order: usize) -> &AtomicU64 {
         &self.cpus[index.0].current[order]

@@ -143,7 +143,7 @@ impl SwapSpace {
         self.devices.iter().filter_map(Published::get)
     }
 
-    /// What the entry's slot holds; bad when there is no such device. Takes no lock.
+    /// Returns the content of the entry's slot; bad if there is no such device. Takes no lock.
     #[inline]
     pub fn lookup(&self, entry: SwapEntry) -> SlotContent {
         self.device(entry.ty()).map_or(SlotContent::Bad, |device| device.lookup(entry.offset()))

@@ -212,8 +212,8 @@ pub fn set_yield(hook: &'static fn()) {
 #[cfg(not(loom))]
 static WAITS: AtomicU64 = AtomicU64::new(0);
 
-/// How often any [`SpinLock`] was found taken and had to be waited for, since the process started.
-/// For measurements.
+/// The number of times that any [`SpinLock`] was found taken, since the process started. For
+/// measurements.
 #[cfg(not(loom))]
 pub fn lock_waits() -> u64 {
     WAITS.load(Ordering::Relaxed)
@@ -357,7 +357,7 @@ impl TableMemory {
         TableMemory { start, len, owner }
     }
 
-    /// Where it is.
+    /// Returns its address.
     pub fn start(&self) -> NonNull<u8> {
         self.start
     }

@@ -64,7 +64,7 @@ fn read(word: &AtomicU64) -> Entry {
 /// before the tables can be used.
 pub type TableDiscard = fn(page: *const u8, len: usize);
 
-/// What became of a cluster's table; part of the cluster's record.
+/// The state of a cluster's table; part of the cluster's record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TableState {
     /// The cluster is empty; its table takes no memory: it was not used before, or its memory was

@@ -138,7 +138,7 @@ pub enum Rule {
     /// The name is longer than [`MAX_TIER_NAME`].
     #[error("a tier's name has at most {MAX_TIER_NAME} bytes; shorten it")]
     LongName,
-    /// What stands behind the colon is no number, or none from -1 to 32767.
+    /// The text after the colon is no number from -1 to 32767.
     #[error(
         "the text after the colon is no priority; write a number from {} to {}",
         Priority::MIN,
@@ -187,7 +187,7 @@ impl TierError {
     }
 }
 
-/// What a text did.
+/// The result of applying a text.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Applied {
     /// Bits of tiers that were removed: to be set in every mask ([`TierMask::forget`]).
@@ -424,7 +424,7 @@ fn named_start(text: &str) -> Result<(TierName, Priority), Rule> {
     Ok((name, start))
 }
 
-/// Which tiers are permitted; a bit for each index, and one for devices in no tier, which nothing
+/// The permitted tiers: a bit for each index, and one for devices in no tier, which nothing
 /// excludes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TierMask(u32);
@@ -449,7 +449,7 @@ impl TierMask {
         self.permits(tiers.tier_of(priority))
     }
 
-    /// What this mask permits below a parent with that effective mask.
+    /// Returns the effective mask below a parent with that effective mask.
     #[must_use]
     pub fn within(self, parent: TierMask) -> TierMask {
         TierMask(self.0 & parent.0)

@@ -170,7 +170,7 @@ impl GroupConfig {
 pub struct GroupPlan {
     /// The group's path: `/NAME/NAME`.
     pub path: GroupPath,
-    /// What it may have.
+    /// Its settings.
     pub settings: Settings,
     /// The user that may change it, besides root.
     pub owner: Option<u32>,

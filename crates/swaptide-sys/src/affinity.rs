@@ -45,7 +45,7 @@ impl CpuSet {
         self.0.get(cpu as usize / 64).is_some_and(|word| word >> (cpu % 64) & 1 == 1)
     }
 
-    /// How many CPUs are in it.
+    /// Returns the number of CPUs in it.
     pub fn count(&self) -> u32 {
         self.0.iter().map(|word| word.count_ones()).sum()
     }
@@ -86,7 +86,7 @@ pub fn set_affinity(tid: u32, mask: &CpuSet) -> Result<(), Errno> {
     .map(drop)
 }
 
-/// Where the calling thread may run.
+/// Returns the CPUs that the calling thread may run on.
 pub fn own_affinity() -> Result<CpuSet, Errno> {
     let mut set = CpuSet::EMPTY;
     // SAFETY: the kernel writes at most the size it is told; the rest stays zero.
@@ -144,7 +144,7 @@ impl ThreadStat {
     }
 }
 
-/// What a thread had of the CPUs, in nanoseconds since it began.
+/// The CPU times of a thread, in nanoseconds since it began.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct CpuTimes {
     /// Time in which it ran.
@@ -249,7 +249,7 @@ pub fn own_nice() -> i32 {
     rustix::process::getpriority_process(None).unwrap_or(0)
 }
 
-/// How many CPUs are online; at least one.
+/// Returns the number of CPUs online, at least 1.
 pub fn cpus_online() -> u32 {
     let mut buf = [0; 1024];
     procfs::read_file(c"/sys/devices/system/cpu/online", &mut buf)

@@ -32,7 +32,7 @@ const MAX_FD: u64 = 4096;
 const MAX_FDS_BELOW_LIMIT: u64 = 64;
 /// The first number behind the standard streams.
 const STANDARD: RawFd = 3;
-/// How often something is opened again that another thread of the program has replaced at once.
+/// The number of times that a descriptor which another thread has replaced at once is opened again.
 const MAX_OPEN_TRIES: u32 = 3;
 
 /// Opens something at a high number, or, where there is none, at any from 3 on. `is_right` tells

@@ -100,7 +100,7 @@ impl<T: ?Sized> Lock<T> {
         self.word.load(Ordering::Relaxed) != FREE
     }
 
-    /// How many nanoseconds the lock was held so far, and how often.
+    /// Returns the nanoseconds that the lock was held so far, and the number of holds.
     #[cfg(feature = "serial-part")]
     pub fn held(&self) -> (u64, u64) {
         self.held.so_far()
@@ -233,7 +233,7 @@ mod held {
 
     use crate::time::{Nanos, now};
 
-    /// How long a lock was held. Changed by its holder alone.
+    /// The time that a lock was held. Changed by its holder alone.
     pub(super) struct HeldTime {
         ns: AtomicU64,
         holds: AtomicU64,
@@ -266,7 +266,7 @@ pub mod futex {
 
     use crate::raw::syscall;
 
-    /// Which processes may wait on the word.
+    /// The processes that may wait on the word.
     #[derive(Copy, Clone, Debug, PartialEq, Eq)]
     pub enum Scope {
         /// Threads of this process: cheaper.
@@ -275,7 +275,7 @@ pub mod futex {
         Shared,
     }
 
-    /// How a wait ended.
+    /// The result of a wait.
     #[derive(Copy, Clone, Debug, PartialEq, Eq)]
     pub enum Wait {
         /// A wake came (or the kernel woke us for no reason: look at the word).

@@ -51,9 +51,9 @@ pub struct Vma<'a> {
     pub exec: bool,
     /// Private (copy on write), not shared.
     pub private: bool,
-    /// Where in its file it begins, in bytes.
+    /// Its offset in its file, in bytes.
     pub offset: u64,
-    /// Where the file is.
+    /// The device of the file.
     pub device: DeviceNumber,
     /// The file's inode; 0 for memory without a file.
     pub inode: u64,
@@ -84,7 +84,7 @@ pub fn for_each_vma_of(
     each_line(procfs::open_read(ProcPath::proc(pid, "maps").as_c_str())?, buf, f)
 }
 
-/// What advice (madvise(2)) stands for a VMA, as far as it is asked for here.
+/// The advice (madvise(2)) in effect for a VMA, as far as it is used here.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Advised {
     /// `MADV_RANDOM`.

@@ -56,7 +56,7 @@ static SLOTS: [RegistrySlot; MAX_OWN_RANGES] =
         MAX_OWN_RANGES];
 /// One past the highest slot ever used: readers look no further.
 static HIGH_WATER: AtomicUsize = AtomicUsize::new(0);
-/// Where the last free slot was found; a hint only.
+/// The place of the last free slot found; a hint only.
 static NEXT_FREE_HINT: AtomicUsize = AtomicUsize::new(0);
 /// Held from before a mapping is made until it is in the registry.
 static CHANGES: Lock<()> = Lock::new(());
@@ -174,7 +174,7 @@ pub fn prefetch<T>(at: *const T) {
     }
 }
 
-/// What to tell the kernel about a range.
+/// Advice to the kernel about a range.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub enum Advice {
     /// Drop the pages now; private anonymous memory reads as zero afterwards.
@@ -297,7 +297,7 @@ impl Landmark {
         Err(Errno::EXIST)
     }
 
-    /// Where it is.
+    /// Returns its range.
     pub fn range(&self) -> VirtRange {
         self.0
     }

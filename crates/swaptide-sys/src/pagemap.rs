@@ -130,8 +130,8 @@ impl Pagemap {
         Ok((end.0 - range.start.0) / PAGE_SIZE)
     }
 
-    /// Which of the first `n` pages (at most 16) from `start` on exist and are mapped by this
-    /// process alone, as bits.
+    /// Returns a bit for each of the first `n` pages (at most 16) from `start` on that exists and
+    /// is mapped by this process alone, as bits.
     pub fn exclusive(&self, start: VirtAddr, n: usize) -> Result<u16, Errno> {
         let mut bytes = [0u8; 16 * 8];
         let want = n.min(16) * 8;

@@ -119,7 +119,7 @@ pub fn proc_info(pid: u32) -> Option<ProcInfo> {
     parse_stat(pid, procfs::read_file(ProcPath::proc(pid, "stat").as_c_str(), &mut buf).ok()?)
 }
 
-/// What a `stat` file says of process `pid`.
+/// Parses the `stat` file of process `pid`.
 pub fn parse_stat(pid: u32, stat: &[u8]) -> Option<ProcInfo> {
     let mut words = procfs::words(after_name(stat)?);
     // Fields counted from 1: 3 is the state, 4 the parent, 22 the start time.
@@ -283,7 +283,7 @@ pub fn waits_outside_fork(tid: u32) -> bool {
 /// Whether a thread of this process has a child that began within the last `age`, whatever that is
 /// now; `None` where the kernel does not tell of threads' children, or there are too many.
 pub fn has_young_child(tid: u32, age: Duration) -> Option<bool> {
-    /// What /proc counts in.
+    /// The time unit of /proc.
     const TICK: Duration = Duration::from_millis(10);
     /// Both times are rounded.
     const MARGIN: u64 = 2;

@@ -28,11 +28,11 @@ const ORIG_RAX: usize = 15;
 
 const _: () = assert!(size_of::<Registers>() == size_of::<k::__kernel_ulong_t>() * 27);
 
-/// What a stop of a followed thread reports that no signal has caused (`PTRACE_EVENT_STOP`).
+/// The event of a stop of a followed thread that no signal has caused (`PTRACE_EVENT_STOP`).
 const EVENT_STOP: u32 = 128;
 const SIGTRAP: u32 = 5;
 
-/// What became of a followed thread.
+/// The state of a followed thread.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub enum TraceeStop {
     /// It has forked, and is stopped.
@@ -50,7 +50,7 @@ pub enum TraceeStop {
 }
 
 impl TraceeStop {
-    /// What the status of a wait says of a followed thread.
+    /// Returns the state of a followed thread by the status of a wait.
     pub fn of(status: u32) -> TraceeStop {
         let signal = status >> 8 & 0xff;
         match status >> 16 {

@@ -131,7 +131,7 @@ fn set_pass_rights(socket: BorrowedFd<'_>, on: bool) -> Result<(), Errno> {
     check(unsafe { syscall6(k::__NR_setsockopt, words) }).map(drop)
 }
 
-/// How long a listener may take to have room for a connection.
+/// The time that a listener may take to have room for a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The number of users that have none in this namespace.

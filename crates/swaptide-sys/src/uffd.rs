@@ -33,7 +33,7 @@ pub use self::message::{Event, Message};
 use crate::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use crate::raw::syscall;
 
-/// How far an answering call came.
+/// The progress of an answering call.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 #[must_use = "a call may have done only a part"]
 pub struct Progress {
@@ -71,7 +71,7 @@ pub struct MoveFlags {
     pub allow_src_holes: bool,
 }
 
-/// How a range stands, by [`Uffd::coverage`].
+/// The registration state of a range, by [`Uffd::coverage`].
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub enum Coverage {
     /// One anonymous VMA covers it and is registered (with whichever userfaultfd).
@@ -90,7 +90,7 @@ pub enum Coverage {
 pub struct Uffd(OwnedFd);
 
 impl Uffd {
-    /// What this kernel offers, by a descriptor that is thrown away. Says nothing on whether
+    /// Returns the features of this kernel, read by a temporary descriptor. Says nothing on whether
     /// [`EVENT_FORK`](Features::EVENT_FORK) is also permitted.
     pub fn probe() -> Result<Features, OpenError> {
         new_descriptor(open_flags(true, false))?.handshake(Features::empty())
@@ -306,7 +306,8 @@ impl Uffd {
         unsafe { self.ioctl(UFFDIO_WRITEPROTECT, &mut arg) }.map(drop)
     }
 
-    /// How `range` stands in the address space of this descriptor, without changing anything.
+    /// Returns the registration state of `range` in the address space of this descriptor; changes
+    /// nothing.
     ///
     /// Ask only for ranges of private anonymous memory: there CONTINUE always fails, and its error
     /// is the answer. The kernel checks that the VMA is registered, not with which descriptor.

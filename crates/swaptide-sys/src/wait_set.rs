@@ -13,7 +13,7 @@ use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use crate::sock::poll_readable;
 use crate::{AsFd, BorrowedFd, Errno, OwnedFd};
 
-/// Which waiting threads a descriptor wakes.
+/// The waiting threads that a descriptor wakes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Wakes {
     /// One thread of all sets that have the descriptor so.

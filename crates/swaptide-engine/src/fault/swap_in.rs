@@ -12,7 +12,7 @@
 //! 2. Of a window the first chunk is brought in, its thread is woken, and the rest is read then:
 //!    readahead is not waited for, and ends where there is no room.
 //! 3. Of a window a page may be left out, to see whether it is wanted
-//!    ([`crate::readahead::sampling`]).
+//!    (`crate::readahead::sampling`).
 //! 4. Pages are loaded without the memory lock, by a snapshot, and under a folio of this thread in
 //!    the swap cache ([`crate::fault::loading`]). What another thread brings in is left to it. A
 //!    range that is another one after the load is dropped whole, counted (`swpin_stale`,

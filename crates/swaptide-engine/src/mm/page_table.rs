@@ -131,7 +131,7 @@ pub(crate) const UNMOVABLE: u8 = 4;
 pub(crate) const CLEAN_LOGGED: u8 = 8;
 
 /// The chunk stands in the log of chunks that were in compressed memory for long (see
-/// [`crate::reclaim::recompress`]).
+/// `crate::reclaim::recompress`).
 pub(crate) const RECOMPRESSED_LOGGED: u8 = 16;
 /// The chunk stands in the queue of chunks with shared pages.
 pub(crate) const SHARED_LOGGED: u8 = 32;

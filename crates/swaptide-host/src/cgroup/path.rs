@@ -56,7 +56,7 @@ impl GroupPath {
         }
     }
 
-    /// How many names it has.
+    /// Returns the number of its names.
     pub fn depth(&self) -> usize {
         if self.0 == "/" { 0 } else { self.0.matches('/').count() }
     }

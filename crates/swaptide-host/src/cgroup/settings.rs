@@ -4,7 +4,7 @@ use swaptide_core::{TierError, TierMask, Tiers};
 
 use crate::units::{SizeError, parse_bytes, parse_share};
 
-/// What a group is permitted, and what is kept for it.
+/// The limits of a group, and its protection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
     /// Tiers that are not excluded here; what is excluded above is excluded all the same.

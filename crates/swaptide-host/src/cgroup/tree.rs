@@ -36,11 +36,11 @@ pub struct GroupUsage {
     pub ram: u64,
     /// Of it, compressed memory.
     pub zswap: u64,
-    /// What is swapped, in bytes as it was before.
+    /// The swapped memory, in bytes before compression.
     pub swapped: u64,
     /// Pages that they faulted back, those that live, since they began.
     pub refaults: u64,
-    /// How many they are.
+    /// The number of processes.
     pub processes: u32,
     /// The part of the time since the last look in which one of their threads waited for memory.
     pub stalled: TimeShare,
@@ -57,7 +57,7 @@ impl GroupUsage {
     }
 }
 
-/// What happened in a group, how often.
+/// The counts of events in a group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Events {
     /// Its memory went past `ram.high`.
@@ -66,7 +66,7 @@ pub struct Events {
     pub ram_max: u64,
     /// It had to give memory below `ram.low`.
     pub ram_low: u64,
-    /// What it has of swap areas went past `swap.high`.
+    /// Its use of swap areas went past `swap.high`.
     pub swap_high: u64,
     /// A lease was refused for its `swap.max`.
     pub swap_max: u64,
@@ -101,7 +101,7 @@ pub struct Group {
     pub path: GroupPath,
     /// Its parent; the root has none.
     pub parent: Option<GroupIndex>,
-    /// What it may have.
+    /// Its settings.
     pub settings: Settings,
     /// The user that made it and may change it; so may root.
     pub owner: u32,
@@ -142,7 +142,7 @@ pub struct GroupTree {
     segment: &'static Segment,
     tiers: Tiers,
     groups: Vec<Option<Group>>,
-    /// What percentages are of.
+    /// The memory that percentages refer to, in bytes.
     ram: u64,
 }
 
@@ -503,12 +503,12 @@ impl GroupTree {
         }
     }
 
-    /// What a group and those below it have.
+    /// Returns the usage of a group and those below it.
     pub fn usage(&self, index: GroupIndex) -> GroupUsage {
         self.get(index).map_or_else(GroupUsage::default, |group| group.usage)
     }
 
-    /// How long threads of a group and those below it waited for memory.
+    /// Returns the times that threads of a group and those below it waited for memory.
     pub fn pressure(&self, index: GroupIndex) -> Pressure {
         self.get(index).map_or_else(Pressure::default, |group| group.pressure)
     }

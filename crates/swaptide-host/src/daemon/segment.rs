@@ -36,10 +36,10 @@ use swaptide_sys::mem::{SharedMap, memfd_create};
 
 use crate::control::trust::is_sound_segment;
 
-/// What a segment's descriptor is called in systemd's store.
+/// The name of a segment's descriptor in systemd's store.
 const NAME: &str = "swaptide-segment";
 
-/// Which memory file a segment is.
+/// The identity of a segment's memory file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SegmentId {
     device: u64,

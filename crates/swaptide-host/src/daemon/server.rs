@@ -62,7 +62,7 @@ use crate::daemon::state::SavedState;
 /// The budget where none is given.
 const DEFAULT_RAM: &str = "80%";
 
-/// What a daemon is started with.
+/// The parameters of a daemon.
 #[derive(Clone, Debug)]
 pub struct DaemonConfig {
     /// Path of the configuration file (`--config`).
@@ -71,7 +71,7 @@ pub struct DaemonConfig {
     pub state: Option<PathBuf>,
 }
 
-/// What the threads of clients share.
+/// The state that the threads of clients share.
 struct ClientShared {
     segment: &'static Segment,
     segment_fd: OwnedFd,

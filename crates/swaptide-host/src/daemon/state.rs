@@ -37,11 +37,11 @@ pub struct Directory {
     _lock: File,
 }
 
-/// What is written down.
+/// The saved state.
 #[derive(Serialize, Deserialize)]
 pub struct SavedState {
     boot: String,
-    /// Which memory file the segment is.
+    /// The identity of the segment's memory file.
     #[serde(default)]
     pub segment: Option<SegmentId>,
     /// Of the configuration file that counted last.
@@ -224,7 +224,7 @@ pub fn areas(areas: &Areas, segment: &Segment) -> Vec<SavedArea> {
     kept
 }
 
-/// What tells a file or a block device from another one.
+/// Returns the identity of a file or a block device.
 fn identity_of(found: &Metadata) -> (u64, u64) {
     if found.file_type().is_block_device() { (found.rdev(), 0) } else { (found.dev(), found.ino()) }
 }

@@ -15,7 +15,7 @@ use crate::swap::circular;
 use crate::swap::mirror;
 use crate::swap::spec::{self, BackingDevice, Device, DeviceError, DeviceKind};
 
-/// What has to be done about another list.
+/// The changes that lead to another list.
 #[derive(Debug, Default)]
 pub(super) struct Changes {
     add: Vec<Device>,

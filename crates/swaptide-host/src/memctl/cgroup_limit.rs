@@ -26,7 +26,7 @@ use swaptide_ipc::MIN_BUDGET_BYTES;
 
 use crate::units::limiting_cgroups;
 
-/// How often is looked.
+/// The interval between checks.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// The reserve while the limit is not met: this part of the limit, within these bounds.
 const RESERVE_DIVISOR: u64 = 64;
@@ -53,7 +53,7 @@ struct LimitedCgroup {
     reserve: Reserve,
 }
 
-/// What is left free, and why.
+/// The memory that is left free, and the reason.
 #[derive(Default)]
 struct Reserve {
     hits: Option<u64>,

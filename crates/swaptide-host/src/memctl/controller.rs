@@ -55,10 +55,10 @@ use crate::memctl::strict::Reason;
 use crate::report::totals::{ProcessView, Totals, View};
 use crate::swap::areas::Areas;
 
-/// How long a client of the controller waits for it: a tick of many processes on a busy machine.
+/// The time that a client waits for the controller: a tick of many processes on a busy machine.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What the controller is asked.
+/// A request to the controller.
 pub enum ControllerRequest {
     /// A process joined: look at it now.
     Joined(u32),
@@ -273,7 +273,7 @@ impl MemoryController {
             .min(self.runs.stall_interval().unwrap_or(Duration::MAX))
     }
 
-    /// What is known of a process; one without gets its group.
+    /// Returns the state of a process; a new one gets its group.
     fn member(&mut self, pid: u32, slot: Option<SlotIndex>) -> TickMember {
         let run = self.tree.root_of(pid);
         let of_run = self.runs.get(run).and_then(|kept| kept.run.group);
@@ -281,7 +281,7 @@ impl MemoryController {
         TickMember { pid, slot, run, group }
     }
 
-    /// What a process asks of the budget.
+    /// Returns a process's demand on the budget.
     fn judge(&mut self, member: &TickMember, nodes: &Nodes, elapsed: Duration) -> Process {
         let node = groups::node_of(member, &self.runs, nodes);
         let MemoryController { tree, runs, watches, budget, .. } = self;
@@ -461,7 +461,7 @@ impl MemoryController {
         }
     }
 
-    /// What a run did so far.
+    /// Returns the totals of a run so far.
     pub fn totals(&self, root: u32) -> Totals {
         let mut totals =
             self.runs.get(root).map_or_else(Totals::default, |kept| kept.totals.clone());

@@ -333,7 +333,7 @@ impl ProcessTree {
         }
     }
 
-    /// What a member used at the last sample.
+    /// Returns the memory that a member used at the last sample.
     pub fn used(&self, pid: u32) -> u64 {
         self.members.get(&pid).map_or(0, |member| member.used)
     }
@@ -486,7 +486,7 @@ fn resident_by_threads(pid: u32) -> u64 {
         .unwrap_or(0)
 }
 
-/// Where the stack of a process starts; 0 where that cannot be known.
+/// Returns the start of a process's stack; 0 if unknown.
 fn stack_start(pid: u32) -> u64 {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The command in the second field may contain anything, also brackets; the field is number 28.
@@ -507,7 +507,7 @@ pub(crate) fn descends(pid: u32, ancestor: u32) -> bool {
     above(pid, |at| (at == ancestor).then_some(())).is_some()
 }
 
-/// What the kernel says of the number of a process.
+/// The kernel's answer on the number of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Life {
     /// A process of this number lives, or one of its threads does. It may be another than before.

@@ -13,12 +13,12 @@ use crate::cgroup::tree::GroupTree;
 
 /// When nothing has gone out for so long, nothing will.
 const NO_PROGRESS_TIMEOUT: Duration = Duration::from_secs(3);
-/// How often is looked while something is under way.
+/// The interval between checks while something is under way.
 const PROGRESS_POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// How often is looked at the most, in any case.
 const IDLE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// How a request ended.
+/// The result of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReclaimOutcome {
     /// Bytes that went out.

@@ -22,7 +22,7 @@ pub struct SharedPager {
     segment: &'static Segment,
     areas: Arc<dyn AreaOpener>,
     wanted: bool,
-    /// What a test wants to fail in it.
+    /// The failure that a test injects into it.
     fail: u32,
     /// `None` inside: it could not be started.
     pager: OnceLock<Option<SharedMemoryPager>>,

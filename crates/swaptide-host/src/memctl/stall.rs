@@ -29,7 +29,7 @@ use crate::report::working_set::{
 
 /// The time that is judged.
 const STALL_WINDOW: Duration = Duration::from_secs(10);
-/// How often a process is looked at.
+/// The interval between checks of a process.
 const STALL_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// A process that continues to stall is reported again after this time.
 const SAY_INTERVAL: Duration = Duration::from_secs(60);
@@ -51,7 +51,7 @@ const MAX_THREADS: usize = 256;
 const ENGINE_THREAD: &str = "swaptide";
 const ENGINE_BLOCKS: &str = "2147221247";
 
-/// What is done with a run in which a process stalls.
+/// The action on a run in which a process stalls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OnStall {
     /// It is reported, and nothing else.
@@ -64,7 +64,7 @@ pub enum OnStall {
 }
 
 impl OnStall {
-    /// What is done, at the end of a line.
+    /// Returns the text for the action, at the end of a line.
     pub(crate) fn what_is_done(self) -> &'static str {
         match self {
             OnStall::Continue => "",
@@ -90,7 +90,7 @@ impl FromStr for OnStall {
 /// When a process stalls, and what is done then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StallPolicy {
-    /// What is done.
+    /// The action.
     pub then: OnStall,
     /// Of a hundred, the part of its time that goes to waiting.
     pub percent: u8,
@@ -102,7 +102,7 @@ impl Default for StallPolicy {
     }
 }
 
-/// What was seen of a process in about a second.
+/// The samples of a process in about a second.
 #[derive(Clone, Copy, Default)]
 struct Slice {
     time: Duration,
@@ -135,7 +135,7 @@ pub(super) struct StallWatch {
     looked: HashMap<u32, (Instant, u64)>,
     suspects: HashMap<u32, Suspect>,
     said: HashMap<u32, Instant>,
-    /// What each process has lost by waiting so far, in microseconds.
+    /// The time that each process has lost by waiting so far, in microseconds.
     lost: HashMap<u32, u64>,
 }
 
@@ -298,7 +298,7 @@ impl StallWatch {
     }
 }
 
-/// What a window came to.
+/// The result of a window.
 #[derive(Debug, PartialEq, Eq)]
 struct StallWindow {
     waits: u64,

@@ -19,12 +19,12 @@ use std::time::{Duration, Instant};
 
 use swaptide_sys::process::{pss_shmem, rss_shmem};
 
-/// How long a run may be above its budget.
+/// The time that a run may be above its budget.
 const MAX_EXCESS_TIME: Duration = Duration::from_secs(5);
 /// How old the look at shared memory may be; it walks page tables.
 const SHARED_AGE: Duration = Duration::from_millis(500);
 
-/// What a run may have beyond its budget for longer than that: engines count in steps.
+/// Returns the excess over its budget that a run may keep: engines count in steps.
 fn margin(budget: u64) -> u64 {
     budget / 20 + (4 << 20)
 }
@@ -38,7 +38,7 @@ pub(super) enum Reason {
     OverBudget,
 }
 
-/// What is known of one run.
+/// The state of one run.
 #[derive(Default)]
 pub(super) struct Excess {
     since: Option<Instant>,

@@ -49,7 +49,7 @@ const MAX_REPLIES: usize = 64;
 /// Bytes of a server's message that are shown.
 const MAX_SHOWN_BYTES: usize = 200;
 
-/// What was agreed on.
+/// The result of the negotiation.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub struct Agreed {
     /// Bytes of the export.

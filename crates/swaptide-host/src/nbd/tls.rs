@@ -177,7 +177,7 @@ impl Write for Socket<'_> {
     }
 }
 
-/// What a transfer that does not wait has done.
+/// Returns the result of a transfer that does not wait.
 fn moved(answer: io::Result<usize>) -> io::Result<Option<usize>> {
     match answer {
         Ok(n) => Ok(Some(n)),

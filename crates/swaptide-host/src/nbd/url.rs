@@ -25,7 +25,7 @@ const PORT: u16 = 10809;
 /// The longest name the protocol allows.
 const MAX_NAME_BYTES: usize = 4096;
 
-/// Where a server is.
+/// The address of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Endpoint {
     /// A server on the network (`nbd://`, `nbds://`).
@@ -42,7 +42,7 @@ pub enum Endpoint {
 /// An export of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Url {
-    /// Where the server is.
+    /// The address of the server.
     pub place: Endpoint,
     /// The export's name; the empty name is the default export.
     pub export: String,

@@ -14,7 +14,7 @@ const MIN_ADVISED_SHARE: f64 = 0.2;
 /// Of what was waited, the part that the advised budget saves: as many pages would have stayed.
 const SAVED_SHARE: f64 = 0.9;
 
-/// What was found of a process that stalls.
+/// The findings on a process that stalls.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StallVerdict {
     /// The process.
@@ -23,9 +23,9 @@ pub struct StallVerdict {
     pub name: String,
     /// Of a hundred, the part of its time that went to waiting for memory.
     pub waiting_percent: u64,
-    /// How many times faster it would be at most without that.
+    /// The greatest factor by which it would be faster without that.
     pub speedup: u64,
-    /// What it works on, where that can be said.
+    /// Its working set, if known.
     pub working_set: Option<WorkingSet>,
 }
 
@@ -51,18 +51,18 @@ impl StallVerdict {
 /// Processes that made almost no progress.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StallReport {
-    /// How often one was found.
+    /// The number of times that one was found.
     pub count: u64,
     /// The last of them.
     pub last: Option<StallVerdict>,
 }
 
-/// How long a process waited for memory, and what it would have needed.
+/// The time that a process waited for memory, and the memory it would have needed.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MemoryWait {
     /// Microseconds.
     pub us: u64,
-    /// What it worked on, where that can be said.
+    /// Its working set, if known.
     pub working_set: Option<WorkingSet>,
 }
 
@@ -77,7 +77,7 @@ impl MemoryWait {
     }
 }
 
-/// What the processes of a run waited.
+/// The waits of the processes of a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct MemoryWaits {
     /// Those that made almost no progress.
@@ -114,14 +114,14 @@ impl MemoryWaits {
     }
 }
 
-/// What a run would have done with more memory.
+/// The estimate for a run with more memory.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct BudgetAdvice {
     /// The budget that would do.
     pub ram_bytes: u64,
-    /// How long the run would have taken with that, about.
+    /// The estimated length of the run with that memory.
     pub seconds: f64,
-    /// How long one of its processes waited for memory.
+    /// The time that one of its processes waited for memory.
     pub waited_s: f64,
 }
 

@@ -29,7 +29,7 @@ use crate::units::{human, human_count};
 pub struct Totals {
     /// Sums, in the order of [`Counter::ALL`].
     counters: Vec<u64>,
-    /// How many faults took how long, by bucket of the histogram.
+    /// The number of faults in each bucket of the histogram of times.
     faults: Vec<u64>,
     longest_fault_ns: u64,
     /// Most resident anonymous memory of the tree at one time, in bytes.
@@ -135,10 +135,10 @@ impl Totals {
     }
 }
 
-/// What `--report` writes as JSON; fields are its keys.
+/// The content of `--report` as JSON; fields are its keys.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// What `swaptide run` exits with.
+    /// The exit status of `swaptide run`.
     pub exit_status: u8,
     /// Seconds from start to end.
     pub wall_s: f64,
@@ -155,17 +155,17 @@ pub struct Report {
     pub cgroup_left_bytes: Option<u64>,
     /// Counters under the kernel's names.
     pub stats: BTreeMap<&'static str, u64>,
-    /// How long threads waited for faults.
+    /// The times that threads waited for faults.
     pub fault_us: FaultTimes,
     /// Compressed memory, and each swap area.
     pub devices: Vec<DeviceReport>,
     /// The groups, as they were at the end.
     pub groups: Vec<GroupView>,
-    /// What went wrong, in numbers.
+    /// The counts of errors.
     pub errors: BTreeMap<&'static str, u64>,
     /// Processes that made almost no progress for lack of memory.
     pub stalls: StallReport,
-    /// What the run would have done with more memory; `null` where it waited little for it.
+    /// The estimate for the run with more memory; `null` if it waited little for memory.
     pub advice: Option<BudgetAdvice>,
 }
 
@@ -214,7 +214,7 @@ pub struct ProcessView {
     /// Limits follow it gradually.
     #[serde(default)]
     pub fair_bytes: u64,
-    /// What counts of it against the budget.
+    /// The bytes of it that count against the budget.
     pub resident_bytes: u64,
     /// Of that, compressed memory.
     pub pool_bytes: u64,
@@ -235,7 +235,7 @@ pub struct FaultTimes {
     pub max: f64,
 }
 
-/// Where pages went: compressed memory, or a swap area.
+/// The destination of pages: compressed memory, or a swap area.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename_all = "lowercase")]
 pub enum DeviceReport {
@@ -259,14 +259,14 @@ pub enum DeviceReport {
     Area(AreaView),
 }
 
-/// What stands fixed from the start of a run and belongs into its report.
+/// The part of a report that is fixed from the start of a run.
 #[derive(Clone, Debug)]
 pub struct ReportFile {
     /// The budget in bytes.
     pub budget: u64,
     /// Cap of the pool.
     pub pool_cap: u64,
-    /// How the pool is compressed.
+    /// The codec of the pool.
     pub codec: Scheme,
     /// When the pool refuses pages.
     pub acceptance: PoolAcceptance,
@@ -397,7 +397,7 @@ pub(crate) fn program_name(command: &OsStr) -> String {
         .replace(char::is_control, "?")
 }
 
-/// Where a report goes, found to be writable before the run starts.
+/// The destination of a report, found to be writable before the run starts.
 #[derive(Debug)]
 pub enum Sink {
     /// A file, replaced at the end.

@@ -27,13 +27,13 @@ const MIN_REFAULTS: u64 = 1000;
 const USUAL_RATIO_X10: u64 = 25;
 /// A process that may have less than this many tenths of the budget shares it with others.
 const MIN_PART_OF_BUDGET_X10: u64 = 7;
-/// What is advised is this many percent more than what is estimated.
+/// The advice exceeds the estimate by this many percent.
 const MARGIN_PERCENT: u64 = 5;
 
 /// Counts of a [`RefaultHistogram`].
 pub(crate) type RefaultCounts = [u64; REFAULT_BUCKETS];
 
-/// What a process would need.
+/// The memory that a process would need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkingSet {
     /// Bytes that it works on.
@@ -80,7 +80,7 @@ impl WorkingSet {
     }
 }
 
-/// What is known of a process's memory.
+/// The samples of a process's memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ProcMemory {
     /// Bytes that it had at most, resident and swapped.

@@ -108,7 +108,7 @@ impl ScratchDir {
         Ok(ScratchDir(path))
     }
 
-    /// Where it is.
+    /// Returns its path.
     pub fn path(&self) -> &Path {
         &self.0
     }

@@ -30,7 +30,7 @@ const JAVA: &str = include_str!("services/Service.java");
 const NODE: &str = include_str!("services/service.js");
 const PYTHON: &str = include_str!("services/service.py");
 
-/// What was asked for.
+/// The parameters of the experiment.
 pub(crate) struct PreloadPlan {
     /// Starts of each kind.
     pub runs: u32,

@@ -27,7 +27,7 @@ const SEED_BUILD: (f64, f64) = (1584.20, 1590.74);
 const SEED_SYSTEM: (f64, f64) = (588.48, 592.15);
 const SEED_THROUGHPUT: (f64, f64) = (16.65, 15.95);
 
-/// What was asked for.
+/// The parameters of the experiment.
 pub struct TiersPlan {
     /// Whole runs of each side.
     pub runs: u32,

@@ -26,7 +26,7 @@ const MIN_RAM_BYTES: u64 = 24 << 20;
 /// Nothing here takes longer, even on a machine with much else to do.
 const RUN_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// What was asked for.
+/// The parameters of the experiment.
 pub(crate) struct ZswapinPlan {
     /// Runs of each side.
     pub runs: u32,

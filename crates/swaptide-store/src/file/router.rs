@@ -14,7 +14,7 @@
 //! 1. A transfer goes to the device whose generation is that of the extent's place at that moment.
 //! 2. A write succeeds only when it is on the mirror and on the server.
 //! 3. From before a write or a trim is sent to a server until it is answered, its extents are in
-//!    doubt ([`Areas::doubt`]). Those of one that is never answered stay so.
+//!    doubt ([`AreaDirectory::doubt`]). Those of one that is never answered stay so.
 //!
 //! Locks: that of a device's descriptor, held while it is opened, not across transfers.
 

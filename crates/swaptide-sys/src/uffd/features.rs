@@ -8,7 +8,7 @@ use rustix::io::Errno;
 use crate::errno::ErrnoName;
 
 bitflags::bitflags! {
-    /// What a userfaultfd can do or is asked to do: a set of the kernel's feature bits.
+    /// The features of a userfaultfd: a set of the kernel's feature bits.
     #[derive(Copy, Clone, PartialEq, Eq, Hash, Default)]
     pub struct Features: u64 {
         /// Write-protect faults are told apart (5.7).
@@ -73,9 +73,9 @@ pub enum OpenError {
     /// Neither the system call nor the device gave a descriptor.
     #[error("userfaultfd: {}", DeniedText(*.syscall, *.device))]
     Denied {
-        /// What the system call answered.
+        /// The error of the system call.
         syscall: Errno,
-        /// What opening or asking `/dev/userfaultfd` answered; `None` if that was not worth a try.
+        /// The error of `/dev/userfaultfd`; `None` if it was not tried.
         device: Option<Errno>,
     },
     /// This kernel has no such features.
@@ -88,7 +88,7 @@ pub enum OpenError {
     /// events need `CAP_SYS_PTRACE`).
     #[error("userfaultfd: {asked:?} refused{}", RefusedText(*.errno))]
     Refused {
-        /// What was asked for.
+        /// The features requested.
         asked: Features,
         /// The error number that it gave.
         errno: Errno,
