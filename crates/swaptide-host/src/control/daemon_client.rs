@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_daemon_is_waited_for_as_long_as_it_waits_for_its_controller() {
+    fn daemon_answer_timeout_covers_controller() {
         let run = || Join {
             launcher: 1,
             group: None,

@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_read_and_not_answered_faults_again_for_the_next_reader() {
+    fn unanswered_faults_repeat_for_next_reader() {
         let (child, uffd) = process_that_touches();
         let next = Uffd::from_fd(uffd.as_fd().try_clone_to_owned().expect("dup"));
         let inode = Inode::of(&uffd).expect("stat");
@@ -492,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_is_kept_waiting_has_no_other_look_again_and_again() {
+    fn waiting_thread_causes_no_repeated_polls() {
         let shared = Arc::new(Shared::default());
         shared.finished.get_or_init(|| EventFd::new().ok());
         let (wake, woken) = Conn::pair().expect("pair");

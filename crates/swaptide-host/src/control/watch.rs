@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_need_a_run_seen_before_and_a_counter_that_was_not_reset() {
+    fn rates_need_earlier_run_and_no_reset() {
         let now = Instant::now();
         let before = scene(now, &[(1, 1000), (2, 500), (3, 9)]);
         let after = scene(now + Duration::from_secs(2), &[(1, 3000), (2, 100), (4, 7777)]);

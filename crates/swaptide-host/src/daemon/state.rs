@@ -542,7 +542,7 @@ mod tests {
     }
 
     #[test]
-    fn a_swap_file_gets_a_name_by_which_the_same_one_is_opened_again() {
+    fn swap_file_name_reopens_same_file() {
         use std::os::unix::fs::FileExt;
         let scratch = Scratch::new("state-area");
         let segment = crate::testing::segment();
