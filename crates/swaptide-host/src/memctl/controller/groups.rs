@@ -64,7 +64,10 @@ impl GroupControl {
     pub(super) fn remove(&mut self, path: &GroupPath) -> Result<(), GroupError> {
         let index = self.tree.find(path)?;
         if self.tree.usage(index).processes > 0 {
-            return Err(GroupError::Busy(path.clone(), "processes are in it"));
+            return Err(GroupError::Busy(
+                path.clone(),
+                "processes are in it; end them, or move them to another group",
+            ));
         }
         self.tree.remove(path)?;
         self.frozen.remove(&index);
