@@ -68,7 +68,7 @@ fn keep(
     let mut thread = MemoryController::new(segment, Arc::clone(areas), groups, 64 << 20);
     let run = ManagedRun {
         root: me,
-        front: me,
+        launcher: me,
         uid: 0,
         program: String::new(),
         started: 0.0,

@@ -283,18 +283,7 @@ impl Watches {
         }
         let (shared, pool) = (tree.shared(pid), ProcSlot::bytes(&slot.usage.pool_bytes));
         let in_cow_group = self.is_in_cow_group(index, pid, shared.min(pool));
-        // Read first: an engine counts what went out when it is no longer there, so hardly a page
-        // counts twice.
-        let steals = slot.counted(Counter::Pgsteal);
-        let resident = ProcSlot::bytes(&slot.usage.managed_bytes) / PAGE_SIZE as u64;
-        let refaults = slot.counted(Counter::WorkingsetRefault);
-        let near = match self.by_slot.get(&index) {
-            Some(watch) if watch.pid == pid && watch.flow.refaults() == refaults => {
-                watch.flow.near()
-            }
-            _ => near_refaults(slot, refaults, budget),
-        };
-        let pages = PageCounts { refaults, near, steals, resident };
+        let pages = self.page_counts(index, pid, budget);
         let at = now();
         if slot.stalls_for(at) > LONG_STALL && proc_info(pid).is_some_and(|info| info.stopped) {
             slot.restart_stall(at);
@@ -355,6 +344,22 @@ impl Watches {
             kept,
             workingset: wanted.workingset,
         }
+    }
+
+    /// The pages of a process so far, `near` for this budget.
+    fn page_counts(&self, index: SlotIndex, pid: u32, budget: u64) -> PageCounts {
+        let slot = self.segment.slot(index);
+        // Read first: an engine counts what went out when it is no longer there, so hardly a page
+        // counts twice.
+        let steals = slot.counted(Counter::Pgsteal);
+        let resident = ProcSlot::bytes(&slot.usage.managed_bytes) / PAGE_SIZE as u64;
+        let refaults = slot.counted(Counter::WorkingsetRefault);
+        let before = self.by_slot.get(&index).filter(|watch| watch.pid == pid);
+        let near = match before.map(|watch| &watch.flow) {
+            Some(flow) if flow.refaults() == refaults => flow.near(),
+            _ => near_refaults(slot, refaults, budget),
+        };
+        PageCounts { refaults, near, steals, resident }
     }
 
     /// Whether a process has as much in common with others as one of their copy-on-write group.
