@@ -400,7 +400,8 @@ impl Engine {
         }
     }
 
-    /// Writes to the process slot how many pages are there.
+    /// Writes the number of resident pages to the process slot. Several workers may do so at the
+    /// same time; a value that is out of date stands until the next look of a worker.
     pub(crate) fn publish_present(&self, pages: usize) {
         self.slot().usage.managed_bytes.store((pages * PAGE_SIZE) as u64, Relaxed);
     }

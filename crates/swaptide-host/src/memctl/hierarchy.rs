@@ -74,8 +74,8 @@ impl Part {
         self.floor + self.extra
     }
 
-    /// The demand that is not met where it has so much. Not nothing where it is met: what nobody
-    /// else can take goes there.
+    /// The unmet demand of a member that has `has` bytes. At least 1 if it has any demand, so that
+    /// memory that no other member can take still goes to it.
     fn weight(&self, has: u64) -> u64 {
         let met = has.saturating_sub(self.floor);
         self.demand.saturating_sub(met).max(self.demand.min(1))

@@ -1,24 +1,23 @@
-//! What the pages say that come to a process and go from it: how hard it presses, and how much it
-//! works on.
+//! Memory pressure and working set of a process, derived from its page counters.
 //!
-//! Owns nothing; the state of each process is its watch's ([`super::sample`]). Locks: none.
+//! Owns nothing: the state of each process is in its watch ([`super::sample`]). Locks: none.
 
 use std::time::Duration;
 
 use swaptide_sys::PAGE_SIZE;
 
-/// The time that is judged at once.
+/// The period after which refaults and reclaim are compared.
 const WINDOW: Duration = Duration::from_secs(1);
-/// Of the pages that go out in a window, one in this many must come back in it, or the process
-/// works on less than was held to be its working set.
+/// If fewer than one in this many of the pages that went out in a window came back, the working set
+/// is smaller than its estimate.
 const MIN_BACK: u64 = 8;
-/// Of the pages that come back, one in this many must be one that would have stayed with the whole
-/// budget, or no share would do for the process.
+/// If fewer than one in this many of the pages that come back would have stayed with the whole
+/// budget, no share of it helps the process, and its estimate does not grow.
 const MAX_BACK_PER_NEAR: u64 = 2;
-/// Pages that each page stands for which came back.
+/// Pages by which each page that comes back raises the estimate.
 const PAGES_PER_REFAULT: u64 = 4;
-/// An estimate rises past what a process has by this part of it at most, or by the pages of one
-/// look. More than the hundredth by which a limit must change to be carried out.
+/// An estimate exceeds what a process has by this part of it at most, or by the pages of one look.
+/// It must be more than the hundredth below which a change of a limit is not carried out.
 const RISE_DIVISOR: u64 = 8;
 /// An estimate shrinks by 1/2^this in a second while it holds, and at most.
 const SLOWEST_SHIFT: u32 = 10;
