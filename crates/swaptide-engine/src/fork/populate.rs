@@ -271,9 +271,8 @@ impl Populator {
             let Some(at) = path.reader.pending.iter().position(answerable) else { return };
             let Some(fault) = path.reader.pending.remove(at) else { return };
             let page = PageNo::of(fault.addr);
-            copy_page(path, child, page);
-            for other in &mut self.waiting {
-                copy_page(path, other, page);
+            for child in std::iter::once(&mut *child).chain(&mut self.waiting) {
+                copy_page(path, child, page);
             }
             pager.answer(fault);
         }
@@ -482,15 +481,17 @@ pub(super) fn copy_at(
     }
 }
 
-/// Copies a page to another process that is about to leave the table. Its place there, if it is
-/// there now and was not before. What is not swapped the other has itself, or no process has.
+/// Gives another process a page as it was at its fork, before a thread of this one gets it: what
+/// that writes may be out again before the other process has all. So an empty page is given,
+/// too. Its place there, if it is there now and was not before. What is in memory here is
+/// there as well.
 pub(super) fn copy_page(
     path: &mut FaultPath,
     child: &mut UnmanagedChild,
     page: PageNo,
 ) -> Option<PageNo> {
     let state = path.engine.mm.lock().table.get(page);
-    matches!(state, PageState::Swapped(_) | PageState::Poisoned)
+    matches!(state, PageState::Empty | PageState::Swapped(_) | PageState::Poisoned)
         .then(|| copy_to(path, child, page))?
 }
 
