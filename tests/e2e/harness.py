@@ -453,21 +453,39 @@ class Case:
 FLAGS = {"filtered": ["-no-pie"], "openmp": ["-fopenmp"]}
 
 
+# Kinds of programs that load no library: their compiler, and how it links.
+FOREIGN = {
+    "static": ("cc", "-static"),
+    "pie": ("cc", "-static-pie"),
+    "musl": ("musl-gcc",),
+    "musl-static": ("musl-gcc", "-static"),
+}
+
+
 def compiled(name, directory):
     """The path of the C program `name`, compiled if no process of this session has done so."""
-    path = directory / name
-    directory.mkdir(exist_ok=True)
-    with open(directory / f"{name}.lock", "w") as lock:
+    return compile_once(name, directory / name, "cc", FLAGS.get(name, []))
+
+
+def compiled_as(kind, name, directory):
+    """The same as a program that loads no library."""
+    compiler, *flags = FOREIGN[kind]
+    return compile_once(name, directory / f"{name}-{kind}", compiler, [*flags, "-DPAST_LIBC"])
+
+
+def compile_once(name, path, compiler, more):
+    path.parent.mkdir(exist_ok=True)
+    with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
             return path
-        compiler = shutil.which("cc") or shutil.which("gcc")
-        if compiler is None:
-            raise Failure("no C compiler (cc) is installed")
+        found = shutil.which(compiler) or (shutil.which("gcc") if compiler == "cc" else None)
+        if found is None:
+            raise Failure(f"no C compiler ({compiler}) is installed")
         source = HERE / "c" / f"{name}.c"
-        flags = ["-O2", "-g", "-Wall", "-Wextra", "-pthread", *FLAGS.get(name, [])]
+        flags = ["-O2", "-g", "-Wall", "-Wextra", "-pthread", *more]
         result = subprocess.run(
-            [compiler, *flags, "-o", str(path), str(source)], capture_output=True, text=True
+            [found, *flags, "-o", str(path), str(source)], capture_output=True, text=True
         )
         if result.returncode != 0:
             path.unlink(missing_ok=True)

@@ -20,17 +20,14 @@ use crate::{environment, libc_names, log, real, seccomp};
 #[unsafe(link_section = ".init_array")]
 static CONSTRUCTOR: extern "C" fn(c_int, *const *const c_char, *const *const c_char) = constructor;
 
-unsafe extern "C" {
-    fn pthread_atfork(
-        prepare: extern "C" fn(),
-        parent: extern "C" fn(),
-        child: extern "C" fn(),
-    ) -> c_int;
-}
-
 /// Runs before the program's own constructors.
 #[cfg_attr(test, allow(dead_code))]
 extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *const *const c_char) {
+    // Another libc passes nothing to constructors, and the supervisor puts a library of its own
+    // into this program ([`crate::injected`]).
+    if real::GNU_VERSION.get().is_none() {
+        return;
+    }
     let Some(socket) = variable(envp, ENV_SOCKET) else { return };
     set_socket(socket);
     if let Some(path) = variable(envp, ENV_AGENT_LOG) {
@@ -49,8 +46,10 @@ extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *cons
     let _ = now();
     mark_memory();
     report_panics();
-    // SAFETY: the handlers are functions of this library, which is never unloaded.
-    unsafe { pthread_atfork(prepare, parent, child) };
+    if let Some(register) = real::REGISTER_ATFORK.get() {
+        // SAFETY: the handlers are functions of this library, which is never unloaded.
+        unsafe { register(prepare, parent, child, std::ptr::null_mut()) };
+    }
     start_sleeper();
 }
 

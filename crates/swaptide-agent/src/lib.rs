@@ -3,7 +3,8 @@
 //!
 //! | module | owns |
 //! |---|---|
-//! | [`constructor`] | the first code that runs in a program |
+//! | [`constructor`] | the first code that runs in a program that has loaded it |
+//! | [`injected`] | the same where the supervisor has put it into the program; threads' words |
 //! | [`lifecycle`], [`threads`] | the thread that waits and becomes the handler; the other threads |
 //! | [`process`] | the engine, the segment, the slot, and requests to the supervisor |
 //! | [`fork`], [`forking`] | libc's fork handlers, and the start of a child; which thread forks |
@@ -36,6 +37,7 @@ mod exit_watch;
 mod fork;
 mod forking;
 mod hooks;
+mod injected;
 mod libc_names;
 mod lifecycle;
 mod log;

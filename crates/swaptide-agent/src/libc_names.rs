@@ -10,6 +10,8 @@
 //! | names | what they do |
 //! |---|---|
 //! | `memcpy`, `memmove`, `memset`, `memcmp`, `bcmp`, `strlen` | jump to libc's own, which is made for the processor; to a plain one before [`find`], or where it cannot be told which is libc's |
+//! | `__tls_get_addr` | jumps to the loader's, or to what [`use_own_blocks`] says. Named so, the library needs no glibc loader |
+//! | `_Unwind_*` | nothing: a panic ends the process. Named so, the library needs no libgcc_s |
 //! | `close`, `read`, `write`, `writev`, `munmap` | the bare system call. libc's `close` and others are points of cancellation: a hook that closed a file would end a thread of the program inside a function that is none |
 //!
 //! Owns: the addresses of libc's. Locks: none.
@@ -19,6 +21,7 @@ use std::sync::atomic::{AtomicPtr, Ordering::Relaxed};
 
 use linux_raw_sys::general::{__NR_close, __NR_munmap, __NR_read, __NR_write, __NR_writev};
 use swaptide_sys::raw::syscall6;
+use swaptide_sys::thread::TLS_BYTES;
 
 use crate::real;
 
@@ -47,6 +50,62 @@ pub(crate) fn find() {
             target.store(function, Relaxed);
         }
     }
+}
+
+/// The function that finds thread-local variables.
+static TLS_LOOKUP: LibcName = AtomicPtr::new(find_lookup as *mut c_void);
+
+/// From now on thread-local variables lie in the blocks that engine threads have, [`TLS_BYTES`]
+/// below the thread pointer: there is no loader that knows of this library.
+pub(crate) fn use_own_blocks() {
+    TLS_LOOKUP.store(own_block as *mut c_void, Relaxed);
+}
+
+/// The place of a variable in an engine thread's block. It changes no register but the result's.
+#[unsafe(naked)]
+unsafe extern "C" fn own_block() {
+    core::arch::naked_asm!(
+        "mov rax, fs:[0]",
+        "sub rax, {bytes}",
+        "add rax, [rdi + 8]",
+        "ret",
+        bytes = const TLS_BYTES,
+    )
+}
+
+/// The first call: looks the loader's function up, and goes there.
+#[unsafe(naked)]
+unsafe extern "C" fn find_lookup() {
+    core::arch::naked_asm!(
+        "push rdi",
+        "call {loaders}",
+        "pop rdi",
+        "jmp rax",
+        loaders = sym loaders_lookup,
+    )
+}
+
+extern "C" fn loaders_lookup() -> *mut c_void {
+    match real::TLS_GET_ADDR.get() {
+        Some(lookup) => {
+            let lookup = lookup as *mut c_void;
+            TLS_LOOKUP.store(lookup, Relaxed);
+            lookup
+        }
+        None => own_block as *mut c_void,
+    }
+}
+
+/// In place of what a panic that unwinds would need.
+#[unsafe(naked)]
+unsafe extern "C" fn no_unwinding() {
+    core::arch::naked_asm!("xor eax, eax", "ret")
+}
+
+/// Its caller could not continue.
+#[unsafe(naked)]
+unsafe extern "C" fn no_resumption() {
+    core::arch::naked_asm!("ud2")
 }
 
 /// memmove(3).
@@ -91,6 +150,16 @@ unsafe extern "C" fn compare_plainly() {
     core::arch::naked_asm!(
         "xor eax, eax",
         "xor ecx, ecx",
+        // Words first; the bytes of the one that differs tell.
+        "4:",
+        "lea r8, [rcx + 8]",
+        "cmp r8, rdx",
+        "ja 2f",
+        "mov r9, [rdi + rcx]",
+        "cmp r9, [rsi + rcx]",
+        "jne 2f",
+        "mov rcx, r8",
+        "jmp 4b",
         "2:",
         "cmp rcx, rdx",
         "je 3f",
@@ -202,6 +271,23 @@ core::arch::global_asm!(
     hidden!(names "write", jumps "{write}"),
     hidden!(names "writev", jumps "{writev}"),
     hidden!(names "munmap", jumps "{munmap}"),
+    hidden!(names "__tls_get_addr", jumps "qword ptr [rip + {tls}]"),
+    hidden!(names "_Unwind_Backtrace", jumps "{unwind}"),
+    hidden!(names "_Unwind_DeleteException", jumps "{unwind}"),
+    hidden!(names "_Unwind_GetCFA", jumps "{unwind}"),
+    hidden!(names "_Unwind_GetDataRelBase", jumps "{unwind}"),
+    hidden!(names "_Unwind_GetIP", jumps "{unwind}"),
+    hidden!(names "_Unwind_GetIPInfo", jumps "{unwind}"),
+    hidden!(names "_Unwind_GetLanguageSpecificData", jumps "{unwind}"),
+    hidden!(names "_Unwind_GetRegionStart", jumps "{unwind}"),
+    hidden!(names "_Unwind_GetTextRelBase", jumps "{unwind}"),
+    hidden!(names "_Unwind_RaiseException", jumps "{unwind}"),
+    hidden!(names "_Unwind_SetGR", jumps "{unwind}"),
+    hidden!(names "_Unwind_SetIP", jumps "{unwind}"),
+    hidden!(names "_Unwind_Resume", jumps "{resume}"),
+    tls = sym TLS_LOOKUP,
+    unwind = sym no_unwinding,
+    resume = sym no_resumption,
     memcpy = sym MEMCPY,
     memmove = sym MEMMOVE,
     memset = sym MEMSET,

@@ -25,7 +25,7 @@ use crate::engage_gate::EngineStart;
 use crate::exit_watch;
 use crate::log;
 use crate::marks::set_own_mark;
-use crate::pages::{excluded, pinned, references};
+use crate::pages::{excluded, references, thread_words};
 use crate::process::{
     ENGINE, ENGINE_PID, FORK_LOCK, PLACE, SLOT_PENDING, SLOT_UNCLAIMED, STAYS_UNMANAGED,
     empty_table, engine, exchange, hold_child, open_area, release_hold, request_hold, segment,
@@ -247,7 +247,7 @@ fn prepare_engine(
         main_object: is_main_object,
         excluded: excluded::is_excluded,
         gives_fork_advice: excluded::is_fork_advice_given,
-        pinned: pinned::pinned_pages,
+        pinned: thread_words::pages_that_stay,
         spawn_reader,
         spawn_server,
         release_hold,

@@ -137,6 +137,14 @@ fn ask(request: AgentRequest) -> Option<OwnedFd> {
     exchange(&[request as u8], &[], &mut [0u8; 8])?.1
 }
 
+/// Tells the supervisor that this process, or one that it is about to start, executes a program
+/// that loads no library. No answer comes.
+pub(crate) fn announce_exec() {
+    if let Ok(conn) = Conn::connect_trusted_high(socket()) {
+        let _ = conn.send(&[AgentRequest::Exec as u8], &[]);
+    }
+}
+
 /// Asks the supervisor to follow a thread of this process through its fork; the connection on which
 /// it waits for the end of that.
 pub(crate) fn ask_to_follow(tid: u32, entry: u64, frame: u64) -> Option<Conn> {

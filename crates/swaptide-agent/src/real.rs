@@ -102,6 +102,7 @@ type Exec = unsafe extern "C" fn(CStrPtr, CStrArray, CStrArray) -> c_int;
 type Spawn = unsafe extern "C" fn(*mut c_int, CStrPtr, Bytes, Bytes, CStrArray, CStrArray) -> c_int;
 type OpenFn = unsafe extern "C" fn(CStrPtr, c_int, c_uint) -> c_int;
 type OpenAtFn = unsafe extern "C" fn(c_int, CStrPtr, c_int, c_uint) -> c_int;
+type ForkHandler = extern "C" fn();
 type Open2 = unsafe extern "C" fn(CStrPtr, c_int) -> c_int;
 type OpenAt2 = unsafe extern "C" fn(c_int, CStrPtr, c_int) -> c_int;
 // Its third argument is read as one word.
@@ -127,6 +128,10 @@ symbols! {
     SET_SPECIFIC: unsafe extern "C" fn(c_uint, Bytes) -> c_int = c"pthread_setspecific";
     RSEQ_OFFSET: *const isize = c"__rseq_offset";
     IOCTL: unsafe extern "C" fn(c_int, c_ulong, usize) -> c_int = c"ioctl";
+    TLS_GET_ADDR: unsafe extern "C" fn(*const c_void) -> *mut c_void = c"__tls_get_addr";
+    GNU_VERSION: extern "C" fn() -> CStrPtr = c"gnu_get_libc_version";
+    REGISTER_ATFORK: unsafe extern "C" fn(ForkHandler, ForkHandler, ForkHandler, *mut c_void)
+        -> c_int = c"__register_atfork";
     REALLOC: unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void = c"realloc";
     VMSPLICE: unsafe extern "C" fn(c_int, Bytes, usize, c_uint) -> isize = c"vmsplice";
     SEND: unsafe extern "C" fn(c_int, Bytes, usize, c_int) -> isize = c"send";

@@ -24,21 +24,25 @@
 //! | [`agent_api`](crate::control::agent_api) | where processes ask for the segment |
 //! | [`peer`](crate::control::peer) | the peer there, as the kernel reports it |
 //! | `shared_pager` | the pager of shared memory |
+//! | `capability` | acting without a right that this process has |
 //! | [`signals`] | signals and children as descriptors |
 //! | [`control`] | where the run's owner asks for its state |
 //! | [`daemon`] | one supervisor for the runs of a host |
 //! | [`supervise`](crate::run::supervise) | the two processes of a supervisor, and the order of things |
+//! | `inject` | programs that load no library: the agent is put into them |
 //! | [`report`] | totals, JSON, summary |
 //! | [`doctor`](crate::run::doctor) | what this machine allows |
 //!
 //! Locks: none; threads talk through channels, processes through the segment's atomics and a
 //! socket.
 
+mod capability;
 pub mod cgroup;
 mod client_conn;
 pub mod config;
 pub mod control;
 pub mod daemon;
+mod inject;
 pub mod memctl;
 pub mod nbd;
 pub mod report;

@@ -10,6 +10,8 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
+use swaptide_sys::ptrace::TraceeStop;
+
 /// A signal that came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Arrived {
@@ -144,6 +146,18 @@ pub(crate) enum ChildStatus {
     Nothing,
     /// There is no child any more.
     NoChild,
+}
+
+impl ChildStatus {
+    /// The state of a thread that this process traces, if this is of one that it traces.
+    pub(crate) fn of_tracee(self) -> Option<(u32, TraceeStop)> {
+        match self {
+            ChildStatus::Ended { pid, .. } => Some((pid, TraceeStop::Gone)),
+            ChildStatus::Followed(pid, status) => Some((pid, TraceeStop::of(status))),
+            ChildStatus::Stopped(pid, signal) => Some((pid, TraceeStop::Signal(signal))),
+            _ => None,
+        }
+    }
 }
 
 /// The next change of a child that was not told yet; does not wait.

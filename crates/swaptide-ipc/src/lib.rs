@@ -24,6 +24,7 @@ mod counters;
 mod group;
 pub mod groups;
 mod ids;
+pub mod injected;
 mod layout;
 mod optional_limit;
 pub mod shared;

@@ -51,6 +51,9 @@ pub enum AgentRequest {
     /// Advice on a range of shared memory: address (8), length (8), advice (4). In the answer a 1
     /// if the range is of a shared region.
     Advise = b'V',
+    /// The client, or a process that it is about to start, executes a program that loads no
+    /// library: it is to be given the agent. There is no answer.
+    Exec = b'X',
     /// Hold the userfaultfd that comes with the request until the client's threads are gone. There
     /// is no answer; the connection stays open for as long as the client has an engine. A byte on
     /// it asks the supervisor to let go; it answers by closing the connection.
@@ -61,12 +64,12 @@ impl AgentRequest {
     /// The request of a byte, if it is one.
     pub fn from_byte(byte: u8) -> Option<AgentRequest> {
         use AgentRequest::{
-            Advise, Area, Attach, Device, Fork, Guard, Handshake, Hold, Identity, Maps, Pagemap,
-            Region, Segment, Statm,
+            Advise, Area, Attach, Device, Exec, Fork, Guard, Handshake, Hold, Identity, Maps,
+            Pagemap, Region, Segment, Statm,
         };
         [
             Segment, Area, Device, Handshake, Pagemap, Maps, Statm, Identity, Fork, Region, Attach,
-            Guard, Advise, Hold,
+            Guard, Advise, Exec, Hold,
         ]
         .into_iter()
         .find(|request| *request as u8 == byte)

@@ -20,6 +20,7 @@ extern crate alloc;
 
 pub mod advise_each;
 pub mod affinity;
+pub mod elf;
 pub mod engine_threads;
 pub mod errno;
 pub mod eventfd;
@@ -35,6 +36,7 @@ pub mod process;
 pub mod procfs;
 pub mod ptrace;
 pub mod raw;
+pub mod remote;
 pub mod sock;
 pub mod thread;
 pub mod time;

@@ -256,6 +256,16 @@ pub fn unlock_own_ranges() {
     own_ranges(unlock);
 }
 
+/// Enters a range that something else has mapped for the engine, for the life of the process.
+///
+/// # Errors
+/// `NOMEM` when `MAX_OWN_RANGES` mappings exist.
+pub fn note_own(range: VirtRange) -> Result<(), Errno> {
+    let (_, registration) = map_registered(|| Ok(range))?;
+    core::mem::forget(registration);
+    Ok(())
+}
+
 /// Whether the kernel has something in the place of one page of this process.
 pub fn is_mapped_in(page: VirtAddr) -> Result<bool, Errno> {
     let mut there = 0u8;

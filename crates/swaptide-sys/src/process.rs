@@ -111,6 +111,11 @@ pub struct ProcInfo {
     pub zombie: bool,
     /// Stopped, by a signal or a debugger.
     pub stopped: bool,
+    /// It has executed a program since it was forked.
+    pub has_executed: bool,
+    /// Start of its stack: the same in processes that were forked from each other and did not
+    /// execute a program, another one after that. 0 where this process may not know it.
+    pub stack_start: u64,
 }
 
 /// Looks one process up; `None` when it is gone.
@@ -122,12 +127,18 @@ pub fn proc_info(pid: u32) -> Option<ProcInfo> {
 /// Parses the `stat` file of process `pid`.
 pub fn parse_stat(pid: u32, stat: &[u8]) -> Option<ProcInfo> {
     let mut words = procfs::words(after_name(stat)?);
-    // Fields counted from 1: 3 is the state, 4 the parent, 22 the start time.
+    /// `PF_FORKNOEXEC` of the kernel.
+    const NOT_EXECUTED: u64 = 0x40;
+    // Fields counted from 1: 3 is the state, 4 the parent, 9 the flags, 22 the start time, 28 the
+    // start of the stack.
     let state = words.next()?;
     let (zombie, stopped) = (matches!(state, b"Z" | b"X"), matches!(state, b"T" | b"t"));
     let ppid = parse_u64(words.next()?)? as u32;
-    let start_time = parse_u64(words.nth(22 - 5)?)?;
-    Some(ProcInfo { pid, ppid, start_time, zombie, stopped })
+    let flags = parse_u64(words.nth(9 - 5)?)?;
+    let start_time = parse_u64(words.nth(22 - 10)?)?;
+    let stack_start = words.nth(28 - 23).and_then(parse_u64).unwrap_or(0);
+    let has_executed = flags & NOT_EXECUTED == 0;
+    Some(ProcInfo { pid, ppid, start_time, zombie, stopped, has_executed, stack_start })
 }
 
 /// True where a thread's `stat` file says that the kernel made it to work for the process: it runs
@@ -347,13 +358,23 @@ mod tests {
     fn names_with_parentheses_do_not_mislead() {
         let info = parse_stat(
             7,
-            b"7 (a) b) (c) S 3 7 7 0 -1 4194560 1 0 0 0 1 2 3 4 20 0 1 0 98765 1000 10",
+            b"7 (a) b) (c) S 3 7 7 0 -1 4194560 1 0 0 0 1 2 3 4 20 0 1 0 98765 1000 10 5 6 7 8888",
         )
         .unwrap();
         assert_eq!(
             info,
-            ProcInfo { pid: 7, ppid: 3, start_time: 98765, zombie: false, stopped: false }
+            ProcInfo {
+                pid: 7,
+                ppid: 3,
+                start_time: 98765,
+                zombie: false,
+                stopped: false,
+                has_executed: true,
+                stack_start: 8888,
+            }
         );
+        let forked = parse_stat(7, b"7 (a) S 3 7 7 0 -1 4194624 1 0 0 0 1 2 3 4 20 0 1 0 98765 9");
+        assert!(forked.is_some_and(|info| !info.has_executed && info.stack_start == 0));
         assert_eq!(parse_stat(7, b"7 (short) S 3"), None);
     }
 

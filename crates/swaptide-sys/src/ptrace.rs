@@ -21,16 +21,16 @@ use rustix::io::Errno;
 use crate::raw::syscall;
 
 /// The registers of x86-64, in the order of the kernel's `user_regs_struct`.
-type Registers = [u64; 27];
-const RIP: usize = 16;
-const RSP: usize = 19;
-const ORIG_RAX: usize = 15;
+pub(crate) type Registers = [u64; 27];
+pub(crate) const RIP: usize = 16;
+pub(crate) const RSP: usize = 19;
+pub(crate) const ORIG_RAX: usize = 15;
 
 const _: () = assert!(size_of::<Registers>() == size_of::<k::__kernel_ulong_t>() * 27);
 
 /// The event of a stop of a followed thread that no signal has caused (`PTRACE_EVENT_STOP`).
 const EVENT_STOP: u32 = 128;
-const SIGTRAP: u32 = 5;
+pub(crate) const SIGTRAP: u32 = 5;
 
 /// The state of a followed thread.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]

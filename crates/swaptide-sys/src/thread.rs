@@ -36,8 +36,8 @@ use crate::page::{PAGE_SIZE, VirtRange};
 use crate::raw::syscall;
 pub use crate::time::{Nanos, now, sleep};
 
-/// Bytes of thread-locals below the thread pointer.
-const TLS_BYTES: usize = 64 << 10;
+/// Bytes of thread-locals below the thread pointer of an engine thread.
+pub const TLS_BYTES: usize = 64 << 10;
 
 /// Starts a thread that runs `entry(arg)` on its own stack of `stack` bytes (at least 16 KiB), with
 /// all signals blocked and its own thread-local block; it ends when `entry` returns.
@@ -270,6 +270,27 @@ pub fn exit_thread() -> ! {
     loop {
         // SAFETY: ends the thread; its stack is never given back (invariant 2).
         let _ = unsafe { syscall!(k::__NR_exit, 0usize) };
+    }
+}
+
+/// Ends the calling thread only, and gives its stack back.
+///
+/// # Safety
+/// `memory` is a mapping with this thread's stack, which nothing uses any more.
+pub unsafe fn exit_thread_and_unmap(memory: VirtRange) -> ! {
+    // SAFETY: between the two calls no memory is accessed; the rest is the caller's promise.
+    unsafe {
+        core::arch::asm!(
+            "syscall",
+            "xor edi, edi",
+            "mov eax, 60",
+            "syscall",
+            "ud2",
+            in("rax") k::__NR_munmap as usize,
+            in("rdi") memory.start.0,
+            in("rsi") memory.len(),
+            options(noreturn, nostack),
+        )
     }
 }
 

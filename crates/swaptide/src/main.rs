@@ -18,7 +18,7 @@ use swaptide_host::control::agent_api::Users;
 use swaptide_host::daemon::server::{self, DaemonConfig};
 use swaptide_host::memctl::stall::{OnStall, StallPolicy};
 use swaptide_host::run::doctor;
-use swaptide_host::run::supervise::{self, RunConfig};
+use swaptide_host::run::supervise::{self, RunConfig, RunReach};
 
 /// Exit status of bad input, and of whatever keeps a command from starting.
 const BAD_INPUT: u8 = 2;
@@ -59,6 +59,17 @@ enum Command {
 }
 
 #[derive(Args)]
+struct ReachArgs {
+    /// Also manage programs that load no library (static, Go's, musl's) [default: refused, or
+    /// unmanaged in a tree]. Not for those that fork and end before their children do
+    #[arg(long)]
+    inject: bool,
+    /// Also swap large anonymous shared mappings, and charge them to the budget [default: neither]
+    #[arg(long)]
+    shared: bool,
+}
+
+#[derive(Args)]
 struct RunArgs {
     /// Memory for the program and its children: 512M, 1.5G, or 50% of the machine's or container's
     /// memory [default: 80%]
@@ -96,9 +107,8 @@ struct RunArgs {
     /// users in the run, or of this user only; the others are then not managed [default: all]
     #[arg(long, value_name = "all|same-user")]
     userfaultfd: Option<Users>,
-    /// Also swap large anonymous shared mappings, and charge them to the budget [default: neither]
-    #[arg(long)]
-    shared: bool,
+    #[command(flatten)]
+    reach: ReachArgs,
     /// Read at most 2^N pages at a time from a swap file and the compressed memory in front of it;
     /// 0 disables readahead [default: adaptive, up to 2M]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=9))]
@@ -207,7 +217,7 @@ fn run(args: RunArgs) -> ExitCode {
         strict,
         stall,
         userfaultfd,
-        shared,
+        reach,
         page_cluster,
         tiers,
         group,
@@ -224,7 +234,7 @@ fn run(args: RunArgs) -> ExitCode {
         strict,
         stall: stall.policy(),
         userfaultfd,
-        shared,
+        reach: RunReach { inject: reach.inject, shared: reach.shared },
         page_cluster,
         largest_order,
         group,

@@ -341,7 +341,9 @@ fn bad_input_is_one_line_that_names_the_flag_and_status_2() {
         (vec!["--frobnicate", "--", "true"], ["--frobnicate", "unexpected"]),
         (vec!["--", "no-such-program-anywhere"], ["no-such-program-anywhere", "not found"]),
         (vec!["--", "/etc/passwd"], ["/etc/passwd", "not executable"]),
-        (vec!["--", static_program], ["statically linked", "no library"]),
+        (vec!["--", static_program], ["statically linked", "--inject"]),
+        // Nothing can be put into it: the agent of these tests is an empty library.
+        (vec!["--inject", "--", static_program], ["empty-agent", "install swaptide again"]),
         (vec!["--", suid], ["set-user-id", "ignores"]),
         (vec![], ["CMD", "required"]),
     ] {

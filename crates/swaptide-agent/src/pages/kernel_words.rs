@@ -36,6 +36,10 @@ const RSEQ_BYTES: usize = 32;
 
 /// Pins the control block of the calling thread: it starts at the thread pointer.
 pub(crate) fn pin_own_block() {
+    if real::GNU_VERSION.get().is_none() {
+        // Another libc's is elsewhere, and smaller.
+        return;
+    }
     let block = real::thread_pointer();
     let tid = seccomp::own_tid();
     let pin = |at, len| {

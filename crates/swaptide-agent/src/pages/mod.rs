@@ -5,3 +5,4 @@ pub(crate) mod excluded;
 pub(crate) mod kernel_words;
 pub(crate) mod pinned;
 pub(crate) mod references;
+pub(crate) mod thread_words;

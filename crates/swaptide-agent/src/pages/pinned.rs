@@ -208,7 +208,7 @@ pub(crate) fn pin_permanently(addr: usize, len: usize) -> bool {
     any
 }
 
-/// Returns a bit for each pinned page of a chunk. Called by the engine.
+/// Returns a bit for each pinned page of a chunk.
 pub(crate) fn pinned_pages(chunk: ChunkNo) -> u16 {
     let first = chunk.first().0;
     let mut mask = 0;

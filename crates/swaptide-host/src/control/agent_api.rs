@@ -89,6 +89,8 @@ pub struct AgentServer {
     users: Users,
     waiting: Vec<Waiting>,
     dials: Dials,
+    /// Processes that are about to execute a program which loads no library, or start one.
+    announced: Vec<u32>,
 }
 
 /// A client that has connected and said nothing yet.
@@ -118,7 +120,14 @@ impl AgentServer {
             waiting: Vec::new(),
             dials: Dials::default(),
             holds: Holds::default(),
+            announced: Vec::new(),
         })
+    }
+
+    /// The processes that have said since the last call that they are about to execute a program
+    /// which loads no library, or start one.
+    pub(crate) fn take_announced(&mut self) -> Vec<u32> {
+        std::mem::take(&mut self.announced)
     }
 
     /// Returns the messages since the last call.
@@ -185,8 +194,10 @@ impl AgentServer {
                     let pid = waiting.peer.pid;
                     let request =
                         self.answer(waiting.client, waiting.peer, segment, areas, shared, followed);
-                    if request == Some(AgentRequest::Segment) {
-                        joined.push(pid);
+                    match request {
+                        Some(AgentRequest::Segment) => joined.push(pid),
+                        Some(AgentRequest::Exec) => self.announced.push(pid),
+                        _ => {}
                     }
                 }
             }
@@ -292,6 +303,7 @@ impl AgentServer {
                 complete_api(fd.userfaultfd()?, features)?;
                 client.send(&message[..1], &[]).ok()?;
             }
+            AgentRequest::Exec => {}
             AgentRequest::Fork
             | AgentRequest::Region
             | AgentRequest::Attach

@@ -48,8 +48,9 @@ use swaptide_sys::process::{pidfd_open, pidfd_send_signal, proc_info};
 use swaptide_sys::ptrace::{Tracee, TraceeStop, seize};
 use swaptide_sys::sock::{Sender, poll_readable};
 
+use crate::capability::without;
 use crate::client_conn::ClientConn;
-use crate::control::peer::{Peer, without};
+use crate::control::peer::Peer;
 
 /// Forks that can be waited for at a time; of more, the others are looked at whenever something
 /// happens.

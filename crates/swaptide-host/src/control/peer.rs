@@ -24,10 +24,11 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
-use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
+use rustix::thread::CapabilitySet;
 use swaptide_sys::process::{pidfd_open, start_time};
 use swaptide_sys::sock::{Conn, Sender, poll_readable};
 
+use crate::capability::without;
 use crate::memctl::processes::descends;
 
 /// In the auxiliary vector: not 0 where the program has other rights than the process that executed
@@ -122,24 +123,10 @@ fn is_secure(auxv: &[u8]) -> bool {
     pairs.find(|(key, _)| *key == AT_SECURE).is_none_or(|(_, value)| value != 0)
 }
 
-/// Runs `act` without a capability that this thread may have: the kernel decides as it would for a
-/// thread without it. `None`, and nothing is done, where the capability cannot be dropped.
-pub(super) fn without<T>(capability: CapabilitySet, act: impl FnOnce() -> T) -> Option<T> {
-    let sets = capabilities(None).ok()?;
-    if !sets.effective.intersects(capability) {
-        return Some(act());
-    }
-    let less = CapabilitySets { effective: sets.effective - capability, ..sets };
-    set_capabilities(None, less).ok()?;
-    let done = act();
-    // What is permitted may always be made effective.
-    let _ = set_capabilities(None, sets);
-    Some(done)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::thread::capabilities;
     use swaptide_sys::sock::Listener;
 
     fn peer() -> (Peer, Sender, Conn) {

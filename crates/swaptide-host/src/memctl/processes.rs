@@ -488,14 +488,7 @@ fn resident_by_threads(pid: u32) -> u64 {
 
 /// Returns the start of a process's stack; 0 if unknown.
 fn stack_start(pid: u32) -> u64 {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The command in the second field may contain anything, also brackets; the field is number 28.
-    let after_command = text.rfind(')').map_or("", |at| &text[at + 1..]);
-    after_command
-        .split_ascii_whitespace()
-        .nth(28 - 3)
-        .and_then(|field| field.parse().ok())
-        .unwrap_or(0)
+    proc_info(pid).map_or(0, |info| info.stack_start)
 }
 
 fn parent_of(pid: u32) -> Option<u32> {

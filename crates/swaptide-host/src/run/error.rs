@@ -9,6 +9,7 @@ use thiserror::Error;
 
 use crate::cgroup::tree::GroupError;
 use crate::config::ConfigError;
+use crate::inject::ImageError;
 use crate::run::target::TargetError;
 use crate::swap::areas::AreaError;
 use crate::swap::spec::DeviceError;
@@ -65,6 +66,9 @@ pub enum RunError {
         list = path_list(.0)
     )]
     NoAgent(Vec<PathBuf>),
+    /// The library cannot be put into a program.
+    #[error("{0}")]
+    Agent(ImageError),
     /// The library's path cannot stand in `LD_PRELOAD`.
     #[error(
         "{}: a path with a space or a colon cannot be preloaded; move it or set \
@@ -78,6 +82,12 @@ pub enum RunError {
         (shared memory then stays in memory), or run as root"
     )]
     SharedNeedsEvents,
+    /// `--inject` where the kernel does not report forks.
+    #[error(
+        "--inject: children of programs that load no library need CAP_SYS_PTRACE; leave it out, \
+        or run as root"
+    )]
+    InjectNeedsEvents,
     /// `--shared` under a limit on file size that cannot be raised.
     #[error(
         "--shared: shared memory is kept in files, and the hard limit on file size (ulimit -Hf) is \

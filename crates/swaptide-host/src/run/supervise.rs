@@ -44,6 +44,7 @@ use crate::config::Config;
 use crate::control::Users;
 use crate::control::daemon_client::{self as client, RemoteAreas};
 use crate::control::server::{Join, Joined};
+use crate::inject::AgentFile;
 use crate::memctl::stall::StallPolicy;
 use crate::report::totals::{ReportFile, Sink, program_name};
 use crate::run::agent::find_agent;
@@ -71,6 +72,15 @@ const ENV_NO_DAEMON: &str = "SWAPTIDE_NO_DAEMON";
 /// The budget where none is given: a margin stays for what is not the program's.
 const DEFAULT_RAM: &str = "80%";
 
+/// What is managed beyond the private memory of programs that load the agent.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RunReach {
+    /// `--inject`: programs that load no library.
+    pub inject: bool,
+    /// `--shared`: large anonymous shared mappings.
+    pub shared: bool,
+}
+
 /// A run as it was asked for.
 #[derive(Clone, Debug, Default)]
 pub struct RunConfig {
@@ -88,8 +98,8 @@ pub struct RunConfig {
     pub stall: StallPolicy,
     /// `--userfaultfd`.
     pub userfaultfd: Option<Users>,
-    /// `--shared`: large anonymous shared mappings are swapped, too.
-    pub shared: bool,
+    /// `--inject` and `--shared`.
+    pub reach: RunReach,
     /// `--page-cluster`: how far the swap file is read ahead, as a power of two of pages.
     pub page_cluster: Option<u8>,
     /// Largest order of a swap-in, for comparisons.
@@ -183,7 +193,8 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
     let (name, arguments) = config.command.split_first().ok_or(RunError::NoCommand)?;
     let target =
         target::find(name, std::env::var_os("PATH").as_deref()).map_err(RunError::Target)?;
-    let preload = preload(&find_agent()?)?;
+    let agent = find_agent()?;
+    let preload = preload(&agent)?;
     let report = match &config.report {
         Some(path) => Some((
             path.clone(),
@@ -192,10 +203,13 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         None => None,
     };
     let forks = doctor::forks().map_err(RunError::Userfaultfd)?;
-    if forks == Forks::Followed && config.shared {
+    if forks == Forks::Followed && config.reach.shared {
         return Err(RunError::SharedNeedsEvents);
     }
-    if config.shared && !may_write_files_of(MAX_REGION_BYTES) {
+    if !config.reach.inject {
+        target.check_loads().map_err(RunError::Target)?;
+    }
+    if config.reach.shared && !may_write_files_of(MAX_REGION_BYTES) {
         return Err(RunError::SharedFileSize);
     }
     let program = program_name(name);
@@ -215,17 +229,23 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         }
         None => place_of_its_own(config, &file, budget, &mut devices, program)?,
     };
+    if config.reach.inject && follows_forks {
+        return Err(RunError::InjectNeedsEvents);
+    }
+    let agent = || AgentFile::new(agent, target.kind.is_injected());
+    let agent = config.reach.inject.then(agent).transpose().map_err(RunError::Agent)?;
     Ok(Prepared {
         target,
         arguments: arguments.to_vec(),
         preload,
+        agent,
         place,
         report,
         quiet: config.quiet,
         strict: config.strict,
         stall: config.stall,
         users,
-        shared: config.shared,
+        shared: config.reach.shared,
         fail: wanted_failure(),
         follows_forks,
         started,

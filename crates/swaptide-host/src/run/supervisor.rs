@@ -17,7 +17,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use rustix::net::{SendFlags, send};
-use swaptide_ipc::{ENV_SOCKET, GroupIndex, Segment};
+use swaptide_ipc::{ENV_AGENT_LOG, ENV_SOCKET, GroupIndex, Segment};
 use swaptide_sys::process::set_child_subreaper;
 use swaptide_sys::ptrace;
 use swaptide_sys::sock::{MAX_POLL, poll_readable};
@@ -27,6 +27,7 @@ use crate::control::agent_api::{AgentServer, Users};
 use crate::control::daemon_client::{self as client, RemoteAreas};
 use crate::control::fork_tracer::{self, TracedForks};
 use crate::control::server::{self, ControlSocket, Join, ServedRun};
+use crate::inject::{AgentFile, Tracer};
 use crate::memctl::controller::{self, MemoryController, SayToRun};
 use crate::memctl::shared_pager::SharedPager;
 use crate::memctl::stall::{OnStall, StallPolicy};
@@ -81,6 +82,8 @@ pub(super) struct Prepared {
     pub(super) target: Target,
     pub(super) arguments: Vec<OsString>,
     pub(super) preload: OsString,
+    /// What is put into programs that load no library, where that is wanted.
+    pub(super) agent: Option<AgentFile>,
     pub(super) place: RunPlace,
     pub(super) report: Option<(PathBuf, Sink)>,
     pub(super) quiet: bool,
@@ -116,6 +119,15 @@ impl Prepared {
             Ok(None) => Err(io::Error::other("the daemon is gone")),
             Err(why) => Err(io::Error::other(why)),
         }
+    }
+
+    /// What puts the agent into programs that load no library.
+    fn tracer(&mut self, socket: &str) -> Option<Tracer> {
+        let agent = self.agent.take()?;
+        let log = std::env::var_os(ENV_AGENT_LOG).filter(|path| !path.is_empty());
+        let log = log.and_then(|path| std::path::absolute(path).ok());
+        let log = log.map(|path| path.into_os_string().into_encoded_bytes());
+        Tracer::start(agent, socket, log).ok()
     }
 
     /// Starts the controller of a run that is alone, and opens its control socket; and what a pager
@@ -185,6 +197,8 @@ pub(super) struct Supervisor {
     counter: AgentServer,
     /// Threads that fork, where the kernel does not report it.
     followed: TracedForks,
+    /// Programs that load no library, with `--inject`.
+    tracer: Option<Tracer>,
     /// Pager of shared memory; `None` without `--shared`.
     shared: Option<&'static SharedPager>,
     /// Where there is no daemon that does it.
@@ -224,6 +238,10 @@ impl Supervisor {
         release_streams(&prepared.inherited_fds, &[0, 1, 2]);
         leave_directory();
         let kept = prepared.keep(launcher, &channel);
+        let tracer = prepared.tracer(counter.name());
+        if prepared.target.kind.is_injected() {
+            let _ = tracer.as_ref().map(|tracer| tracer.watch(program));
+        }
         let followed = TracedForks::new(prepared.follows_forks);
         let supervisor = Supervisor {
             prepared,
@@ -233,6 +251,7 @@ impl Supervisor {
             signals,
             counter,
             followed,
+            tracer,
             shared: kept.shared,
             controller: kept.controller,
             program: Some(program),
@@ -257,10 +276,13 @@ impl Supervisor {
                     .as_ref()
                     .map_or(self.signals.as_fd(), |channel| channel.stream.as_fd()),
             );
+            fds.push(self.tracer.as_ref().map_or(self.signals.as_fd(), Tracer::awaited));
             fds.extend(self.counter.awaited());
             fds.extend(self.followed.awaited());
+            let held = self.tracer.as_ref().and_then(Tracer::timeout);
             let timeout = [self.counter.timeout(), self.followed.timeout(), self.ending.timeout()]
                 .into_iter()
+                .chain([held])
                 .flatten()
                 .min();
             // Those for which there is no place are looked at all the same, a little later.
@@ -293,6 +315,7 @@ impl Supervisor {
             if ready & 4 != 0 && self.channel.is_some() {
                 self.listen_to_launcher();
             }
+            self.attend_programs(ready & 8 != 0);
             self.attend_forks();
             self.follow_signals();
             for note in self.counter.take_notes() {
@@ -306,6 +329,20 @@ impl Supervisor {
                     .map(|controller| controller.send(controller::ControllerRequest::Stop));
                 return;
             }
+        }
+    }
+
+    /// Has programs that load no library given the agent.
+    fn attend_programs(&mut self, are_named: bool) {
+        let announced = self.counter.take_announced();
+        let Some(tracer) = &mut self.tracer else { return };
+        announced.into_iter().for_each(|pid| tracer.watch(pid));
+        if are_named {
+            tracer.begin_named();
+        }
+        tracer.attend(self.prepared.place.segment);
+        if let Some(note) = tracer.take_note().filter(|_| !self.prepared.quiet) {
+            self.say(note);
         }
     }
 
@@ -372,6 +409,14 @@ impl Supervisor {
             let change = signals::child_change();
             if let ChildStatus::Ended { pid, .. } = change {
                 self.followed.changed(pid, ptrace::TraceeStop::Gone);
+            }
+            if let Some((pid, stop)) = change.of_tracee()
+                && let Some(tracer) = self.tracer.as_mut().filter(|tracer| tracer.has(pid))
+            {
+                tracer.changed(pid, stop);
+                if stop != ptrace::TraceeStop::Gone {
+                    continue;
+                }
             }
             match change {
                 ChildStatus::Ended { pid, status } if Some(pid) == self.program => {

@@ -1,9 +1,9 @@
 //! The program to run: found as the shell would find it, and checked for everything that would keep
 //! the agent out of it.
 //!
-//! Owns the rules of what cannot work: the agent is a library that the dynamic loader preloads, so
-//! a program without a loader, with another machine's loader, or one that the kernel runs in secure
-//! mode would run outside of the budget without a word.
+//! Owns the rules of what cannot work: a program for another machine, or one that the kernel runs
+//! in secure mode, would run outside of the budget without a word. Where no loader preloads the
+//! agent, the supervisor puts it in (`inject`).
 //!
 //! Locks: none.
 
@@ -13,6 +13,8 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use swaptide_sys::AsFd;
+use swaptide_sys::elf::{ProgramKind, kind_of};
 use thiserror::Error;
 
 /// A program that can be run.
@@ -22,6 +24,8 @@ pub struct Target {
     pub path: PathBuf,
     /// Its name as it was typed, which becomes its `argv[0]`.
     pub name: OsString,
+    /// How the agent gets into it.
+    pub kind: ProgramKind,
 }
 
 /// Why a program cannot be run under a budget.
@@ -40,13 +44,14 @@ pub enum TargetError {
     /// It cannot be read.
     #[error("{path}: cannot be read: {1}; check its permissions", path = .0.display())]
     Read(PathBuf, io::Error),
-    /// An ELF file without a program interpreter.
+    /// A program that loads no library.
     #[error(
-        "{}: statically linked, so no library can be loaded into it; use a dynamically \
-        linked build",
-        .0.display()
+        "{path}: {1}, so no library can be loaded into it; give --inject to have the agent put \
+        into it (not for programs that fork and end before their children), or use a dynamically \
+        linked glibc build",
+        path = .0.display()
     )]
-    Static(PathBuf),
+    LoadsNothing(PathBuf, &'static str),
     /// A set-user-id or set-group-id file, or one with capabilities.
     #[error(
         "{path}: {1}, so the loader ignores preloaded libraries; run it without that \
@@ -64,13 +69,6 @@ pub enum TargetError {
     /// An ELF file that ends too early or contradicts itself.
     #[error("{}: damaged: its ELF headers end too early; install it again", .0.display())]
     Damaged(PathBuf),
-    /// A dynamic program whose loader is not the agent's.
-    #[error(
-        "{path}: uses the loader {1} of another C library than swaptide's glibc; use \
-        a glibc build",
-        path = .0.display()
-    )]
-    Loader(PathBuf, String),
     /// A script whose interpreter is the trouble.
     #[error("{path}: a script whose interpreter cannot work: {1}", path = .0.display())]
     Interpreter(PathBuf, Box<TargetError>),
@@ -82,8 +80,23 @@ pub enum TargetError {
 /// See [`TargetError`].
 pub fn find(name: &OsStr, search: Option<&OsStr>) -> Result<Target, TargetError> {
     let path = locate(name, search)?;
-    check(&path, 0)?;
-    Ok(Target { path, name: name.to_owned() })
+    let kind = check(&path, 0)?;
+    Ok(Target { path, name: name.to_owned(), kind })
+}
+
+impl Target {
+    /// Checks that its loader preloads the agent.
+    ///
+    /// # Errors
+    /// [`TargetError::LoadsNothing`].
+    pub(crate) fn check_loads(&self) -> Result<(), TargetError> {
+        let what = match self.kind {
+            ProgramKind::Static => "statically linked",
+            ProgramKind::Musl => "a program of musl's",
+            ProgramKind::Loads | ProgramKind::Library => return Ok(()),
+        };
+        Err(TargetError::LoadsNothing(self.path.clone(), what))
+    }
 }
 
 fn locate(name: &OsStr, search: Option<&OsStr>) -> Result<PathBuf, TargetError> {
@@ -118,7 +131,7 @@ fn executable(path: &Path) -> bool {
     rustix::fs::access(path, rustix::fs::Access::EXEC_OK).is_ok()
 }
 
-fn check(path: &Path, depth: u32) -> Result<(), TargetError> {
+fn check(path: &Path, depth: u32) -> Result<ProgramKind, TargetError> {
     let owned = || path.to_owned();
     let metadata = std::fs::metadata(path).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => TargetError::Missing(owned()),
@@ -133,7 +146,9 @@ fn check(path: &Path, depth: u32) -> Result<(), TargetError> {
     let file = match File::open(path) {
         Ok(file) => file,
         // A program may be executable and not readable: the kernel alone can tell what it is.
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+            return Ok(ProgramKind::Loads);
+        }
         Err(error) => return Err(TargetError::Read(owned(), error)),
     };
     let mut head = [0u8; 256];
@@ -161,7 +176,6 @@ fn script_interpreter(rest: &[u8]) -> Option<PathBuf> {
     Some(PathBuf::from(OsStr::from_bytes(word)))
 }
 
-const PT_INTERP: u32 = 3;
 const EM_386: u16 = 3;
 const EM_ARM: u16 = 40;
 const EM_X86_64: u16 = 62;
@@ -176,7 +190,7 @@ fn check_elf(
     file: &File,
     head: &[u8],
     metadata: &std::fs::Metadata,
-) -> Result<(), TargetError> {
+) -> Result<ProgramKind, TargetError> {
     let damaged = || TargetError::Damaged(path.to_owned());
     let (Some(class), Some(order), Some(machine)) = (head.get(4), head.get(5), u16_at(head, 18))
     else {
@@ -204,39 +218,7 @@ fn check_elf(
     if !rustix::process::geteuid().is_root() && metadata.size() > 0 && has_capabilities(path) {
         return Err(TargetError::Secure(path.to_owned(), "has file capabilities"));
     }
-    let loader = interpreter(file, head)
-        .ok_or_else(damaged)?
-        .ok_or_else(|| TargetError::Static(path.to_owned()))?;
-    if cfg!(target_env = "gnu") && loader.contains("ld-musl") {
-        return Err(TargetError::Loader(path.to_owned(), loader));
-    }
-    Ok(())
-}
-
-/// The program interpreter: `None` where the headers are damaged, `Some(None)` where there is none.
-fn interpreter(file: &File, head: &[u8]) -> Option<Option<String>> {
-    let table = u64_at(head, 32)?;
-    let entry_bytes = u16_at(head, 54)? as u64;
-    let entries = u16_at(head, 56)? as u64;
-    for number in 0..entries {
-        let mut entry = [0u8; 56];
-        let at = table.checked_add(number * entry_bytes)?;
-        if entry_bytes < 56 || read_some(file, &mut entry, at).ok()? < entry.len() {
-            return None;
-        }
-        if u32_at(&entry, 0)? == PT_INTERP {
-            let mut name = vec![0u8; u64_at(&entry, 32)?.min(4096) as usize];
-            let length = read_some(file, &mut name, u64_at(&entry, 8)?).ok()?;
-            let end = name[..length].iter().position(|b| *b == 0).unwrap_or(length);
-            return Some(Some(String::from_utf8_lossy(&name[..end]).into_owned()));
-        }
-    }
-    Some(None)
-}
-
-fn has_capabilities(path: &Path) -> bool {
-    let mut value = [0u8; 64];
-    rustix::fs::getxattr(path, "security.capability", &mut value).is_ok_and(|length| length > 0)
+    kind_of(file.as_fd()).ok_or_else(damaged)
 }
 
 fn read_some(file: &File, buffer: &mut [u8], mut at: u64) -> io::Result<usize> {
@@ -259,12 +241,9 @@ fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_le_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
 }
 
-fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
-}
-
-fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
-    Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?))
+fn has_capabilities(path: &Path) -> bool {
+    let mut value = [0u8; 64];
+    rustix::fs::getxattr(path, "security.capability", &mut value).is_ok_and(|length| length > 0)
 }
 
 fn missing(path: &Path) -> &'static str {
@@ -298,7 +277,9 @@ mod tests {
     #[test]
     fn a_program_is_found_as_the_shell_finds_it() {
         let found = find(OsStr::new("sh"), Some(OsStr::new("/nowhere:/bin"))).expect("sh");
-        assert_eq!(found, Target { path: PathBuf::from("/bin/sh"), name: OsString::from("sh") });
+        let (path, name) = (PathBuf::from("/bin/sh"), OsString::from("sh"));
+        assert_eq!(found, Target { path, name, kind: ProgramKind::Loads });
+        assert!(found.check_loads().is_ok());
         assert_eq!(find(OsStr::new("/bin/sh"), None).expect("sh").path, Path::new("/bin/sh"));
         assert!(matches!(
             find(OsStr::new("no-such-program"), Some(OsStr::new("/bin"))),
@@ -326,21 +307,8 @@ mod tests {
     }
 
     #[test]
-    fn static_foreign_damaged_and_privileged_programs_are_refused() {
+    fn foreign_damaged_and_privileged_programs_are_refused() {
         let scratch = Scratch::new("elf");
-        let without_interpreter = |bytes: &mut Vec<u8>| {
-            let table = u64_at(bytes, 32).expect("table") as usize;
-            for number in 0..u16_at(bytes, 56).expect("count") as usize {
-                let at = table + number * 56;
-                if u32_at(bytes, at) == Some(PT_INTERP) {
-                    bytes[at] = 0;
-                }
-            }
-        };
-        assert!(
-            message(&altered_shell(&scratch, "static", without_interpreter))
-                .contains("statically linked")
-        );
         assert!(message(&altered_shell(&scratch, "old", |bytes| bytes[4] = 1)).contains("32-bit"));
         assert!(
             message(&altered_shell(&scratch, "foreign", |bytes| bytes[18] = 243))
@@ -364,13 +332,16 @@ mod tests {
     }
 
     #[test]
-    fn another_c_librarys_loader_is_refused() {
+    fn programs_without_the_agents_loader_are_known() {
         let scratch = Scratch::new("musl");
         let path = altered_shell(&scratch, "musl", |bytes| {
             let at = bytes.windows(8).position(|w| w == b"ld-linux").expect("the loader's name");
             bytes[at..at + 8].copy_from_slice(b"ld-musl-");
         });
-        assert!(message(&path).contains("another C library"));
+        let found = find_path(&path).expect("a program");
+        assert_eq!(found.kind, ProgramKind::Musl);
+        let refused = found.check_loads().expect_err("musl's loader cannot load the agent");
+        assert!(refused.to_string().contains("a program of musl's, so no library"));
     }
 
     #[test]

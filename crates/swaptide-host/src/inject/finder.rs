@@ -1,0 +1,230 @@
+//! The thread that finds programs which load no library, and names them to the tracer.
+//!
+//! Owns the processes that are watched: those that were named (`FinderRequest::Watch`) and what
+//! they start, for nothing else tells when such a program executes another one. In a run without
+//! them the thread sleeps.
+//!
+//! Invariants
+//! 1. A program is given the agent once: it is known by its process's start, its stack and its
+//!    file.
+//! 2. A process that was forked and has executed nothing is left alone: its memory may be its
+//!    parent's.
+//! 3. A look costs at most a thirtieth of one CPU.
+//!
+//! Locks: none; threads talk through channels.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::thread::Builder;
+use std::time::{Duration, Instant};
+
+use swaptide_sys::AsFd;
+use swaptide_sys::elf::{ProgramKind, kind_of};
+use swaptide_sys::eventfd::EventFd;
+use swaptide_sys::process::{ProcInfo, proc_info, processes};
+
+/// Between two looks at processes that are watched, at least.
+const LOOK_INTERVAL: Duration = Duration::from_millis(5);
+/// The same while one of them was seen for less than [`YOUNG_AGE`].
+const YOUNG_INTERVAL: Duration = Duration::from_micros(500);
+const YOUNG_AGE: Duration = Duration::from_millis(20);
+/// How long a process is watched that has hooks and said that it is about to execute a program
+/// without.
+const HOOKED_AGE: Duration = Duration::from_secs(2);
+/// Part of one CPU that looks take.
+const COST_DIVISOR: u32 = 30;
+/// How often a process is named that is stopped by a signal, or has another tracer.
+const MAX_TRIES: u32 = 1000;
+
+/// What names a program that a process runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ProgramIdentity {
+    start: u64,
+    stack: u64,
+    inode: u64,
+}
+
+impl ProgramIdentity {
+    pub(super) fn of(info: &ProcInfo) -> Option<ProgramIdentity> {
+        let inode = std::fs::metadata(format!("/proc/{}/exe", info.pid)).ok()?.ino();
+        Some(ProgramIdentity { start: info.start_time, stack: info.stack_start, inode })
+    }
+}
+
+/// A process that is watched.
+struct Watched {
+    since: Instant,
+    /// The program that was dealt with.
+    done: Option<ProgramIdentity>,
+    /// It has hooks, and is watched for a moment only.
+    is_hooked: bool,
+    /// A process without hooks has started it.
+    is_of_injected: bool,
+    /// A thread is about to put the agent into it.
+    is_traced: bool,
+    /// The program that was named last, and how often.
+    named: Option<ProgramIdentity>,
+    tries: u32,
+}
+
+/// A request to the thread.
+pub(super) enum FinderRequest {
+    /// A process runs such a program, or it or one that it starts is about to.
+    Watch(u32),
+    /// The tracer has done with this one. `None`: it is to be named again.
+    Done(u32, Option<ProgramIdentity>),
+}
+
+/// A program to be given the agent.
+pub(super) struct Candidate {
+    pub pid: u32,
+    pub program: ProgramIdentity,
+}
+
+/// Starts the thread. What it finds goes to `candidates`, and `wake` is signalled.
+pub(super) fn start(
+    requests: Receiver<FinderRequest>,
+    candidates: Sender<Candidate>,
+    wake: Arc<EventFd>,
+) {
+    let finder = Finder { candidates, wake, watched: HashMap::new(), newest: None };
+    // Without the thread such programs stay unmanaged, which the summary tells.
+    let _ = Builder::new().name("injector".into()).spawn(move || finder.run(requests));
+}
+
+struct Finder {
+    candidates: Sender<Candidate>,
+    wake: Arc<EventFd>,
+    watched: HashMap<u32, Watched>,
+    /// The number of the newest process at the last look at all of them.
+    newest: Option<u32>,
+}
+
+impl Finder {
+    fn run(mut self, requests: Receiver<FinderRequest>) {
+        swaptide_sys::affinity::go_first();
+        let mut pause = Duration::ZERO;
+        loop {
+            let request = if self.watched.is_empty() {
+                requests.recv().map_err(|_| RecvTimeoutError::Disconnected)
+            } else {
+                requests.recv_timeout(pause)
+            };
+            match request {
+                Ok(FinderRequest::Watch(pid)) => self.begin(pid),
+                Ok(FinderRequest::Done(pid, program)) => self.note(pid, program),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+            let began = Instant::now();
+            self.look();
+            let young = self.watched.values().any(|watched| watched.since.elapsed() < YOUNG_AGE);
+            let interval = if young { YOUNG_INTERVAL } else { LOOK_INTERVAL };
+            pause = interval.max(began.elapsed() * COST_DIVISOR);
+        }
+    }
+
+    fn begin(&mut self, pid: u32) {
+        let new = || Watched {
+            since: Instant::now(),
+            done: None,
+            is_hooked: false,
+            is_of_injected: false,
+            is_traced: false,
+            named: None,
+            tries: 0,
+        };
+        self.watched.entry(pid).or_insert_with(new).since = Instant::now();
+        self.newest = None;
+    }
+
+    fn note(&mut self, pid: u32, program: Option<ProgramIdentity>) {
+        let Some(watched) = self.watched.get_mut(&pid) else { return };
+        watched.is_traced = false;
+        watched.tries += 1;
+        if program.is_some() || watched.tries >= MAX_TRIES {
+            watched.done = program.or(watched.named);
+            watched.tries = 0;
+        }
+    }
+
+    fn look(&mut self) {
+        self.find_children();
+        let mut found = Vec::new();
+        self.watched.retain(|pid, watched| {
+            let Some(info) = proc_info(*pid).filter(|info| !info.zombie) else { return false };
+            if watched.is_traced {
+                return true;
+            }
+            // The child of one with hooks says by itself what it executes.
+            if !info.has_executed {
+                return watched.is_of_injected || watched.since.elapsed() < HOOKED_AGE;
+            }
+            let Some(program) = ProgramIdentity::of(&info) else { return true };
+            if watched.done == Some(program) {
+                return !watched.is_hooked || watched.since.elapsed() < HOOKED_AGE;
+            }
+            match kind_of_process(*pid) {
+                Some(kind) if kind.is_injected() => {
+                    watched.is_hooked = false;
+                    watched.is_traced = true;
+                    watched.named = Some(program);
+                    found.push(Candidate { pid: *pid, program });
+                    true
+                }
+                // What loads the agent says by itself when it executes something else.
+                _ => {
+                    watched.is_hooked = true;
+                    watched.done = Some(program);
+                    true
+                }
+            }
+        });
+        if !found.is_empty() {
+            // The tracer ends with the run.
+            found.into_iter().for_each(|one| drop(self.candidates.send(one)));
+            self.wake.signal();
+        }
+    }
+
+    /// Watches what the watched processes have started since the last look.
+    fn find_children(&mut self) {
+        let newest = newest_process();
+        if newest.is_some() && newest == self.newest {
+            return;
+        }
+        let Ok(all) = processes() else { return };
+        self.newest = newest;
+        let mut found = true;
+        while found {
+            found = false;
+            for info in all.iter().filter(|info| !info.zombie) {
+                let Some(parent) = self.watched.get(&info.ppid) else { continue };
+                let is_of_injected = !parent.is_hooked;
+                if !self.watched.contains_key(&info.pid) {
+                    self.begin(info.pid);
+                    found = true;
+                    if let Some(watched) = self.watched.get_mut(&info.pid) {
+                        watched.is_of_injected = is_of_injected;
+                    }
+                }
+            }
+        }
+        self.newest = newest;
+    }
+}
+
+pub(super) fn kind_of_process(pid: u32) -> Option<ProgramKind> {
+    kind_of(File::open(format!("/proc/{pid}/exe")).ok()?.as_fd())
+}
+
+/// The number of the newest process: while it stays, none was started.
+fn newest_process() -> Option<u32> {
+    let mut text = String::new();
+    File::open("/proc/loadavg").ok()?.read_to_string(&mut text).ok()?;
+    text.split_ascii_whitespace().last()?.parse().ok()
+}

@@ -1,0 +1,19 @@
+//! Programs that load no library (`swaptide_sys::elf`): the supervisor puts the agent into them.
+//!
+//! | module | owns |
+//! |---|---|
+//! | [`finder`] | the thread that finds them |
+//! | [`tracer`] | the programs that are about to stop, to be given the agent |
+//! | [`put_in`] | what a stopped program is made to do |
+//! | [`image`] | the agent's library, relocated |
+//!
+//! Locks: none.
+
+mod finder;
+mod image;
+mod put_in;
+mod tracer;
+
+pub(crate) use image::AgentFile;
+pub use image::ImageError;
+pub(crate) use tracer::Tracer;

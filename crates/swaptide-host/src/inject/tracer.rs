@@ -1,0 +1,253 @@
+//! The tracer: gives the agent to the programs that the finder names.
+//!
+//! Owns the programs that are about to stop, and those that are held. All of it happens in the
+//! supervisor's first thread, for it is the parent of the run's first program and of orphans: its
+//! waits report their stops, whichever thread of the process traces them.
+//!
+//! | stage | until |
+//! |---|---|
+//! | named by the finder | traced and interrupted ([`Tracer::begin_named`]) |
+//! | about to stop | the wait reports the stop ([`Tracer::changed`]); then it is given the agent at once |
+//! | held | the agent has a place in the segment ([`Tracer::attend`]), or [`HOLD_TIMEOUT`] is over: a program could be past the budget by then |
+//!
+//! Invariants
+//! 1. A program is traced without `CAP_SYS_PTRACE`, so the kernel gives no rights by it that its
+//!    user has not.
+//! 2. What a process is was looked at after it had stopped: until then it may execute another
+//!    program.
+//! 3. A process under filters of its own is left alone: they could end it for what it is made to
+//!    call.
+//!
+//! Locks: none; threads talk through channels.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use rustix::thread::CapabilitySet;
+use swaptide_ipc::Segment;
+use swaptide_sys::Errno;
+use swaptide_sys::elf::ProgramKind;
+use swaptide_sys::eventfd::EventFd;
+use swaptide_sys::process::proc_info;
+use swaptide_sys::ptrace::TraceeStop;
+use swaptide_sys::remote::{Remote, Seized};
+
+use super::finder::{self, Candidate, FinderRequest, ProgramIdentity, kind_of_process};
+use super::image::AgentFile;
+use super::put_in::{AgentTexts, put_in};
+use crate::capability::without;
+
+/// How long a program is held until its agent is there. It takes a millisecond or two.
+const HOLD_TIMEOUT: Duration = Duration::from_millis(20);
+/// Between two looks at it.
+const HOLD_INTERVAL: Duration = Duration::from_micros(200);
+
+/// A program that has the agent, and is stopped.
+struct HeldProgram {
+    remote: Remote,
+    since: Instant,
+}
+
+/// A program that is about to stop.
+struct Stopping {
+    seized: Seized,
+    program: ProgramIdentity,
+}
+
+/// Puts the agent into programs that load no library.
+pub(crate) struct Tracer {
+    agent: AgentFile,
+    texts: AgentTexts,
+    finder: Sender<FinderRequest>,
+    named: Receiver<Candidate>,
+    wake: Arc<EventFd>,
+    stopping: HashMap<u32, Stopping>,
+    held: HashMap<u32, HeldProgram>,
+    /// What is to be told, and whether it was.
+    note: Option<String>,
+    has_told: bool,
+}
+
+impl Tracer {
+    /// Starts the finder's thread. `socket`: what agents connect to; `log`: path of their log.
+    ///
+    /// # Errors
+    /// Without a descriptor.
+    pub(crate) fn start(
+        agent: AgentFile,
+        socket: &str,
+        log: Option<Vec<u8>>,
+    ) -> Result<Tracer, Errno> {
+        let wake = Arc::new(EventFd::new()?);
+        let (finder, requests) = channel();
+        let (candidates, named) = channel();
+        finder::start(requests, candidates, Arc::clone(&wake));
+        Ok(Tracer {
+            agent,
+            texts: AgentTexts { socket: socket.into(), log: log.unwrap_or_default() },
+            finder,
+            named,
+            wake,
+            stopping: HashMap::new(),
+            held: HashMap::new(),
+            note: None,
+            has_told: false,
+        })
+    }
+
+    /// A process runs such a program, or it or one that it starts is about to.
+    pub(crate) fn watch(&self, pid: u32) {
+        let _ = self.finder.send(FinderRequest::Watch(pid));
+    }
+
+    /// Readable when the finder has named a program.
+    pub(crate) fn awaited(&self) -> BorrowedFd<'_> {
+        self.wake.as_fd()
+    }
+
+    /// What the user is to be told, once.
+    pub(crate) fn take_note(&mut self) -> Option<String> {
+        self.note.take()
+    }
+
+    /// True if a process is about to be given the agent, or held.
+    pub(crate) fn has(&self, pid: u32) -> bool {
+        self.stopping.contains_key(&pid) || self.held.contains_key(&pid)
+    }
+
+    /// The longest time until the next [`Tracer::attend`].
+    pub(crate) fn timeout(&self) -> Option<Duration> {
+        (!self.held.is_empty()).then_some(HOLD_INTERVAL)
+    }
+
+    /// Lets programs go whose agent is there.
+    pub(crate) fn attend(&mut self, segment: &Segment) {
+        if self.held.is_empty() {
+            return;
+        }
+        let places: Vec<u32> = segment.claimed().map(|(_, slot)| slot.pid.load(Relaxed)).collect();
+        let over = self
+            .held
+            .extract_if(|pid, held| places.contains(pid) || held.since.elapsed() >= HOLD_TIMEOUT);
+        // One that is gone is told of by the wait.
+        for (_, held) in over {
+            let _ = held.remote.release();
+        }
+    }
+
+    /// Traces and interrupts the programs that the finder has named.
+    pub(crate) fn begin_named(&mut self) {
+        self.wake.clear();
+        while let Ok(Candidate { pid, program }) = self.named.try_recv() {
+            if !self.has_image() {
+                continue;
+            }
+            let seized = without(CapabilitySet::SYS_PTRACE, || Seized::seize(pid));
+            match seized.unwrap_or(Err(Errno::PERM)) {
+                Ok(seized) => {
+                    // One that is gone is told of by the wait.
+                    let _ = seized.interrupt();
+                    self.stopping.insert(pid, Stopping { seized, program });
+                }
+                Err(errno) => self.done(pid, program, Err(errno)),
+            }
+        }
+    }
+
+    /// The wait has reported a change of a process that [`Tracer::has`].
+    pub(crate) fn changed(&mut self, pid: u32, stop: TraceeStop) {
+        if stop == TraceeStop::Gone {
+            self.held.remove(&pid);
+        }
+        let Some(Stopping { seized, program }) = self.stopping.remove(&pid) else { return };
+        let again = match stop {
+            TraceeStop::Still => {
+                let result = self.give(pid, seized, program);
+                return self.done(pid, program, result);
+            }
+            TraceeStop::Stopped => {
+                seized.release();
+                return self.done(pid, program, Err(Errno::AGAIN));
+            }
+            TraceeStop::Gone => return self.done(pid, program, Err(Errno::SRCH)),
+            TraceeStop::Signal(signal) => seized.go_on(signal),
+            TraceeStop::Forked | TraceeStop::Executed => seized.go_on(0),
+        };
+        if again.is_ok() {
+            self.stopping.insert(pid, Stopping { seized, program });
+        }
+    }
+
+    fn give(&mut self, pid: u32, seized: Seized, program: ProgramIdentity) -> Result<(), Errno> {
+        let info = proc_info(pid).filter(|info| info.has_executed);
+        let is_same = info.as_ref().and_then(ProgramIdentity::of) == Some(program);
+        let is_wanted = is_same
+            && kind_of_process(pid).is_some_and(ProgramKind::is_injected)
+            && !is_confined(pid);
+        let Some(image) = self.agent.image().filter(|_| is_wanted) else {
+            seized.release();
+            return if is_same { Err(Errno::ACCESS) } else { Err(Errno::AGAIN) };
+        };
+        let remote = seized.stopped()?;
+        match put_in(&remote, image, &self.texts) {
+            Ok(()) => {
+                self.held.insert(pid, HeldProgram { remote, since: Instant::now() });
+                Ok(())
+            }
+            // What it lacks it may lack for long.
+            Err(Errno::AGAIN) => remote.release().and(Err(Errno::NOMEM)),
+            Err(errno) => remote.release().and(Err(errno)),
+        }
+    }
+
+    fn done(&mut self, pid: u32, program: ProgramIdentity, result: Result<(), Errno>) {
+        // Another program by then, or it is stopped, or a debugger has it.
+        let is_again = matches!(result, Err(Errno::AGAIN | Errno::PERM));
+        let _ = self.finder.send(FinderRequest::Done(pid, (!is_again).then_some(program)));
+        if let Err(errno) = result
+            && !matches!(errno, Errno::AGAIN | Errno::SRCH)
+            // One that ends cannot be traced, either.
+            && proc_info(pid).as_ref().and_then(ProgramIdentity::of) == Some(program)
+        {
+            self.tell(format!(
+                "process {pid} loads no library and cannot be given the agent ({errno}): it is \
+                not managed"
+            ));
+        }
+    }
+
+    /// False where the library cannot be used.
+    fn has_image(&mut self) -> bool {
+        match self.agent.read() {
+            Ok(()) => true,
+            Err(error) => {
+                self.tell(format!("programs that load no library are not managed: {error}"));
+                false
+            }
+        }
+    }
+
+    fn tell(&mut self, what: String) {
+        if !std::mem::replace(&mut self.has_told, true) {
+            self.note = Some(what);
+        }
+    }
+}
+
+/// True for a process under more filters of system calls than this one: they could end it for what
+/// it is made to call.
+fn is_confined(pid: u32) -> bool {
+    let filters = |path: String| {
+        let status = std::fs::read_to_string(path).ok()?;
+        let word = |name| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+            line.trim().parse::<u32>().ok()
+        };
+        Some((word("Seccomp:")?, word("Seccomp_filters:")))
+    };
+    filters(format!("/proc/{pid}/status")) != filters("/proc/self/status".into())
+}

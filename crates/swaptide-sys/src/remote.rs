@@ -1,0 +1,413 @@
+//! A stopped thread of another process that is made to make system calls: what puts the agent into
+//! a program that loads no library.
+//!
+//! Owns nothing that outlives a [`Remote`]. The tracer is the thread that has called
+//! [`Seized::seize`]: all calls come from it. Other threads of the program continue meanwhile.
+//!
+//! The wait of any thread of the tracer's process may report a stop, if the program is a child of
+//! that process: its threads must not wait for children meanwhile.
+//!
+//! Facts this relies on, checked by `tests/remote.rs` on the running kernel:
+//! 1. A stop that [`PTRACE_INTERRUPT`](linux_raw_sys::ptrace::PTRACE_INTERRUPT) asked for comes
+//!    before the kernel decides whether an interrupted system call begins again. So with the
+//!    registers put back at such a stop, a call that was under way begins again, or ends with
+//!    `EINTR`, as after any other interruption.
+//! 2. Where the word for "no system call" stands in the place of the call's number, nothing begins
+//!    again: the instruction that the registers point to runs.
+//! 3. With signals blocked no handler runs between the two.
+//! 4. A thread that the stopped one makes stops before its first instruction.
+//!
+//! Invariants
+//! 1. The program's registers and signal mask are put back before it is let go, or it ends: if the
+//!    tracer ends in between, the kernel kills it.
+//! 2. No instruction of the program is changed: calls are made by an instruction of the vdso.
+//!
+//! Locks: none.
+
+use linux_raw_sys::general as k;
+use linux_raw_sys::ptrace as p;
+use rustix::io::Errno;
+
+use crate::procfs::{ProcPath, read_file};
+use crate::ptrace::{ORIG_RAX, RIP, RSP, Registers, SIGTRAP, TraceeStop};
+use crate::raw::{check, syscall};
+
+const R8: usize = 9;
+const R9: usize = 8;
+const R10: usize = 7;
+const RAX: usize = 10;
+const RDX: usize = 12;
+const RSI: usize = 13;
+const RDI: usize = 14;
+const EFLAGS: usize = 18;
+/// In the flags: single steps.
+const TRAP_FLAG: u64 = 1 << 8;
+
+const PTRACE_GETSIGMASK: u32 = 0x420a;
+const PTRACE_SETSIGMASK: u32 = 0x420b;
+const PTRACE_GET_RSEQ_CONFIGURATION: u32 = 0x420f;
+/// While it runs, threads that it makes are its own affair.
+const OPTIONS: u32 = p::PTRACE_O_TRACESYSGOOD | p::PTRACE_O_EXITKILL;
+/// In the place of a system call's number: there is none.
+const NO_CALL: u64 = u64::MAX;
+/// A stop at the entry or the exit of a system call, as a wait reports it.
+const CALL_STOP: u32 = (SIGTRAP | 0x80) << 8 | 0x7f;
+const AT_SYSINFO_EHDR: u64 = 33;
+/// Options of waits.
+const WNOHANG: usize = 1;
+const WSTOPPED: usize = 2;
+const WEXITED: usize = 4;
+const WNOWAIT: usize = 0x0100_0000;
+const WALL: usize = 0x4000_0000;
+/// Pages of the vdso that are searched for an instruction.
+const VDSO_BYTES: usize = 8192;
+const SYSCALL_INSTRUCTION: [u8; 2] = [0x0f, 0x05];
+
+/// A thread of another process, stopped.
+pub struct Remote {
+    tid: u32,
+    saved: Registers,
+    mask: u64,
+    /// Address of a `syscall` instruction.
+    call_at: u64,
+}
+
+/// `struct ptrace_rseq_configuration`.
+#[repr(C)]
+#[derive(Default)]
+struct RseqConfiguration {
+    area: u64,
+    size: u32,
+    signature: u32,
+    flags: u32,
+    padding: u32,
+}
+const _: () = assert!(size_of::<RseqConfiguration>() == 24);
+
+/// # Safety
+/// What the request writes to, `data` points to.
+unsafe fn ptrace(request: u32, tid: u32, addr: usize, data: usize) -> Result<usize, Errno> {
+    // SAFETY: the caller's promise.
+    unsafe { syscall!(k::__NR_ptrace, request as usize, tid as usize, addr, data) }
+}
+
+/// Waits for the next stop of a thread that the calling one traces; its status as wait(2) gives it.
+/// The end of a process is left for its parent's wait.
+fn wait(tid: u32) -> Result<u32, Errno> {
+    /// `CLD_EXITED`, `CLD_KILLED` and `CLD_DUMPED`.
+    const ENDS: core::ops::RangeInclusive<i32> = 1..=3;
+    const P_PID: usize = 1;
+    /// Words of a `siginfo`: its code, the process and the status.
+    const CODE: usize = 2;
+    const PROCESS: usize = 4;
+    const STATUS: usize = 6;
+    let change = |options: usize| {
+        let mut info = [0i32; 32];
+        let to = info.as_mut_ptr() as usize;
+        // SAFETY: the kernel writes a siginfo of 128 bytes.
+        unsafe { syscall!(k::__NR_waitid, P_PID, tid as usize, to, options | WALL, 0usize) }?;
+        Ok(info)
+    };
+    loop {
+        match change(WEXITED | WSTOPPED | WNOWAIT) {
+            Err(Errno::INTR) => continue,
+            Err(errno) => return Err(errno),
+            Ok(info) if ENDS.contains(&info[CODE]) => return Err(Errno::SRCH),
+            Ok(_) => {}
+        }
+        // It may have been killed in between: then there is no stop.
+        match change(WSTOPPED | WNOHANG) {
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno),
+            Ok(info) if info[PROCESS] == 0 => {}
+            Ok(info) => return Ok((info[STATUS] as u32) << 8 | 0x7f),
+        }
+    }
+}
+
+/// Lets a thread continue until it stops by the interruption that was asked for. Signals that
+/// arrive before are passed on.
+fn wait_for_stop(tid: u32) -> Result<TraceeStop, Errno> {
+    loop {
+        let stop = TraceeStop::of(wait(tid)?);
+        let signal = match stop {
+            TraceeStop::Still | TraceeStop::Stopped => return Ok(stop),
+            TraceeStop::Signal(signal) => signal,
+            _ => 0,
+        };
+        // SAFETY: nothing is written.
+        unsafe { ptrace(p::PTRACE_CONT, tid, 0, signal as usize) }?;
+    }
+}
+
+fn registers_of(tid: u32) -> Result<Registers, Errno> {
+    let mut registers: Registers = [0; 27];
+    // SAFETY: the kernel writes as many words as there are.
+    unsafe { ptrace(p::PTRACE_GETREGS, tid, 0, registers.as_mut_ptr() as usize) }?;
+    Ok(registers)
+}
+
+fn set_registers(tid: u32, registers: &Registers) -> Result<(), Errno> {
+    // SAFETY: the kernel reads as many words as there are.
+    unsafe { ptrace(p::PTRACE_SETREGS, tid, 0, registers.as_ptr() as usize) }.map(drop)
+}
+
+fn set_mask(tid: u32, mask: u64) -> Result<(), Errno> {
+    // SAFETY: the kernel reads the eight bytes of a signal mask.
+    unsafe { ptrace(PTRACE_SETSIGMASK, tid, 8, (&raw const mask) as usize) }.map(drop)
+}
+
+/// Reads memory of another process.
+///
+/// # Errors
+/// `FAULT` where it has none there, `PERM` where that is not permitted.
+fn read_memory(pid: u32, at: u64, to: &mut [u8]) -> Result<(), Errno> {
+    let local = [to.as_mut_ptr() as usize, to.len()];
+    let remote = [at as usize, to.len()];
+    let (local, remote) = ((&raw const local) as usize, (&raw const remote) as usize);
+    // SAFETY: the kernel writes to `to` alone.
+    let done = unsafe {
+        syscall!(k::__NR_process_vm_readv, pid as usize, local, 1usize, remote, 1usize, 0usize)
+    }?;
+    if done == to.len() { Ok(()) } else { Err(Errno::FAULT) }
+}
+
+/// The first `syscall` instruction of a process's vdso.
+fn call_instruction(pid: u32) -> Result<u64, Errno> {
+    let mut auxv = [0u8; 2048];
+    let auxv = read_file(ProcPath::proc(pid, "auxv").as_c_str(), &mut auxv)?;
+    let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
+    let vdso = auxv
+        .chunks_exact(16)
+        .find(|pair| word(&pair[..8]) == AT_SYSINFO_EHDR)
+        .map(|pair| word(&pair[8..]))
+        .ok_or(Errno::NOSYS)?;
+    let mut code = [0u8; VDSO_BYTES];
+    // One of a page alone is searched to its end.
+    if read_memory(pid, vdso, &mut code).is_err() {
+        read_memory(pid, vdso, &mut code[..VDSO_BYTES / 2])?;
+    }
+    let found = code.windows(2).position(|bytes| bytes == SYSCALL_INSTRUCTION);
+    found.map(|at| vdso + at as u64).ok_or(Errno::NOSYS)
+}
+
+/// Where a thread continues that was stopped at `at`, within a restartable sequence: the kernel
+/// would have sent it there after the next interruption.
+fn abort_of_sequence(tid: u32, at: u64) -> Option<u64> {
+    let mut configuration = RseqConfiguration::default();
+    let (size, to) = (size_of::<RseqConfiguration>(), (&raw mut configuration) as usize);
+    // SAFETY: the kernel writes one struct of that size.
+    unsafe { ptrace(PTRACE_GET_RSEQ_CONFIGURATION, tid, size, to) }.ok()?;
+    if configuration.area == 0 {
+        return None;
+    }
+    let mut word = [0u8; 8];
+    // `struct rseq`: two words of 32 bits, then the address of the sequence.
+    read_memory(tid, configuration.area.checked_add(8)?, &mut word).ok()?;
+    let sequence = u64::from_le_bytes(word);
+    if sequence == 0 {
+        return None;
+    }
+    let mut fields = [0u8; 32];
+    read_memory(tid, sequence, &mut fields).ok()?;
+    let field = |at: usize| fields[at..at + 8].try_into().map_or(0, u64::from_le_bytes);
+    let (start, bytes, abort) = (field(8), field(16), field(24));
+    (at.wrapping_sub(start) < bytes).then_some(abort)
+}
+
+/// A thread of another process that the calling thread traces, and that runs.
+pub struct Seized(u32);
+
+impl Seized {
+    /// Traces a thread. It continues; if the calling thread ends before it is let go, it is killed.
+    ///
+    /// # Errors
+    /// `PERM` where that is not permitted or it has another tracer, `SRCH` when it is gone.
+    pub fn seize(tid: u32) -> Result<Seized, Errno> {
+        let options = OPTIONS;
+        // SAFETY: the request changes nothing in memory, here or there.
+        unsafe { ptrace(p::PTRACE_SEIZE, tid, 0, options as usize) }?;
+        Ok(Seized(tid))
+    }
+
+    /// Has it stop soon, which a wait of the calling thread reports
+    /// ([`TraceeStop::Still`]). Signals that are reported before
+    /// are to be passed on ([`Seized::go_on`]).
+    ///
+    /// # Errors
+    /// `SRCH` when it is gone.
+    pub fn interrupt(&self) -> Result<(), Errno> {
+        // SAFETY: nothing is written.
+        unsafe { ptrace(p::PTRACE_INTERRUPT, self.0, 0, 0) }.map(drop)
+    }
+
+    /// Lets it continue, with a signal that was about to reach it.
+    ///
+    /// # Errors
+    /// `SRCH` when it is gone.
+    pub fn go_on(&self, signal: u32) -> Result<(), Errno> {
+        // SAFETY: nothing is written.
+        unsafe { ptrace(p::PTRACE_CONT, self.0, 0, signal as usize) }.map(drop)
+    }
+
+    /// It has stopped as [`Seized::interrupt`] had asked: saves its state.
+    ///
+    /// # Errors
+    /// `SRCH` when it is gone, `NOSYS` where it has no vdso. It continues as before then, and is
+    /// traced no more.
+    pub fn stopped(self) -> Result<Remote, Errno> {
+        Remote::save(self.0).inspect_err(|_| self.release())
+    }
+
+    /// It is stopped now: traces it no more. It continues, or stays stopped with its process.
+    pub fn release(&self) {
+        // SAFETY: nothing is written.
+        let _ = unsafe { ptrace(p::PTRACE_DETACH, self.0, 0, 0) };
+    }
+}
+
+impl Remote {
+    fn save(tid: u32) -> Result<Remote, Errno> {
+        let mut saved = registers_of(tid)?;
+        // The kernel forgets a sequence once the thread runs anything else.
+        if let Some(abort) = abort_of_sequence(tid, saved[RIP]) {
+            saved[RIP] = abort;
+        }
+        let mut mask = 0u64;
+        // SAFETY: the kernel writes the eight bytes of a signal mask.
+        unsafe { ptrace(PTRACE_GETSIGMASK, tid, 8, (&raw mut mask) as usize) }?;
+        let call_at = call_instruction(tid)?;
+        let options = OPTIONS | p::PTRACE_O_TRACECLONE;
+        // SAFETY: nothing is written.
+        unsafe { ptrace(p::PTRACE_SETOPTIONS, tid, 0, options as usize) }?;
+        set_mask(tid, u64::MAX)?;
+        Ok(Remote { tid, saved, mask, call_at })
+    }
+
+    /// The thread's number.
+    pub fn tid(&self) -> u32 {
+        self.tid
+    }
+
+    /// Has the thread make a system call; its result.
+    ///
+    /// # Safety
+    /// The caller answers for all that the call does to the program.
+    ///
+    /// # Errors
+    /// The error of the call, or `SRCH` when the thread is gone.
+    pub unsafe fn call(&self, number: u32, arguments: [u64; 6]) -> Result<u64, Errno> {
+        let mut registers = self.saved;
+        // A program that steps through itself does not step through this.
+        registers[EFLAGS] &= !TRAP_FLAG;
+        registers[RIP] = self.call_at;
+        registers[RAX] = u64::from(number);
+        registers[ORIG_RAX] = NO_CALL;
+        for (place, word) in [RDI, RSI, RDX, R10, R8, R9].into_iter().zip(arguments) {
+            registers[place] = word;
+        }
+        set_registers(self.tid, &registers)?;
+        // The entry, then the exit.
+        let mut signal = 0;
+        for _ in 0..2 {
+            loop {
+                // SAFETY: nothing is written.
+                unsafe { ptrace(p::PTRACE_SYSCALL, self.tid, 0, signal as usize) }?;
+                signal = 0;
+                let status = wait(self.tid)?;
+                if status == CALL_STOP {
+                    break;
+                }
+                // One that cannot be blocked: the thread stops with its process once it is let go.
+                if let TraceeStop::Signal(arrived) = TraceeStop::of(status) {
+                    signal = arrived;
+                }
+            }
+        }
+        check(registers_of(self.tid)?[RAX] as isize).map(|word| word as u64)
+    }
+
+    /// Reads memory of the program.
+    ///
+    /// # Errors
+    /// `FAULT` where there is none.
+    pub fn read(&self, at: u64, to: &mut [u8]) -> Result<(), Errno> {
+        read_memory(self.tid, at, to)
+    }
+
+    /// Writes memory of the program that it may write itself.
+    ///
+    /// # Safety
+    /// The memory is the caller's to change.
+    ///
+    /// # Errors
+    /// `FAULT` where there is none.
+    pub unsafe fn write(&self, at: u64, bytes: &[u8]) -> Result<(), Errno> {
+        let local = [bytes.as_ptr() as usize, bytes.len()];
+        let remote = [at as usize, bytes.len()];
+        let (local, remote) = ((&raw const local) as usize, (&raw const remote) as usize);
+        let tid = self.tid as usize;
+        // SAFETY: the kernel reads `bytes`; what it writes there is the caller's promise.
+        let done = unsafe {
+            syscall!(k::__NR_process_vm_writev, tid, local, 1usize, remote, 1usize, 0usize)
+        }?;
+        if done == bytes.len() { Ok(()) } else { Err(Errno::FAULT) }
+    }
+
+    /// Starts a thread of the program at `entry`, with `argument` as the first of a function, its
+    /// stack below `stack`, and the thread pointer `tls`. All signals are blocked in it. Returns
+    /// its number.
+    ///
+    /// # Safety
+    /// What is at `entry` may run so, and never returns.
+    ///
+    /// # Errors
+    /// As for [`Remote::call`].
+    pub unsafe fn start_thread(
+        &self,
+        entry: u64,
+        argument: u64,
+        stack: u64,
+        tls: u64,
+    ) -> Result<u32, Errno> {
+        let flags = k::CLONE_VM
+            | k::CLONE_FS
+            | k::CLONE_FILES
+            | k::CLONE_SIGHAND
+            | k::CLONE_THREAD
+            | k::CLONE_SYSVSEM
+            | k::CLONE_SETTLS;
+        // SAFETY: the new thread begins at what the caller vouches for; it shares all else.
+        let tid = unsafe { self.call(k::__NR_clone, [flags.into(), stack, 0, 0, tls, 0]) }? as u32;
+        // It has the mask of its maker, in which all signals are blocked now.
+        wait_for_stop(tid)?;
+        let mut registers = registers_of(tid)?;
+        registers[EFLAGS] &= !TRAP_FLAG;
+        registers[RIP] = entry;
+        registers[RSP] = stack;
+        registers[RDI] = argument;
+        registers[ORIG_RAX] = NO_CALL;
+        set_registers(tid, &registers)?;
+        // SAFETY: nothing is written.
+        unsafe { ptrace(p::PTRACE_DETACH, tid, 0, 0) }?;
+        Ok(tid)
+    }
+
+    /// Puts the thread's state back, and lets it go.
+    ///
+    /// # Errors
+    /// `SRCH` when it is gone.
+    pub fn release(self) -> Result<(), Errno> {
+        let Remote { tid, mask, saved, .. } = self;
+        // To a stop at which a call that was interrupted begins again (fact 1).
+        // SAFETY: nothing is written.
+        unsafe { ptrace(p::PTRACE_INTERRUPT, tid, 0, 0) }?;
+        // SAFETY: as above.
+        unsafe { ptrace(p::PTRACE_CONT, tid, 0, 0) }?;
+        wait_for_stop(tid)?;
+        set_registers(tid, &saved)?;
+        set_mask(tid, mask)?;
+        // SAFETY: nothing is written.
+        unsafe { ptrace(p::PTRACE_DETACH, tid, 0, 0) }.map(drop)
+    }
+}

@@ -1,0 +1,116 @@
+//! What putting calls into a stopped thread relies on, tried on the running kernel (the facts of
+//! `swaptide_sys::remote`). Each test stops a child of its own.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, ChildStdout, Command, Stdio};
+
+use linux_raw_sys::general::{__NR_getpid, __NR_getppid, __NR_mmap, __NR_munmap};
+use swaptide_sys::Errno;
+use swaptide_sys::ptrace::TraceeStop;
+use swaptide_sys::remote::{Remote, Seized};
+
+unsafe extern "C" {
+    fn waitpid(pid: i32, status: *mut i32, options: i32) -> i32;
+}
+const WALL: i32 = 0x4000_0000;
+
+/// A program that says a word when it has begun.
+fn program(code: &str) -> (Child, BufReader<ChildStdout>) {
+    let mut child =
+        Command::new("python3").args(["-c", code]).stdout(Stdio::piped()).spawn().expect("python3");
+    let mut lines = BufReader::new(child.stdout.take().expect("its output"));
+    assert_eq!(line(&mut lines), "begun");
+    (child, lines)
+}
+
+fn line(lines: &mut BufReader<ChildStdout>) -> String {
+    let mut text = String::new();
+    lines.read_line(&mut text).expect("a line");
+    text.trim().to_owned()
+}
+
+fn stop(pid: u32) -> Remote {
+    let seized = Seized::seize(pid).expect("it is this test's child");
+    seized.interrupt().expect("it runs");
+    loop {
+        let mut status = 0;
+        // SAFETY: the status is a local number.
+        assert_eq!(unsafe { waitpid(pid as i32, &mut status, WALL) }, pid as i32);
+        match TraceeStop::of(status as u32) {
+            TraceeStop::Still => return seized.stopped().expect("a state"),
+            TraceeStop::Signal(signal) => seized.go_on(signal).expect("it goes on"),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_stopped_thread_makes_calls_and_continues_its_own() {
+    // A sleep, a read that waits, and a wait for a child: each goes on as if nothing had been.
+    for (code, wanted) in [
+        ("import time; print('begun', flush=True); time.sleep(0.7); print('slept')", "slept"),
+        (
+            "import os,threading,time; r,w=os.pipe(); \
+             threading.Timer(0.7, lambda: os.write(w, b'x')).start(); \
+             print('begun', flush=True); print(os.read(r, 1))",
+            "b'x'",
+        ),
+        (
+            "import os,select,time; print('begun', flush=True); t=time.time(); \
+             select.poll().poll(700); print(0.69 < time.time()-t < 5)",
+            "True",
+        ),
+    ] {
+        let (mut child, mut lines) = program(code);
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        let remote = stop(child.id());
+        // SAFETY: these calls change nothing of the program's.
+        unsafe {
+            assert_eq!(remote.call(__NR_getpid, [0; 6]), Ok(u64::from(child.id())));
+            let parent = u64::from(std::process::id());
+            assert_eq!(remote.call(__NR_getppid, [0; 6]), Ok(parent));
+            let at = remote.call(__NR_mmap, [0, 8192, 3, 0x22, u64::MAX, 0]).expect("a mapping");
+            remote.write(at + 100, b"swaptide").expect("memory");
+            let mut text = [0; 8];
+            remote.read(at + 100, &mut text).expect("memory");
+            assert_eq!(&text, b"swaptide");
+            assert_eq!(remote.call(__NR_munmap, [at, 8192, 0, 0, 0, 0]), Ok(0));
+            assert_eq!(remote.write(at, b"x"), Err(Errno::FAULT));
+            assert_eq!(remote.call(__NR_munmap, [1, 1, 0, 0, 0, 0]), Err(Errno::INVAL));
+        }
+        remote.release().expect("it lives");
+        assert_eq!(line(&mut lines), wanted);
+        assert!(child.wait().expect("it ends").success(), "{code}");
+    }
+}
+
+#[test]
+fn signals_that_arrive_meanwhile_come_afterwards() {
+    let (mut child, mut lines) = program(
+        "import signal,time\n\
+         signal.signal(signal.SIGUSR1, lambda *_: print('signal', flush=True))\n\
+         print('begun', flush=True)\n\
+         time.sleep(1)\n\
+         print('slept')",
+    );
+    let remote = stop(child.id());
+    let killed = Command::new("kill").args(["-USR1", &child.id().to_string()]).status();
+    assert!(killed.expect("kill").success());
+    // SAFETY: the call changes nothing.
+    assert_eq!(unsafe { remote.call(__NR_getpid, [0; 6]) }, Ok(u64::from(child.id())));
+    remote.release().expect("it lives");
+    assert_eq!((line(&mut lines), line(&mut lines)), ("signal".into(), "slept".into()));
+    assert!(child.wait().expect("it ends").success());
+}
+
+#[test]
+fn the_end_of_a_process_is_left_for_its_parent() {
+    let (mut child, _lines) = program("import time; print('begun', flush=True); time.sleep(60)");
+    let remote = stop(child.id());
+    child.kill().expect("kill");
+    // SAFETY: the call changes nothing.
+    assert_eq!(unsafe { remote.call(__NR_getpid, [0; 6]) }, Err(Errno::SRCH));
+    assert_eq!(remote.release(), Err(Errno::SRCH));
+    let status = child.wait().expect("its status");
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(9));
+}

@@ -1,0 +1,105 @@
+/* A program that loads no library: threads that fill and verify, memory that grows, moves and goes,
+ * a child that verifies what its parent has, and timers that interrupt all of it. */
+#include "common.h"
+
+#include <signal.h>
+#include <sys/time.h>
+#include <sys/wait.h>
+
+enum { THREADS = 4, ROUNDS = 3, WORDS_OF_PAGE = 16 };
+
+static size_t pages_each;
+static atomic_ulong ticks;
+
+static void tick(int signal) {
+    (void)signal;
+    atomic_fetch_add(&ticks, 1);
+}
+
+static uint64_t word(uint64_t of, size_t page, size_t at, unsigned round) {
+    return mix(of * 1000003 + page * WORDS_OF_PAGE + at + (uint64_t)round * 7);
+}
+
+static void write_pages(unsigned char *base, size_t count, uint64_t of, unsigned round) {
+    for (size_t page = 0; page < count; page++)
+        for (size_t at = 0; at < WORDS_OF_PAGE; at++)
+            ((uint64_t *)(base + page * PAGE))[at] = word(of, page, at, round);
+}
+
+static void verify_pages(unsigned char *base, size_t count, uint64_t of, unsigned round,
+                         const char *what) {
+    for (size_t page = 0; page < count; page++)
+        for (size_t at = 0; at < WORDS_OF_PAGE; at++)
+            if (((uint64_t *)(base + page * PAGE))[at] != word(of, page, at, round))
+                die("%s: page %zu of %zu, word %zu of round %u", what, page, count, at, round);
+}
+
+static void *fill(void *given) {
+    uint64_t of = (uint64_t)(uintptr_t)given;
+    unsigned char *base = map(pages_each * PAGE);
+    for (unsigned round = 0; round < ROUNDS; round++) {
+        if (round > 0) verify_pages(base, pages_each, of, round - 1, "a thread's page");
+        write_pages(base, pages_each, of, round);
+    }
+    /* To another place and back, half of it given up. */
+    unsigned char *moved = mremap(base, pages_each * PAGE, 2 * pages_each * PAGE, MREMAP_MAYMOVE);
+    MUST(moved != MAP_FAILED);
+    MUST(madvise(moved, pages_each / 2 * PAGE, MADV_DONTNEED) == 0);
+    for (size_t page = 0; page < pages_each / 2; page++)
+        if (moved[page * PAGE] != 0) die("page %zu was given up and is not empty", page);
+    for (size_t page = pages_each / 2; page < pages_each; page++)
+        if (*(uint64_t *)(moved + page * PAGE) != word(of, page, 0, ROUNDS - 1))
+            die("page %zu of what moved", page);
+    MUST(munmap(moved, 2 * pages_each * PAGE) == 0);
+    return NULL;
+}
+
+/* What brk(2) gives. */
+static void grow_heap(size_t count) {
+    unsigned char *start = sbrk(0);
+    start += (PAGE - (uintptr_t)start % PAGE) % PAGE;
+    if (brk(start + count * PAGE) != 0) return; /* musl's refuses */
+    write_pages(start, count, 77, 0);
+    verify_pages(start, count, 77, 0, "a page of the heap");
+    MUST(brk(start) == 0);
+}
+
+static void fork_and_verify(size_t count) {
+    unsigned char *base = map(count * PAGE);
+    write_pages(base, count, 99, 1);
+    pid_t pid = fork();
+    MUST(pid >= 0);
+    if (pid == 0) {
+        verify_pages(base, count, 99, 1, "a page of a child");
+        write_pages(base, count, 99, 2);
+        verify_pages(base, count, 99, 2, "a page of a child, written");
+        _exit(0);
+    }
+    write_pages(base, count / 2, 99, 3);
+    verify_pages(base, count / 2, 99, 3, "a page of a parent, written");
+    int status;
+    while (waitpid(pid, &status, 0) != pid) MUST(errno == EINTR);
+    if (status != 0) die("a child ended with status %x", (unsigned)status);
+    MUST(munmap(base, count * PAGE) == 0);
+}
+
+int main(int count, char **words) {
+    struct arguments given = parse(count, words, "all");
+    pages_each = given.pages / THREADS;
+    struct sigaction action = {.sa_handler = tick, .sa_flags = SA_RESTART};
+    MUST(sigaction(SIGPROF, &action, NULL) == 0);
+    struct itimerval interval = {{0, 2000}, {0, 2000}};
+    MUST(setitimer(ITIMER_PROF, &interval, NULL) == 0);
+    double end = now() + given.seconds;
+    do {
+        pthread_t threads[THREADS];
+        for (uintptr_t of = 0; of < THREADS; of++)
+            MUST((errno = pthread_create(&threads[of], NULL, fill, (void *)of)) == 0);
+        for (size_t of = 0; of < THREADS; of++)
+            MUST((errno = pthread_join(threads[of], NULL)) == 0);
+    } while (now() < end);
+    grow_heap(pages_each);
+    fork_and_verify(pages_each / 2);
+    if (atomic_load(&ticks) == 0) die("no timer's signal came");
+    return ok("foreign", given.mode);
+}

@@ -1,0 +1,177 @@
+"""Programs that load no library: static ones, Go's, musl's. The agent is put into them."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from harness import Failure, compiled_as, param
+
+KINDS = ["static", "pie", "musl", "musl-static"]
+
+INJECT = ["--inject"]
+
+# Until management begins nothing holds a program that maps memory: it fills what it can.
+UNTIL_MANAGED = 96
+
+
+def program(case, name, kind):
+    return compiled_as(kind, name, case.suite.root / "bin")
+
+
+def run(case, name, kind, megabytes, seconds, mode, **how):
+    words = [program(case, name, kind), megabytes, seconds, case.seed, mode]
+    done = case.run(words, options=INJECT, **how)
+    assert f"OK {name} {mode}" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
+    return done
+
+
+@pytest.mark.swaptide(budget=32, allowance=UNTIL_MANAGED, forks=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_foreign(case, kind):
+    """Threads, a heap, moves, a fork, and a timer's signals meanwhile."""
+    run(case, "foreign", kind, 96, 2, "all")
+
+
+@pytest.mark.swaptide(budget=32, allowance=256, forks=True)
+@pytest.mark.parametrize(("kind", "seconds"), [param("static", 6), param("musl-static", 6)])
+def test_torture_foreign(case, kind, seconds):
+    """The torture program without what has limits past libc."""
+    run(case, "torture", kind, 96, seconds, "threads")
+
+
+@pytest.mark.full
+@pytest.mark.swaptide(budget=32, limit=1500, allowance=256, forks=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_torture_foreign(case, kind):
+    run(case, "torture", kind, 96, case.stretched(60), "threads")
+
+
+GO = r"""
+package main
+
+import ("fmt"; "io"; "os"; "runtime/pprof"; "strconv"; "sync")
+
+func word(x uint64) uint64 {
+    x += 0x9e3779b97f4a7c15
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9
+    return x ^ (x >> 31)
+}
+
+func main() {
+    megabytes, _ := strconv.Atoi(os.Args[1])
+    const parts = 8
+    pprof.StartCPUProfile(io.Discard)
+    var all sync.WaitGroup
+    for part := 0; part < parts; part++ {
+        all.Add(1)
+        go func(part int) {
+            defer all.Done()
+            words := make([]uint64, megabytes << 20 / 8 / parts)
+            for round := 0; round < 3; round++ {
+                for i := 0; i < len(words); i += 16 {
+                    if round > 0 && words[i] != word(uint64(part << 40 + i)) {
+                        fmt.Println("FAILED", part, i)
+                        os.Exit(3)
+                    }
+                    words[i] = word(uint64(part << 40 + i))
+                }
+            }
+            names := map[string]int{}
+            for i := 0; i < 100000; i++ { names[strconv.Itoa(i * part)] = i }
+        }(part)
+    }
+    all.Wait()
+    pprof.StopCPUProfile()
+    fmt.Println("OK")
+}
+"""
+
+
+@pytest.mark.full
+@pytest.mark.swaptide(budget=256, limit=180, needs=("go",), allowance=64)
+def test_foreign_go(case):
+    """Goroutines fill and verify four times the budget while they are profiled."""
+    source = case.directory / "main.go"
+    source.write_text(GO)
+    built = case.directory / "filler"
+    subprocess.run(
+        ["go", "build", "-o", built, source],
+        env=os.environ | {"CGO_ENABLED": "0", "GOCACHE": str(case.directory / "cache")},
+        check=True,
+    )
+    assert case.run([built, 1024], options=INJECT).text() == "OK\n"
+
+
+@pytest.mark.swaptide(budget=64, allowance=UNTIL_MANAGED, needs=("busybox",), forks=True)
+def test_foreign_tree(case):
+    """Static programs that are started by a shell with hooks, by Python, and by a static shell,
+    which starts one with hooks in turn."""
+    static, dynamic = program(case, "foreign", "static"), case.binary("foreign")
+    busybox = shutil.which("busybox")
+    words = f"96 1 {case.seed} all"
+    lines = [
+        f"{static} {words}",
+        f"{busybox} sh -c '{static} {words}; {dynamic} {words}'",
+        f"{case.python} -c \"import subprocess as s; s.check_call('{static} {words}'.split())\"",
+    ]
+    for line in lines:
+        done = case.run(["sh", "-ec", f"{line}; exit 0"], options=INJECT)
+        wanted = "OK foreign all\n" * line.count(words)
+        assert done.text() == wanted, f"{line}: {done.text()!r}"
+
+
+@pytest.mark.swaptide(budget=32, allowance=64, swaps=False, forks=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_foreign_alone(case, kind):
+    """Without the option such a program runs unmanaged in a tree."""
+    words = f"{program(case, 'foreign', kind)} 8 1 {case.seed} all"
+    assert case.run(["sh", "-c", f"{words}; exit 0"]).text() == "OK foreign all\n"
+
+
+@pytest.mark.swaptide(budget=64, allowance=64, swaps=False, needs=("busybox",), forks=True)
+def test_foreign_storm(case):
+    """Three hundred static programs, one after the other; each ends with its own status."""
+    busybox = shutil.which("busybox")
+    loop = (
+        "i=0; while [ $i -lt 300 ]; do "
+        f"{busybox} sh -c 'exit '$((i % 7)); [ $? -eq $((i % 7)) ] || exit 9; i=$((i + 1)); "
+        "done; echo all"
+    )
+    for shell in (["sh"], [busybox, "sh"]):
+        assert case.run([*shell, "-c", loop], options=INJECT).text() == "all\n"
+
+
+@pytest.mark.swaptide(budget=32, swaps=False, native=False)
+def test_foreign_refused_unprivileged(case):
+    """A program that loads no library is refused in one line, and so is the option where the kernel
+    reports no forks."""
+    import unprivileged
+
+    if not unprivileged.is_possible():
+        pytest.skip("only root can set it up, where there is a /dev/userfaultfd")
+    case.is_unprivileged = True
+    static = program(case, "foreign", "static")
+    copied = case.directory / "static"
+    shutil.copy(static, copied)
+    copied.chmod(0o755)
+    case.directory.chmod(0o755)
+    for options, words in ([], "give --inject"), (INJECT, "need CAP_SYS_PTRACE"):
+        started = case.start([copied, 8, 1, 1, "all"], options=options)
+        status = started.process.wait(timeout=30)
+        said = (started.directory / "stderr").read_text()
+        if status != 2 or words not in said:
+            raise Failure(f"{options}: exit status {status}: {said!r}")
+
+
+@pytest.mark.swaptide(budget=32, allowance=UNTIL_MANAGED, forks=True, needs=("chroot",))
+def test_foreign_root(case):
+    """In another root the agent's file is not there: it is copied."""
+    if os.getuid() != 0:
+        pytest.skip("only root may enter another root")
+    root = case.directory / "root"
+    (root / "proc").mkdir(parents=True)
+    shutil.copy(program(case, "foreign", "static"), root / "program")
+    words = ["chroot", root, "/program", 96, 1, case.seed, "all"]
+    assert "OK foreign all" in case.run(words, options=INJECT).text()
