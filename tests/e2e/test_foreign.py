@@ -122,6 +122,16 @@ def test_foreign_tree(case):
         assert done.text() == wanted, f"{line}: {done.text()!r}"
 
 
+@pytest.mark.swaptide(budget=32, allowance=64, swaps=False, forks=True, needs=("unshare",))
+def test_foreign_namespace(case):
+    """In another pid namespace it is left alone: the numbers of its threads are not those here."""
+    if os.getuid() != 0:
+        pytest.skip("only root may make a namespace")
+    words = [program(case, "foreign", "static"), 8, 1, case.seed, "all"]
+    done = case.run(["unshare", "-p", "--fork", *words], options=INJECT)
+    assert done.text() == "OK foreign all\n"
+
+
 @pytest.mark.swaptide(budget=32, allowance=64, swaps=False, forks=True)
 @pytest.mark.parametrize("kind", ["static", "musl"])
 def test_foreign_alone(case, kind):

@@ -15,8 +15,8 @@
 //!    user has not.
 //! 2. What a process is was looked at after it had stopped: until then it may execute another
 //!    program.
-//! 3. A process under filters of its own is left alone: they could end it for what it is made to
-//!    call.
+//! 3. A process in another pid namespace is left alone, and so is one under filters of its own:
+//!    they could end it for what it is made to call.
 //!
 //! Locks: none; threads talk through channels.
 
@@ -187,7 +187,8 @@ impl Tracer {
         let is_same = info.as_ref().and_then(ProgramIdentity::of) == Some(program);
         let is_wanted = is_same
             && kind_of_process(pid).is_some_and(ProgramKind::is_injected)
-            && !is_confined(pid);
+            && !is_confined(pid)
+            && is_numbered_here(pid);
         let Some(image) = self.agent.image().filter(|_| is_wanted) else {
             seized.release();
             return if is_same { Err(Errno::ACCESS) } else { Err(Errno::AGAIN) };
@@ -236,6 +237,14 @@ impl Tracer {
             self.note = Some(what);
         }
     }
+}
+
+/// True for a process in the pid namespace of this one: the number of a thread that it makes in
+/// another one means another thread here.
+fn is_numbered_here(pid: u32) -> bool {
+    let namespace = |path: String| std::fs::read_link(path).ok();
+    let theirs = namespace(format!("/proc/{pid}/ns/pid"));
+    theirs.is_some() && theirs == namespace("/proc/self/ns/pid".into())
 }
 
 /// True for a process under more filters of system calls than this one: they could end it for what
