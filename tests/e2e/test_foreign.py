@@ -153,6 +153,15 @@ def test_foreign_storm(case):
         assert case.run([*shell, "-c", loop], options=INJECT).text() == "all\n"
 
 
+@pytest.mark.swaptide(budget=64, allowance=64, swaps=False, forks=True, limit=120)
+@pytest.mark.parametrize("kind", KINDS)
+def test_foreign_ends(case, kind):
+    """Programs that end or execute another one from a second thread while they are given the agent:
+    nothing waits for them, and each ends with its own status."""
+    done = case.run([program(case, "foreign_ends", kind), case.seed], options=INJECT)
+    assert done.text() == "OK foreign_ends\n"
+
+
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)
 def test_foreign_refused_unprivileged(case):
     """A program that loads no library is refused in one line, and so is the option where the kernel

@@ -1,6 +1,6 @@
 //! The library in a program that has not loaded it: a static one, or one of another libc.
 //!
-//! The supervisor maps the library, relocates it, and starts a thread in it ([`begin`]); neither
+//! The supervisor maps the library, relocates it, and starts a thread in it ([`start`]); neither
 //! constructors nor hooks run. An engine thread needs no libc: what the library imports from one is
 //! bound to the stand-ins here.
 //!
@@ -38,7 +38,7 @@ fn range(range: InjectedRange) -> VirtRange {
 }
 
 /// # Safety
-/// The range is memory of this process that nobody changes.
+/// The range is memory of this process that does not change.
 unsafe fn bytes(range: InjectedRange) -> &'static [u8] {
     if range.len == 0 {
         return &[];
@@ -47,13 +47,44 @@ unsafe fn bytes(range: InjectedRange) -> &'static [u8] {
     unsafe { std::slice::from_raw_parts(range.start as *const u8, range.len as usize) }
 }
 
-/// The first thread's code: starts the thread that waits for the supervisor, and ends.
+/// The first thread's code, and the call that makes it: a thread of the program is made to begin
+/// here, and stops as the call returns. In the new one flags and floating point are as at the start
+/// of a program, not as the program's thread had them.
+///
+/// # Safety
+/// Run by the supervisor's order alone (`swaptide_ipc::injected`).
+#[cfg_attr(not(test), unsafe(export_name = "swaptide_injected_start"))]
+#[unsafe(naked)]
+pub unsafe extern "C" fn start() -> ! {
+    core::arch::naked_asm!(
+        "syscall",
+        "test rax, rax",
+        "jnz 2f",
+        "xor ebp, ebp",
+        "pop rdi",
+        "push {flags}",
+        "popfq",
+        "fninit",
+        "push {mxcsr}",
+        "ldmxcsr [rsp]",
+        "add rsp, 8",
+        "call {begin}",
+        "2:",
+        "ud2",
+        // Interrupts, and the bit that is always set.
+        flags = const 0x202,
+        // All exceptions masked.
+        mxcsr = const 0x1f80,
+        begin = sym begin,
+    )
+}
+
+/// Starts the thread that waits for the supervisor, and ends.
 ///
 /// # Safety
 /// Run once, by the thread that the supervisor has made for it, with arguments that describe this
 /// process.
-#[cfg_attr(not(test), unsafe(export_name = "swaptide_injected_begin"))]
-pub unsafe extern "C" fn begin(args: *const InjectedArgs) -> ! {
+unsafe extern "C" fn begin(args: *const InjectedArgs) -> ! {
     // SAFETY: the caller's promise.
     let args = unsafe { *args };
     libc_names::use_own_blocks();

@@ -13,7 +13,8 @@ use std::time::Duration;
 use swaptide_engine::Engine;
 use swaptide_engine::requests::{FaultRequest, HandlerRequest};
 use swaptide_ipc::{
-    AgentRequest, AreaId, ENV_SOCKET, MIN_BUDGET_BYTES, NO_LIMIT, ProcState, Segment, SlotIndex,
+    AgentRequest, AreaId, ENV_SOCKET, INJECTING_SOCKET, MIN_BUDGET_BYTES, NO_LIMIT, ProcState,
+    Segment, SlotIndex,
 };
 use swaptide_sys::helper::PrivilegedHelper;
 use swaptide_sys::lock::Lock;
@@ -31,6 +32,7 @@ use crate::forking::{ForkWait, Turn};
 use crate::log;
 use crate::marks::{self, bears_mark};
 use crate::own_pid::is_own_process;
+use crate::real;
 use crate::seccomp;
 
 /// Held around a fork, and while the process is engaged or detached.
@@ -137,12 +139,18 @@ fn ask(request: AgentRequest) -> Option<OwnedFd> {
     exchange(&[request as u8], &[], &mut [0u8; 8])?.1
 }
 
-/// Tells the supervisor that this process, or one that it is about to start, executes a program
-/// that loads no library. No answer comes.
+/// Tells a supervisor that injects the agent that this process, or one that it is about to start,
+/// executes a program. No answer comes. Also called in the child of a vfork; a thread under a
+/// filter tells nothing.
 pub(crate) fn announce_exec() {
+    if !socket().starts_with(INJECTING_SOCKET.as_bytes()) || seccomp::is() {
+        return;
+    }
+    let errno = real::errno();
     if let Ok(conn) = Conn::connect_trusted_high(socket()) {
         let _ = conn.send(&[AgentRequest::Exec as u8], &[]);
     }
+    real::restore_errno(errno);
 }
 
 /// Asks the supervisor to follow a thread of this process through its fork; the connection on which

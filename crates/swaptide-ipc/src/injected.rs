@@ -3,9 +3,12 @@
 //!
 //! Owns nothing. Locks: none.
 
-/// Name of the function that the first thread runs; its argument is the address of an
-/// [`InjectedArgs`] in the program's memory.
-pub const BEGIN: &str = "swaptide_injected_begin";
+/// Name of the code that the first thread runs. A thread of the program makes a clone(2) at its
+/// first instruction; the new one continues behind it, with [`INJECTED_FRAME_BYTES`] on its
+/// stack: the address of an [`InjectedArgs`] in the program's memory.
+pub const START: &str = "swaptide_injected_start";
+/// It is taken from the stack before a function is called, as the ABI wants it.
+pub const INJECTED_FRAME_BYTES: u64 = 8;
 /// What the library needs of libc is looked up under this and its own name.
 pub const STAND_IN: &str = "swaptide_injected_";
 /// What has no such stand-in: it ends the process with a message.

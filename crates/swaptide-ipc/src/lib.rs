@@ -46,4 +46,4 @@ pub use layout::{
     SegmentError, SwapInConfig, THROTTLE_PAGES, VERSION,
 };
 pub use optional_limit::OptionalLimit;
-pub use wire::{AgentRequest, ENV_AGENT_LOG, ENV_SOCKET};
+pub use wire::{AgentRequest, ENV_AGENT_LOG, ENV_SOCKET, INJECTING_SOCKET};

@@ -11,6 +11,9 @@ pub const ENV_SOCKET: &str = "SWAPTIDE_SOCKET";
 /// When set to a file's path, the agents append one line there for each thing worth knowing. Meant
 /// for a bug report.
 pub const ENV_AGENT_LOG: &str = "SWAPTIDE_AGENT_LOG";
+/// Begins the name of the socket of a supervisor that injects the agent: it wants to be told of
+/// what is executed ([`AgentRequest::Exec`]).
+pub const INJECTING_SOCKET: &str = "swaptide-inject-";
 
 /// One request: the byte that goes over the socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,8 +54,8 @@ pub enum AgentRequest {
     /// Advice on a range of shared memory: address (8), length (8), advice (4). In the answer a 1
     /// if the range is of a shared region.
     Advise = b'V',
-    /// The client, or a process that it is about to start, executes a program that loads no
-    /// library: it is to be given the agent. There is no answer.
+    /// The client, or a process that it is about to start, executes a program. It may be one that
+    /// loads no library. There is no answer.
     Exec = b'X',
     /// Hold the userfaultfd that comes with the request until the client's threads are gone. There
     /// is no answer; the connection stays open for as long as the client has an engine. A byte on

@@ -124,6 +124,12 @@ pub fn proc_info(pid: u32) -> Option<ProcInfo> {
     parse_stat(pid, procfs::read_file(ProcPath::proc(pid, "stat").as_c_str(), &mut buf).ok()?)
 }
 
+/// The number of the newest process by the text of `/proc/loadavg`: while it stays, none was
+/// started.
+pub fn newest_in(loadavg: &[u8]) -> Option<u32> {
+    procfs::words(loadavg).last().and_then(parse_u64)?.try_into().ok()
+}
+
 /// Parses the `stat` file of process `pid`.
 pub fn parse_stat(pid: u32, stat: &[u8]) -> Option<ProcInfo> {
     let mut words = procfs::words(after_name(stat)?);

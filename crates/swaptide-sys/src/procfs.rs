@@ -141,9 +141,14 @@ pub fn words(line: &[u8]) -> impl Iterator<Item = &[u8]> {
 
 /// The number of kibibytes in the line `KEY:   123 kB`, in bytes.
 pub fn kib_field(text: &[u8], key: &str) -> Option<u64> {
+    Some(number_field(text, key)? * 1024)
+}
+
+/// The number in the line `KEY:   123`.
+pub(crate) fn number_field(text: &[u8], key: &str) -> Option<u64> {
     text.split(|&b| b == b'\n').find_map(|line| {
         let rest = line.strip_prefix(key.as_bytes())?.strip_prefix(b":")?;
-        Some(parse_u64(words(rest).next()?)? * 1024)
+        parse_u64(words(rest).next()?)
     })
 }
 

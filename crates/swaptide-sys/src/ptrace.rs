@@ -23,7 +23,7 @@ use crate::raw::syscall;
 /// The registers of x86-64, in the order of the kernel's `user_regs_struct`.
 pub(crate) type Registers = [u64; 27];
 pub(crate) const RIP: usize = 16;
-pub(crate) const RSP: usize = 19;
+const RSP: usize = 19;
 pub(crate) const ORIG_RAX: usize = 15;
 
 const _: () = assert!(size_of::<Registers>() == size_of::<k::__kernel_ulong_t>() * 27);

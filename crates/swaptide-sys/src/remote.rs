@@ -15,22 +15,28 @@
 //! 2. Where the word for "no system call" stands in the place of the call's number, nothing begins
 //!    again: the instruction that the registers point to runs.
 //! 3. With signals blocked no handler runs between the two.
-//! 4. A thread that the stopped one makes stops before its first instruction.
+//! 4. A thread that the stopped one makes is not traced.
 //!
 //! Invariants
 //! 1. The program's registers and signal mask are put back before it is let go, or it ends: if the
 //!    tracer ends in between, the kernel kills it.
 //! 2. No instruction of the program is changed: calls are made by an instruction of the vdso.
+//! 3. No wait is without a bound: a thread is no longer traced when another one of its process
+//!    executes a program, which no wait tells, and a call may take long ([`Remote::is_late`]).
 //!
 //! Locks: none.
+
+use core::cell::Cell;
+use core::time::Duration;
 
 use linux_raw_sys::general as k;
 use linux_raw_sys::ptrace as p;
 use rustix::io::Errno;
 
-use crate::procfs::{ProcPath, read_file};
-use crate::ptrace::{ORIG_RAX, RIP, RSP, Registers, SIGTRAP, TraceeStop};
+use crate::procfs::{ProcPath, number_field, read_file};
+use crate::ptrace::{ORIG_RAX, RIP, Registers, SIGTRAP, TraceeStop};
 use crate::raw::{check, syscall};
+use crate::thread::{gettid, now};
 
 const R8: usize = 9;
 const R9: usize = 8;
@@ -62,6 +68,18 @@ const WALL: usize = 0x4000_0000;
 /// Pages of the vdso that are searched for an instruction.
 const VDSO_BYTES: usize = 8192;
 const SYSCALL_INSTRUCTION: [u8; 2] = [0x0f, 0x05];
+/// The longest that one stop is waited for.
+const STOP_TIMEOUT: Duration = Duration::from_secs(2);
+/// A stop that comes at once is waited for without sleeping, for this long.
+const SPIN_TIME: Duration = Duration::from_micros(100);
+/// Between two looks for a stop that does not come at once.
+const WAIT_INTERVAL_NANOS: i64 = 50_000;
+/// From then on the wait asks whether the thread is traced still.
+const DOUBT_TIME: Duration = Duration::from_millis(1);
+/// Results by which the kernel says that a call is to begin again (`ERESTARTSYS` to
+/// `ERESTART_RESTARTBLOCK`); programs do not see them.
+const BEGIN_AGAIN: core::ops::RangeInclusive<isize> = -516..=-512;
+const MAX_REPEATS: u32 = 100;
 
 /// A thread of another process, stopped.
 pub struct Remote {
@@ -70,6 +88,7 @@ pub struct Remote {
     mask: u64,
     /// Address of a `syscall` instruction.
     call_at: u64,
+    is_late: Cell<bool>,
 }
 
 /// `struct ptrace_rseq_configuration`.
@@ -91,8 +110,22 @@ unsafe fn ptrace(request: u32, tid: u32, addr: usize, data: usize) -> Result<usi
     unsafe { syscall!(k::__NR_ptrace, request as usize, tid as usize, addr, data) }
 }
 
+/// True for a thread that the calling one traces.
+pub fn is_traced_here(tid: u32) -> bool {
+    number_of_status(tid, "TracerPid") == Some(gettid().0.into())
+}
+
+fn number_of_status(tid: u32, key: &str) -> Option<u64> {
+    let mut text = [0u8; 4096];
+    let status = read_file(ProcPath::proc(tid, "status").as_c_str(), &mut text).ok()?;
+    number_field(status, key)
+}
+
 /// Waits for the next stop of a thread that the calling one traces; its status as wait(2) gives it.
 /// The end of a process is left for its parent's wait.
+///
+/// # Errors
+/// `SRCH` when it has ended or is traced no more, `TIMEDOUT` when it does not stop.
 fn wait(tid: u32) -> Result<u32, Errno> {
     /// `CLD_EXITED`, `CLD_KILLED` and `CLD_DUMPED`.
     const ENDS: core::ops::RangeInclusive<i32> = 1..=3;
@@ -102,25 +135,41 @@ fn wait(tid: u32) -> Result<u32, Errno> {
     const PROCESS: usize = 4;
     const STATUS: usize = 6;
     let change = |options: usize| {
-        let mut info = [0i32; 32];
+        let (mut info, options) = ([0i32; 32], options | WNOHANG | WALL);
         let to = info.as_mut_ptr() as usize;
         // SAFETY: the kernel writes a siginfo of 128 bytes.
-        unsafe { syscall!(k::__NR_waitid, P_PID, tid as usize, to, options | WALL, 0usize) }?;
-        Ok(info)
-    };
-    loop {
-        match change(WEXITED | WSTOPPED | WNOWAIT) {
-            Err(Errno::INTR) => continue,
-            Err(errno) => return Err(errno),
-            Ok(info) if ENDS.contains(&info[CODE]) => return Err(Errno::SRCH),
-            Ok(_) => {}
+        match unsafe { syscall!(k::__NR_waitid, P_PID, tid as usize, to, options, 0usize) } {
+            // Neither a child nor traced.
+            Err(Errno::CHILD) => Err(Errno::SRCH),
+            Err(Errno::INTR) => Ok(None),
+            other => other.map(|_| Some(info).filter(|info| info[PROCESS] != 0)),
         }
-        // It may have been killed in between: then there is no stop.
-        match change(WSTOPPED | WNOHANG) {
-            Err(Errno::INTR) => {}
-            Err(errno) => return Err(errno),
-            Ok(info) if info[PROCESS] == 0 => {}
-            Ok(info) => return Ok((info[STATUS] as u32) << 8 | 0x7f),
+    };
+    let began = now();
+    loop {
+        match change(WEXITED | WSTOPPED | WNOWAIT)? {
+            Some(info) if ENDS.contains(&info[CODE]) => return Err(Errno::SRCH),
+            // It may have been killed in between: then there is no stop.
+            Some(_) => {
+                if let Some(info) = change(WSTOPPED)? {
+                    return Ok((info[STATUS] as u32) << 8 | 0x7f);
+                }
+                continue;
+            }
+            None => {}
+        }
+        let waited = now().since(began);
+        if waited > DOUBT_TIME && !is_traced_here(tid) {
+            return Err(Errno::SRCH);
+        }
+        if waited > STOP_TIMEOUT {
+            return Err(Errno::TIMEDOUT);
+        }
+        if waited < SPIN_TIME {
+            rustix::thread::sched_yield();
+        } else {
+            let pause = rustix::fs::Timespec { tv_sec: 0, tv_nsec: WAIT_INTERVAL_NANOS };
+            let _ = rustix::thread::nanosleep(&pause);
         }
     }
 }
@@ -255,7 +304,7 @@ impl Seized {
     /// # Errors
     /// `SRCH` when it is gone, `NOSYS` where it has no vdso. It continues as before then, and is
     /// traced no more.
-    pub fn stopped(self) -> Result<Remote, Errno> {
+    pub fn stopped(&self) -> Result<Remote, Errno> {
         Remote::save(self.0).inspect_err(|_| self.release())
     }
 
@@ -277,16 +326,20 @@ impl Remote {
         // SAFETY: the kernel writes the eight bytes of a signal mask.
         unsafe { ptrace(PTRACE_GETSIGMASK, tid, 8, (&raw mut mask) as usize) }?;
         let call_at = call_instruction(tid)?;
-        let options = OPTIONS | p::PTRACE_O_TRACECLONE;
-        // SAFETY: nothing is written.
-        unsafe { ptrace(p::PTRACE_SETOPTIONS, tid, 0, options as usize) }?;
         set_mask(tid, u64::MAX)?;
-        Ok(Remote { tid, saved, mask, call_at })
+        Ok(Remote { tid, saved, mask, call_at, is_late: Cell::new(false) })
     }
 
     /// The thread's number.
     pub fn tid(&self) -> u32 {
         self.tid
+    }
+
+    /// True once a stop of the thread was waited for in vain: it is inside a call that takes long.
+    /// When a wait of the calling thread reports its next stop, it is to be
+    /// [released](Remote::release).
+    pub fn is_late(&self) -> bool {
+        self.is_late.get()
     }
 
     /// Has the thread make a system call; its result.
@@ -295,36 +348,69 @@ impl Remote {
     /// The caller answers for all that the call does to the program.
     ///
     /// # Errors
-    /// The error of the call, or `SRCH` when the thread is gone.
+    /// The error of the call, `SRCH` when the thread is gone, or `TIMEDOUT`, also later, when it
+    /// [is late](Remote::is_late).
     pub unsafe fn call(&self, number: u32, arguments: [u64; 6]) -> Result<u64, Errno> {
+        // SAFETY: the caller's promise; the instruction is a system call.
+        unsafe { self.call_at(self.call_at, number, arguments) }
+    }
+
+    /// The same by a `syscall` instruction at `at`.
+    ///
+    /// # Safety
+    /// As for [`Remote::call`]; what is at `at` is such an instruction.
+    unsafe fn call_at(&self, at: u64, number: u32, arguments: [u64; 6]) -> Result<u64, Errno> {
         let mut registers = self.saved;
         // A program that steps through itself does not step through this.
         registers[EFLAGS] &= !TRAP_FLAG;
-        registers[RIP] = self.call_at;
+        registers[RIP] = at;
         registers[RAX] = u64::from(number);
         registers[ORIG_RAX] = NO_CALL;
         for (place, word) in [RDI, RSI, RDX, R10, R8, R9].into_iter().zip(arguments) {
             registers[place] = word;
         }
-        set_registers(self.tid, &registers)?;
-        // The entry, then the exit.
-        let mut signal = 0;
-        for _ in 0..2 {
-            loop {
-                // SAFETY: nothing is written.
-                unsafe { ptrace(p::PTRACE_SYSCALL, self.tid, 0, signal as usize) }?;
-                signal = 0;
-                let status = wait(self.tid)?;
-                if status == CALL_STOP {
-                    break;
-                }
-                // One that cannot be blocked: the thread stops with its process once it is let go.
-                if let TraceeStop::Signal(arrived) = TraceeStop::of(status) {
-                    signal = arrived;
-                }
+        for _ in 0..MAX_REPEATS {
+            if self.is_late() {
+                return Err(Errno::TIMEDOUT);
+            }
+            set_registers(self.tid, &registers)?;
+            // The entry, then the exit.
+            for _ in 0..2 {
+                self.until_call_stop()?;
+            }
+            let result = registers_of(self.tid)?[RAX] as isize;
+            if !BEGIN_AGAIN.contains(&result) {
+                return check(result).map(|word| word as u64);
             }
         }
-        check(registers_of(self.tid)?[RAX] as isize).map(|word| word as u64)
+        Err(Errno::INTR)
+    }
+
+    /// Lets the thread run to the next entry or exit of a system call.
+    fn until_call_stop(&self) -> Result<(), Errno> {
+        let mut signal = 0;
+        loop {
+            // SAFETY: nothing is written.
+            unsafe { ptrace(p::PTRACE_SYSCALL, self.tid, 0, signal as usize) }?;
+            signal = 0;
+            let status = wait(self.tid).inspect_err(|errno| self.note_wait(*errno))?;
+            if status == CALL_STOP {
+                return Ok(());
+            }
+            // One that cannot be blocked: the thread stops with its process once it is let go.
+            if let TraceeStop::Signal(arrived) = TraceeStop::of(status) {
+                signal = arrived;
+            }
+        }
+    }
+
+    fn note_wait(&self, errno: Errno) {
+        self.is_late.set(errno == Errno::TIMEDOUT);
+    }
+
+    /// True if the thread is the only one of its process.
+    pub fn is_alone(&self) -> bool {
+        number_of_status(self.tid, "Threads") == Some(1)
     }
 
     /// Reads memory of the program.
@@ -354,22 +440,16 @@ impl Remote {
         if done == bytes.len() { Ok(()) } else { Err(Errno::FAULT) }
     }
 
-    /// Starts a thread of the program at `entry`, with `argument` as the first of a function, its
-    /// stack below `stack`, and the thread pointer `tls`. All signals are blocked in it. Returns
-    /// its number.
+    /// Starts a thread of the program, with its stack at `stack` and the thread pointer `tls`. It
+    /// begins behind the `syscall` instruction at `code`, with 0 in RAX, as after fork(2), and
+    /// other registers and flags as they were in this thread. All signals are blocked in it.
     ///
     /// # Safety
-    /// What is at `entry` may run so, and never returns.
+    /// What is behind that instruction may run so, and never returns.
     ///
     /// # Errors
     /// As for [`Remote::call`].
-    pub unsafe fn start_thread(
-        &self,
-        entry: u64,
-        argument: u64,
-        stack: u64,
-        tls: u64,
-    ) -> Result<u32, Errno> {
+    pub unsafe fn start_thread(&self, code: u64, stack: u64, tls: u64) -> Result<(), Errno> {
         let flags = k::CLONE_VM
             | k::CLONE_FS
             | k::CLONE_FILES
@@ -377,37 +457,27 @@ impl Remote {
             | k::CLONE_THREAD
             | k::CLONE_SYSVSEM
             | k::CLONE_SETTLS;
-        // SAFETY: the new thread begins at what the caller vouches for; it shares all else.
-        let tid = unsafe { self.call(k::__NR_clone, [flags.into(), stack, 0, 0, tls, 0]) }? as u32;
-        // It has the mask of its maker, in which all signals are blocked now.
-        wait_for_stop(tid)?;
-        let mut registers = registers_of(tid)?;
-        registers[EFLAGS] &= !TRAP_FLAG;
-        registers[RIP] = entry;
-        registers[RSP] = stack;
-        registers[RDI] = argument;
-        registers[ORIG_RAX] = NO_CALL;
-        set_registers(tid, &registers)?;
-        // SAFETY: nothing is written.
-        unsafe { ptrace(p::PTRACE_DETACH, tid, 0, 0) }?;
-        Ok(tid)
+        // SAFETY: the new thread begins at what the caller vouches for; it shares all else. This
+        // thread stops at the call's exit and is given other registers.
+        unsafe { self.call_at(code, k::__NR_clone, [flags.into(), stack, 0, 0, tls, 0]) }.map(drop)
     }
 
     /// Puts the thread's state back, and lets it go.
     ///
     /// # Errors
-    /// `SRCH` when it is gone.
-    pub fn release(self) -> Result<(), Errno> {
+    /// `SRCH` when it is gone; `TIMEDOUT` when it [is late](Remote::is_late): to be repeated.
+    pub fn release(&self) -> Result<(), Errno> {
         let Remote { tid, mask, saved, .. } = self;
         // To a stop at which a call that was interrupted begins again (fact 1).
         // SAFETY: nothing is written.
-        unsafe { ptrace(p::PTRACE_INTERRUPT, tid, 0, 0) }?;
+        unsafe { ptrace(p::PTRACE_INTERRUPT, *tid, 0, 0) }?;
         // SAFETY: as above.
-        unsafe { ptrace(p::PTRACE_CONT, tid, 0, 0) }?;
-        wait_for_stop(tid)?;
-        set_registers(tid, &saved)?;
-        set_mask(tid, mask)?;
+        unsafe { ptrace(p::PTRACE_CONT, *tid, 0, 0) }?;
+        wait_for_stop(*tid).inspect_err(|errno| self.note_wait(*errno))?;
+        set_registers(*tid, saved)?;
+        set_mask(*tid, *mask)?;
+        self.is_late.set(false);
         // SAFETY: nothing is written.
-        unsafe { ptrace(p::PTRACE_DETACH, tid, 0, 0) }.map(drop)
+        unsafe { ptrace(p::PTRACE_DETACH, *tid, 0, 0) }.map(drop)
     }
 }

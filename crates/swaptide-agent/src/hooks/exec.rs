@@ -1,6 +1,6 @@
 //! Hooks of libc's functions that start another program; each passes an environment that has the
-//! agent in it ([`crate::hooks::environment`]), and tells the supervisor of programs that load no
-//! library ([`crate::hooks::foreign`]).
+//! agent in it ([`crate::hooks::environment`]). With `--inject` the supervisor is told first: the
+//! program may be one that loads no library.
 
 use std::ffi::c_int;
 
@@ -9,7 +9,7 @@ use swaptide_sys::Errno;
 use swaptide_sys::raw::syscall6;
 
 use crate::hooks::environment::with_environment;
-use crate::hooks::foreign::{announce, announce_found};
+use crate::process::announce_exec;
 use crate::real::{self, Bytes, CStrArray, CStrPtr};
 
 unsafe extern "C" {
@@ -46,7 +46,7 @@ pub unsafe extern "C" fn execve(path: CStrPtr, argv: CStrArray, envp: CStrArray)
         Some(real) => unsafe { real(path, argv, envp) },
         None => raw(envp),
     };
-    announce(None, path);
+    announce_exec();
     // SAFETY: the program's own environment.
     unsafe { with_environment(envp, call) }
 }
@@ -67,8 +67,7 @@ pub unsafe extern "C" fn execv(path: CStrPtr, argv: CStrArray) -> c_int {
 /// As for exec(3).
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn execvpe(file: CStrPtr, argv: CStrArray, envp: CStrArray) -> c_int {
-    // SAFETY: libc's variable.
-    announce_found(file, unsafe { environ });
+    announce_exec();
     // SAFETY: the program's own arguments.
     unsafe { exec_with(real::EXECVPE.get(), envp, |real, envp| real(file, argv, envp)) }
 }
@@ -105,7 +104,7 @@ pub unsafe extern "C" fn execveat(
     envp: CStrArray,
     flags: c_int,
 ) -> c_int {
-    announce(Some(directory), path);
+    announce_exec();
     // SAFETY: the program's own arguments.
     unsafe {
         with_environment(envp, |envp| {
@@ -124,7 +123,7 @@ pub unsafe extern "C" fn execveat(
 
 /// Defines `posix_spawn` and `posix_spawnp`.
 macro_rules! spawn {
-    ($name:ident, $real:ident, $announce:expr) => {
+    ($name:ident, $real:ident) => {
         #[doc = concat!("Stands in front of libc's `", stringify!($name), "`.")]
         ///
         /// # Safety
@@ -139,7 +138,7 @@ macro_rules! spawn {
             envp: CStrArray,
         ) -> c_int {
             let Some(real) = real::$real.get() else { return Errno::NOSYS.raw_os_error() };
-            $announce(path);
+            announce_exec();
             // SAFETY: the program's own arguments.
             let call = |envp| unsafe { real(pid, path, actions, attributes, argv, envp) };
             // SAFETY: the program's own environment.
@@ -148,13 +147,8 @@ macro_rules! spawn {
     };
 }
 
-spawn!(posix_spawn, SPAWN, |path| announce(None, path));
-spawn!(posix_spawnp, SPAWNP, announce_by_name);
-
-fn announce_by_name(name: CStrPtr) {
-    // SAFETY: libc's variable.
-    announce_found(name, unsafe { environ });
-}
+spawn!(posix_spawn, SPAWN);
+spawn!(posix_spawnp, SPAWNP);
 
 /// The end of `execle`'s arguments: behind their null stands the environment.
 unsafe extern "C" fn execle_list(path: CStrPtr, argv: CStrArray) -> c_int {

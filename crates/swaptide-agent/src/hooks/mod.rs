@@ -7,7 +7,6 @@
 mod descriptors;
 pub(crate) mod environment;
 mod exec;
-mod foreign;
 mod leak_check;
 mod mappings;
 pub(crate) mod memory;

@@ -31,7 +31,6 @@ use crate::exit_watch;
 use crate::fork::atfork::{wait_for_begin, with_handlers};
 use crate::forking::FORKING;
 use crate::hooks::environment;
-use crate::hooks::foreign;
 use crate::hooks::mappings;
 use crate::hooks::memory;
 use crate::hooks::mremap;
@@ -308,14 +307,14 @@ unsafe extern "C" fn hooked(
         SYS_PROCESS_MADVISE => mappings::advise_process(a, b, c, d as c_int, e),
         // SAFETY: the program's own arguments; the environment is as execve(2) takes it.
         SYS_EXECVE => unsafe {
-            foreign::announce(None, a as *const c_char);
+            process::announce_exec();
             environment::with_environment(c as *const *const c_char, |envp| {
                 syscall6(SYS_EXECVE as u32, [a, b, envp as usize, 0, 0, 0]) as c_int
             }) as isize
         },
         // SAFETY: the program's own arguments; the environment is as execveat(2) takes it.
         _ => unsafe {
-            foreign::announce(Some(a as c_int), b as *const c_char);
+            process::announce_exec();
             environment::with_environment(d as *const *const c_char, |envp| {
                 syscall6(SYS_EXECVEAT as u32, [a, b, c, envp as usize, e, 0]) as c_int
             }) as isize

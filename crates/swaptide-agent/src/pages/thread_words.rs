@@ -40,10 +40,11 @@ pub(crate) fn pages_that_stay(chunk: ChunkNo) -> u16 {
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 /// And this many times what the last look took: the memory lock is held.
 const LOOK_COST_FACTOR: u32 = 50;
-/// Below the head of a robust list glibc has the thread's number.
-const BELOW_HEAD_BYTES: usize = 64;
-/// `struct robust_list_head` and what glibc has behind it.
-const HEAD_BYTES: usize = 64;
+/// The head of the robust list within glibc's struct of a thread. Below it are the thread's number
+/// and what the kernel takes as it starts.
+const BELOW_HEAD_BYTES: usize = 0x2e0;
+/// From the head to the end of the struct, with the rseq area of glibc 2.35 to 2.40.
+const HEAD_BYTES: usize = 0xa00 - BELOW_HEAD_BYTES;
 
 /// When threads are to be looked at again ([`Nanos`]).
 static NEXT_LOOK: AtomicU64 = AtomicU64::new(0);

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use swaptide_ipc::shared::SHARED_FEATURES;
-use swaptide_ipc::{AgentRequest, AreaId};
+use swaptide_ipc::{AgentRequest, AreaId, INJECTING_SOCKET};
 use swaptide_sys::Errno;
 use swaptide_sys::affinity::go_normally;
 use swaptide_sys::sock::{Listener, poll_readable};
@@ -89,7 +89,7 @@ pub struct AgentServer {
     users: Users,
     waiting: Vec<Waiting>,
     dials: Dials,
-    /// Processes that are about to execute a program which loads no library, or start one.
+    /// Processes that are about to execute a program, or start one that does.
     announced: Vec<u32>,
 }
 
@@ -101,14 +101,16 @@ struct Waiting {
 }
 
 impl AgentServer {
-    /// Opens the socket under a name that cannot be guessed.
+    /// Opens the socket under a name that cannot be guessed. `injects`: the agent is put into
+    /// programs that load no library, so processes say when they execute one.
     ///
     /// # Errors
     /// What the kernel answers.
-    pub fn open(users: Users) -> Result<AgentServer, Errno> {
+    pub fn open(users: Users, injects: bool) -> Result<AgentServer, Errno> {
         let mut random = [0u8; 16];
         rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())?;
-        let name = format!("swaptide-{:032x}", u128::from_le_bytes(random));
+        let prefix = if injects { INJECTING_SOCKET } else { "swaptide-" };
+        let name = format!("{prefix}{:032x}", u128::from_le_bytes(random));
         let listener = Listener::bind_abstract(name.as_bytes())?;
         listener.set_nonblocking(true)?;
         listener.want_senders()?;
@@ -124,8 +126,8 @@ impl AgentServer {
         })
     }
 
-    /// The processes that have said since the last call that they are about to execute a program
-    /// which loads no library, or start one.
+    /// The processes that have said since the last call that they are about to execute a program,
+    /// or start one that does.
     pub(crate) fn take_announced(&mut self) -> Vec<u32> {
         std::mem::take(&mut self.announced)
     }
@@ -389,7 +391,7 @@ mod tests {
 
     #[test]
     fn the_segment_and_the_file_are_handed_out_and_nothing_else() {
-        let mut counter = AgentServer::open(Users::All).expect("socket");
+        let mut counter = AgentServer::open(Users::All, false).expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 12288).expect("memfd");
         let none: Arc<dyn AreaOpener> = Arc::new(Areas::new(crate::testing::segment()));
         let areas = Arc::new(Areas::new(crate::testing::segment()));
@@ -416,7 +418,7 @@ mod tests {
 
     #[test]
     fn what_concerns_a_process_is_given_for_the_one_that_asks() {
-        let mut counter = AgentServer::open(Users::All).expect("socket");
+        let mut counter = AgentServer::open(Users::All, false).expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(b"I", &[]).expect("send");
@@ -455,7 +457,7 @@ mod tests {
 
     #[test]
     fn a_client_that_says_nothing_does_not_stop_the_others() {
-        let mut counter = AgentServer::open(Users::All).expect("socket");
+        let mut counter = AgentServer::open(Users::All, false).expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         let areas: Arc<dyn AreaOpener> = Arc::new(Areas::new(crate::testing::segment()));
         let connect = || Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
@@ -480,7 +482,7 @@ mod tests {
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         // Of a process of the run, and of one that is none.
         for supervisor in [std::process::id(), u32::MAX] {
-            let mut counter = AgentServer::open(Users::All).expect("socket");
+            let mut counter = AgentServer::open(Users::All, false).expect("socket");
             counter.supervisor = supervisor;
             let mut others = Vec::new();
             for request in [&b"H"[..], b"S", b"?"] {

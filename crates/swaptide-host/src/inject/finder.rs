@@ -15,7 +15,6 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
@@ -25,7 +24,7 @@ use std::time::{Duration, Instant};
 use swaptide_sys::AsFd;
 use swaptide_sys::elf::{ProgramKind, kind_of};
 use swaptide_sys::eventfd::EventFd;
-use swaptide_sys::process::{ProcInfo, proc_info, processes};
+use swaptide_sys::process::{ProcInfo, newest_in, proc_info, processes};
 
 /// Between two looks at processes that are watched, at least.
 const LOOK_INTERVAL: Duration = Duration::from_millis(5);
@@ -91,7 +90,8 @@ pub(super) fn start(
     candidates: Sender<Candidate>,
     wake: Arc<EventFd>,
 ) {
-    let finder = Finder { candidates, wake, watched: HashMap::new(), newest: None };
+    let finder =
+        Finder { candidates, wake, watched: HashMap::new(), newest: None, has_named: false };
     // Without the thread such programs stay unmanaged, which the summary tells.
     let _ = Builder::new().name("injector".into()).spawn(move || finder.run(requests));
 }
@@ -102,6 +102,8 @@ struct Finder {
     watched: HashMap<u32, Watched>,
     /// The number of the newest process at the last look at all of them.
     newest: Option<u32>,
+    /// A program was named: an orphan may be of such a one.
+    has_named: bool,
 }
 
 impl Finder {
@@ -157,7 +159,8 @@ impl Finder {
         let mut found = Vec::new();
         self.watched.retain(|pid, watched| {
             let Some(info) = proc_info(*pid).filter(|info| !info.zombie) else { return false };
-            if watched.is_traced {
+            // One that is stopped by a signal is let be until it continues.
+            if watched.is_traced || info.stopped {
                 return true;
             }
             // The child of one with hooks says by itself what it executes.
@@ -185,6 +188,7 @@ impl Finder {
             }
         });
         if !found.is_empty() {
+            self.has_named = true;
             // The tracer ends with the run.
             found.into_iter().for_each(|one| drop(self.candidates.send(one)));
             self.wake.signal();
@@ -199,12 +203,17 @@ impl Finder {
         }
         let Ok(all) = processes() else { return };
         self.newest = newest;
+        let own = std::process::id();
         let mut found = true;
         while found {
             found = false;
             for info in all.iter().filter(|info| !info.zombie) {
-                let Some(parent) = self.watched.get(&info.ppid) else { continue };
-                let is_of_injected = !parent.is_hooked;
+                let is_of_injected = match self.watched.get(&info.ppid) {
+                    Some(parent) => !parent.is_hooked,
+                    // Its parent may have ended between two looks.
+                    None if info.ppid == own && self.has_named => true,
+                    None => continue,
+                };
                 if !self.watched.contains_key(&info.pid) {
                     self.begin(info.pid);
                     found = true;
@@ -214,6 +223,7 @@ impl Finder {
                 }
             }
         }
+        // What was found now has set it back.
         self.newest = newest;
     }
 }
@@ -222,9 +232,6 @@ pub(super) fn kind_of_process(pid: u32) -> Option<ProgramKind> {
     kind_of(File::open(format!("/proc/{pid}/exe")).ok()?.as_fd())
 }
 
-/// The number of the newest process: while it stays, none was started.
 fn newest_process() -> Option<u32> {
-    let mut text = String::new();
-    File::open("/proc/loadavg").ok()?.read_to_string(&mut text).ok()?;
-    text.split_ascii_whitespace().last()?.parse().ok()
+    newest_in(&std::fs::read("/proc/loadavg").ok()?)
 }

@@ -14,13 +14,13 @@ use std::path::{Path, PathBuf};
 
 use object::elf::{
     FileHeader64, PF_W, PF_X, PT_LOAD, PT_TLS, R_X86_64_64, R_X86_64_DTPMOD64, R_X86_64_DTPOFF64,
-    R_X86_64_GLOB_DAT, R_X86_64_JUMP_SLOT, R_X86_64_RELATIVE, SHT_DYNSYM, STB_WEAK,
+    R_X86_64_GLOB_DAT, R_X86_64_JUMP_SLOT, R_X86_64_RELATIVE, SHT_DYNSYM, SHT_RELR, STB_WEAK,
 };
 use object::read::elf::{
     FileHeader, ProgramHeader, Rela, SectionHeader, SectionTable, Sym, SymbolTable,
 };
 use object::{Endianness, ReadCache};
-use swaptide_ipc::injected::{BEGIN, MISSING, STAND_IN, TLS_BYTES};
+use swaptide_ipc::injected::{MISSING, STAND_IN, START, TLS_BYTES};
 use swaptide_sys::PAGE_SIZE;
 use thiserror::Error;
 
@@ -132,8 +132,8 @@ pub(super) struct AgentImage {
     pub identity: (u64, u64),
     pub parts: Vec<LibraryPart>,
     words: Vec<RelocatedWord>,
-    /// Offset of the first thread's function.
-    pub begin: u64,
+    /// Offset of the first thread's code.
+    pub start: u64,
     /// Bytes from the base to the end, in whole pages.
     pub span: u64,
 }
@@ -187,9 +187,9 @@ impl AgentImage {
         let sections = header.sections(endian, bytes).map_err(failed)?;
         let table = sections.symbols(endian, bytes, SHT_DYNSYM).map_err(failed)?;
         let symbols = Symbols::of(endian, &table);
-        let begin = symbols.defined(BEGIN).ok_or_else(|| format!("it has no {BEGIN}"))?;
+        let start = symbols.defined(START).ok_or_else(|| format!("it has no {START}"))?;
         let words = words_of(endian, bytes, &sections, &symbols)?;
-        Ok(AgentImage { path: path.to_owned(), file, identity, parts, words, begin, span })
+        Ok(AgentImage { path: path.to_owned(), file, identity, parts, words, start, span })
     }
 }
 
@@ -271,6 +271,9 @@ fn words_of<'a>(
 ) -> Result<Vec<RelocatedWord>, String> {
     let mut words = Vec::new();
     for section in sections.iter() {
+        if section.sh_type(endian) == SHT_RELR {
+            return Err("it has packed relocations (.relr.dyn)".into());
+        }
         let list = section.rela(endian, bytes).map_err(|error| error.to_string())?;
         let list = list.filter(|(_, of)| *of == symbols.table.section());
         for entry in list.into_iter().flat_map(|(list, _)| list) {
@@ -289,7 +292,7 @@ mod tests {
         let refused = |path: &str| AgentImage::read(Path::new(path)).err().map(|e| e.to_string());
         assert!(refused("/no/such/library.so").expect("an error").contains("No such file"));
         let shell = refused("/bin/sh").expect("an error");
-        assert!(shell.contains(BEGIN) && shell.contains("install swaptide again"), "{shell}");
+        assert!(shell.contains(START) && shell.contains("install swaptide again"), "{shell}");
         assert!(refused("/etc/passwd").is_some());
     }
 
@@ -320,7 +323,7 @@ mod tests {
                 word(0x1008, 9, true),
                 word(0x104c, 9, true),
             ],
-            begin: 0,
+            start: 0,
             span: 0x2000,
         };
         expected[8..16].copy_from_slice(&0x70_0005u64.to_le_bytes());

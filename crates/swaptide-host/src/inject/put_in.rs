@@ -9,15 +9,17 @@
 //! ```
 //!
 //! The thread copies what it needs and unmaps it. Parts that are not written are the file's own
-//! pages where the program can open it; elsewhere (another root or mount namespace) they are
-//! copied.
+//! pages where the program has one thread and can open it; elsewhere (another root or mount
+//! namespace) they are copied.
 //!
 //! Invariant: what fails half way leaves nothing behind; the program continues as before.
 //!
 //! Locks: none.
 
 use linux_raw_sys::general as k;
-use swaptide_ipc::injected::{ARGS_BYTES, InjectedArgs, InjectedRange, TLS_BYTES};
+use swaptide_ipc::injected::{
+    ARGS_BYTES, INJECTED_FRAME_BYTES, InjectedArgs, InjectedRange, TLS_BYTES,
+};
 use swaptide_sys::remote::Remote;
 use swaptide_sys::{Errno, PAGE_SIZE};
 
@@ -82,7 +84,8 @@ pub(super) fn put_in(remote: &Remote, image: &AgentImage, texts: &AgentTexts) ->
     // SAFETY: as above.
     let base = unsafe { map(remote, 0, image.span, k::PROT_NONE, k::MAP_NORESERVE, None) }?;
     let unused_image = Unmapping { remote, start: base, len: image.span };
-    let file = open(remote, memory, image);
+    // Another thread could meet, close or replace the descriptor.
+    let file = if remote.is_alone() { open(remote, memory, image) } else { None };
     let mapped = image.parts.iter().try_for_each(|part| map_part(remote, image, base, file, part));
     if let Some(fd) = file {
         // SAFETY: the descriptor was opened above, for this.
@@ -93,11 +96,12 @@ pub(super) fn put_in(remote: &Remote, image: &AgentImage, texts: &AgentTexts) ->
     let thread_pointer = stack_top + TLS_BYTES as u64;
     write_control_page(remote, thread_pointer)?;
     write_arguments(remote, memory, (base, image.span), texts)?;
-    // A function begins with the stack as after a call.
-    let stack = stack_top - 8;
-    // SAFETY: the library is mapped and relocated; its first thread's function takes these
-    // arguments and never returns.
-    unsafe { remote.start_thread(base + image.begin, memory, stack, thread_pointer) }?;
+    let stack = stack_top - INJECTED_FRAME_BYTES;
+    // SAFETY: memory of this module's own.
+    unsafe { remote.write(stack, &memory.to_le_bytes()) }?;
+    // SAFETY: the library is mapped and relocated; its code takes these arguments from the stack
+    // and never returns.
+    unsafe { remote.start_thread(base + image.start, stack, thread_pointer) }?;
     std::mem::forget((unused_memory, unused_image));
     Ok(())
 }
@@ -112,7 +116,7 @@ fn open(remote: &Remote, memory: u64, image: &AgentImage) -> Option<u64> {
     }
     // SAFETY: memory of this module's own.
     unsafe { remote.write(memory, &path) }.ok()?;
-    let flags = u64::from(k::O_RDONLY | k::O_CLOEXEC);
+    let flags = u64::from(k::O_RDONLY | k::O_CLOEXEC | k::O_NONBLOCK | k::O_NOCTTY);
     // SAFETY: a new descriptor, which is closed again.
     let fd = unsafe { remote.call(k::__NR_openat, [AT_FDCWD, memory, flags, 0, 0, 0]) }.ok()?;
     // SAFETY: the struct fits the memory, which is this module's own.

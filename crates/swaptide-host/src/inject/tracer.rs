@@ -8,11 +8,12 @@
 //! |---|---|
 //! | named by the finder | traced and interrupted ([`Tracer::begin_named`]) |
 //! | about to stop | the wait reports the stop ([`Tracer::changed`]); then it is given the agent at once |
+//! | late | a call that it was made to make returns: it is let go without the agent |
 //! | held | the agent has a place in the segment ([`Tracer::attend`]), or [`HOLD_TIMEOUT`] is over: a program could be past the budget by then |
 //!
 //! Invariants
-//! 1. A program is traced without `CAP_SYS_PTRACE`, so the kernel gives no rights by it that its
-//!    user has not.
+//! 1. A program is traced and changed without `CAP_SYS_PTRACE`, so the kernel gives no rights by
+//!    it that its user has not.
 //! 2. What a process is was looked at after it had stopped: until then it may execute another
 //!    program.
 //! 3. A process in another pid namespace is left alone, and so is one under filters of its own:
@@ -34,7 +35,7 @@ use swaptide_sys::elf::ProgramKind;
 use swaptide_sys::eventfd::EventFd;
 use swaptide_sys::process::proc_info;
 use swaptide_sys::ptrace::TraceeStop;
-use swaptide_sys::remote::{Remote, Seized};
+use swaptide_sys::remote::{Remote, Seized, is_traced_here};
 
 use super::finder::{self, Candidate, FinderRequest, ProgramIdentity, kind_of_process};
 use super::image::AgentFile;
@@ -46,6 +47,10 @@ const HOLD_TIMEOUT: Duration = Duration::from_millis(20);
 /// Between two looks at it.
 const HOLD_INTERVAL: Duration = Duration::from_micros(200);
 
+/// Between two looks whether a program that is about to stop is traced still: a thread of it may
+/// have executed another one, which no wait tells.
+const TRACED_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
 /// A program that has the agent, and is stopped.
 struct HeldProgram {
     remote: Remote,
@@ -56,6 +61,7 @@ struct HeldProgram {
 struct Stopping {
     seized: Seized,
     program: ProgramIdentity,
+    checked: Instant,
 }
 
 /// Puts the agent into programs that load no library.
@@ -67,6 +73,7 @@ pub(crate) struct Tracer {
     wake: Arc<EventFd>,
     stopping: HashMap<u32, Stopping>,
     held: HashMap<u32, HeldProgram>,
+    late: HashMap<u32, Remote>,
     /// What is to be told, and whether it was.
     note: Option<String>,
     has_told: bool,
@@ -94,6 +101,7 @@ impl Tracer {
             wake,
             stopping: HashMap::new(),
             held: HashMap::new(),
+            late: HashMap::new(),
             note: None,
             has_told: false,
         })
@@ -116,27 +124,56 @@ impl Tracer {
 
     /// True if a process is about to be given the agent, or held.
     pub(crate) fn has(&self, pid: u32) -> bool {
-        self.stopping.contains_key(&pid) || self.held.contains_key(&pid)
+        self.stopping.contains_key(&pid)
+            || self.held.contains_key(&pid)
+            || self.late.contains_key(&pid)
     }
 
     /// The longest time until the next [`Tracer::attend`].
     pub(crate) fn timeout(&self) -> Option<Duration> {
-        (!self.held.is_empty()).then_some(HOLD_INTERVAL)
+        if !self.held.is_empty() {
+            return Some(HOLD_INTERVAL);
+        }
+        (!self.stopping.is_empty()).then_some(TRACED_CHECK_INTERVAL)
     }
 
-    /// Lets programs go whose agent is there.
+    /// Lets programs go whose agent is there, and forgets those that are traced no more.
     pub(crate) fn attend(&mut self, segment: &Segment) {
+        self.forget_untraced();
         if self.held.is_empty() {
             return;
         }
         let places: Vec<u32> = segment.claimed().map(|(_, slot)| slot.pid.load(Relaxed)).collect();
-        let over = self
+        let over: Vec<_> = self
             .held
-            .extract_if(|pid, held| places.contains(pid) || held.since.elapsed() >= HOLD_TIMEOUT);
+            .extract_if(|pid, held| places.contains(pid) || held.since.elapsed() >= HOLD_TIMEOUT)
+            .collect();
         // One that is gone is told of by the wait.
-        for (_, held) in over {
-            let _ = held.remote.release();
+        for (pid, held) in over {
+            let _ = self.let_go(pid, held.remote);
         }
+    }
+
+    fn forget_untraced(&mut self) {
+        let is_over = |pid: &u32, stopping: &mut Stopping| {
+            if stopping.checked.elapsed() < TRACED_CHECK_INTERVAL {
+                return false;
+            }
+            stopping.checked = Instant::now();
+            !is_traced_here(*pid)
+        };
+        let over: Vec<_> = self.stopping.extract_if(is_over).collect();
+        for (pid, stopping) in over {
+            self.done(pid, stopping.program, Err(Errno::AGAIN));
+        }
+    }
+
+    fn let_go(&mut self, pid: u32, remote: Remote) -> Result<(), Errno> {
+        let released = remote.release();
+        if remote.is_late() {
+            self.late.insert(pid, remote);
+        }
+        released
     }
 
     /// Traces and interrupts the programs that the finder has named.
@@ -151,38 +188,51 @@ impl Tracer {
                 Ok(seized) => {
                     // One that is gone is told of by the wait.
                     let _ = seized.interrupt();
-                    self.stopping.insert(pid, Stopping { seized, program });
+                    let checked = Instant::now();
+                    self.stopping.insert(pid, Stopping { seized, program, checked });
                 }
                 Err(errno) => self.done(pid, program, Err(errno)),
             }
         }
     }
 
-    /// The wait has reported a change of a process that [`Tracer::has`].
-    pub(crate) fn changed(&mut self, pid: u32, stop: TraceeStop) {
+    /// The wait has reported a change of a process that [`Tracer::has`]. True if it was one of a
+    /// program that is traced, and dealt with.
+    pub(crate) fn changed(&mut self, pid: u32, stop: TraceeStop) -> bool {
         if stop == TraceeStop::Gone {
             self.held.remove(&pid);
+            self.late.remove(&pid);
         }
-        let Some(Stopping { seized, program }) = self.stopping.remove(&pid) else { return };
-        let again = match stop {
-            TraceeStop::Still => {
-                let result = self.give(pid, seized, program);
-                return self.done(pid, program, result);
-            }
+        if let Some(remote) = self.late.remove(&pid) {
+            let _ = self.let_go(pid, remote);
+            return true;
+        }
+        let Some(Stopping { seized, program, .. }) = self.stopping.remove(&pid) else {
+            return false;
+        };
+        let result = match stop {
+            TraceeStop::Still => self.give(pid, &seized, program),
             TraceeStop::Stopped => {
                 seized.release();
-                return self.done(pid, program, Err(Errno::AGAIN));
+                Err(Errno::AGAIN)
             }
-            TraceeStop::Gone => return self.done(pid, program, Err(Errno::SRCH)),
-            TraceeStop::Signal(signal) => seized.go_on(signal),
-            TraceeStop::Forked | TraceeStop::Executed => seized.go_on(0),
+            TraceeStop::Gone => Err(Errno::SRCH),
+            TraceeStop::Signal(_) | TraceeStop::Forked | TraceeStop::Executed => {
+                let signal = if let TraceeStop::Signal(signal) = stop { signal } else { 0 };
+                if seized.go_on(signal).is_err() {
+                    // It was not traced any more: the change is one of a child.
+                    self.done(pid, program, Err(Errno::AGAIN));
+                    return false;
+                }
+                self.stopping.insert(pid, Stopping { seized, program, checked: Instant::now() });
+                return true;
+            }
         };
-        if again.is_ok() {
-            self.stopping.insert(pid, Stopping { seized, program });
-        }
+        self.done(pid, program, result);
+        true
     }
 
-    fn give(&mut self, pid: u32, seized: Seized, program: ProgramIdentity) -> Result<(), Errno> {
+    fn give(&mut self, pid: u32, seized: &Seized, program: ProgramIdentity) -> Result<(), Errno> {
         let info = proc_info(pid).filter(|info| info.has_executed);
         let is_same = info.as_ref().and_then(ProgramIdentity::of) == Some(program);
         let is_wanted = is_same
@@ -193,15 +243,25 @@ impl Tracer {
             seized.release();
             return if is_same { Err(Errno::ACCESS) } else { Err(Errno::AGAIN) };
         };
-        let remote = seized.stopped()?;
-        match put_in(&remote, image, &self.texts) {
-            Ok(()) => {
+        let given = without(CapabilitySet::SYS_PTRACE, || {
+            let remote = seized.stopped()?;
+            let result = put_in(&remote, image, &self.texts);
+            Ok((remote, result))
+        });
+        let Some(given) = given else {
+            seized.release();
+            return Err(Errno::PERM);
+        };
+        match given? {
+            (remote, Ok(())) => {
                 self.held.insert(pid, HeldProgram { remote, since: Instant::now() });
                 Ok(())
             }
-            // What it lacks it may lack for long.
-            Err(Errno::AGAIN) => remote.release().and(Err(Errno::NOMEM)),
-            Err(errno) => remote.release().and(Err(errno)),
+            (remote, Err(errno)) => {
+                let _ = self.let_go(pid, remote);
+                // What it lacks it may lack for long.
+                Err(if errno == Errno::AGAIN { Errno::NOMEM } else { errno })
+            }
         }
     }
 

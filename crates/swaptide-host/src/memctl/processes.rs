@@ -35,8 +35,8 @@ use rustix::process::{Pid, Resource, getrlimit, test_kill_process};
 use swaptide_sys::Errno;
 use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::process::{
-    StatFd, StatmFd, anon_rss, pidfd_open, pidfd_send_signal, proc_info, processes, pss_anon,
-    same_memory,
+    StatFd, StatmFd, anon_rss, newest_in, pidfd_open, pidfd_send_signal, proc_info, processes,
+    pss_anon, same_memory,
 };
 use swaptide_sys::sock::poll_readable;
 
@@ -194,7 +194,7 @@ impl ProcessTree {
         };
         let mut text = [0; 128];
         let n = file.read_at(&mut text, 0).ok()?;
-        std::str::from_utf8(&text[..n]).ok()?.split_ascii_whitespace().last()?.parse().ok()
+        newest_in(&text[..n])
     }
 
     /// Looks for new members, if any process was started since the last look and the last look was

@@ -413,8 +413,8 @@ impl Supervisor {
             if let Some((pid, stop)) = change.of_tracee()
                 && let Some(tracer) = self.tracer.as_mut().filter(|tracer| tracer.has(pid))
             {
-                tracer.changed(pid, stop);
-                if stop != ptrace::TraceeStop::Gone {
+                let is_done = tracer.changed(pid, stop);
+                if is_done && stop != ptrace::TraceeStop::Gone {
                     continue;
                 }
             }
@@ -555,7 +555,7 @@ fn start(
     inheritance: Inheritance,
     channel: &Channel,
 ) -> io::Result<(AgentServer, u32)> {
-    let counter = AgentServer::open(prepared.users)?;
+    let counter = AgentServer::open(prepared.users, prepared.agent.is_some())?;
     let mut command = Command::new(&prepared.target.path);
     command.arg0(&prepared.target.name).args(&prepared.arguments);
     let mut to_launcher = Channel::new(channel.stream.try_clone()?);
