@@ -338,6 +338,22 @@ mod tests {
             assert_eq!(bytes[3..3 + len], vec![0xff; len]);
             assert_eq!((&bytes[..3], bytes[3 + len]), (&start[..3], 3 + len as u8));
         }
+        // Longer ones, as what is compared in words at a time would be: one byte is greater.
+        for (len, at) in
+            [8, 16, 31, 64, 200].into_iter().flat_map(|n| (0..n).map(move |at| (n, at)))
+        {
+            let mut other = vec![0x80u8; len];
+            let same = other.clone();
+            other[at] = 0x81;
+            // What follows must not matter.
+            other[at + 1..].fill(0);
+            // SAFETY: as many bytes as the vectors have.
+            unsafe {
+                assert!(compare(same.as_ptr(), other.as_ptr(), len) < 0, "{len} bytes, {at}");
+                assert!(compare(other.as_ptr(), same.as_ptr(), len) > 0, "{len} bytes, {at}");
+                assert_eq!(compare(same.as_ptr(), other.as_ptr(), at), 0, "{at} bytes");
+            }
+        }
         // SAFETY: as many bytes as said; the last one is a NUL.
         unsafe {
             assert_eq!(compare(b"abc".as_ptr(), b"abx".as_ptr(), 2), 0);
