@@ -20,7 +20,8 @@
 //! Invariants
 //! 1. The program's registers and signal mask are put back before it is let go, or it ends: if the
 //!    tracer ends in between, the kernel kills it.
-//! 2. No instruction of the program is changed: calls are made by an instruction of the vdso.
+//! 2. No instruction of the program is changed: calls are made by an instruction of the vdso, or of
+//!    what was mapped before.
 //! 3. No wait is without a bound: a thread is no longer traced when another one of its process
 //!    executes a program, which no wait tells, and a call may take long ([`Remote::is_late`]).
 //!
@@ -69,7 +70,7 @@ const WALL: usize = 0x4000_0000;
 const VDSO_BYTES: usize = 8192;
 const SYSCALL_INSTRUCTION: [u8; 2] = [0x0f, 0x05];
 /// The longest that one stop is waited for.
-const STOP_TIMEOUT: Duration = Duration::from_secs(2);
+const STOP_TIMEOUT: Duration = Duration::from_millis(500);
 /// A stop that comes at once is waited for without sleeping, for this long.
 const SPIN_TIME: Duration = Duration::from_micros(100);
 /// Between two looks for a stop that does not come at once.
@@ -110,15 +111,18 @@ unsafe fn ptrace(request: u32, tid: u32, addr: usize, data: usize) -> Result<usi
     unsafe { syscall!(k::__NR_ptrace, request as usize, tid as usize, addr, data) }
 }
 
-/// True for a thread that the calling one traces.
+/// True for a thread that the calling one traces, and where that cannot be known.
 pub fn is_traced_here(tid: u32) -> bool {
-    number_of_status(tid, "TracerPid") == Some(gettid().0.into())
+    match number_of_status(tid, "TracerPid") {
+        Ok(tracer) => tracer.is_none_or(|tracer| tracer == u64::from(gettid().0)),
+        Err(errno) => !matches!(errno, Errno::NOENT | Errno::SRCH),
+    }
 }
 
-fn number_of_status(tid: u32, key: &str) -> Option<u64> {
+fn number_of_status(tid: u32, key: &str) -> Result<Option<u64>, Errno> {
     let mut text = [0u8; 4096];
-    let status = read_file(ProcPath::proc(tid, "status").as_c_str(), &mut text).ok()?;
-    number_field(status, key)
+    let status = read_file(ProcPath::proc(tid, "status").as_c_str(), &mut text)?;
+    Ok(number_field(status, key))
 }
 
 /// Waits for the next stop of a thread that the calling one traces; its status as wait(2) gives it.
@@ -410,7 +414,7 @@ impl Remote {
 
     /// True if the thread is the only one of its process.
     pub fn is_alone(&self) -> bool {
-        number_of_status(self.tid, "Threads") == Some(1)
+        number_of_status(self.tid, "Threads") == Ok(Some(1))
     }
 
     /// Reads memory of the program.

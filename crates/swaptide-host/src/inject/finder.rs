@@ -2,7 +2,8 @@
 //!
 //! Owns the processes that are watched: those that were named (`FinderRequest::Watch`) and what
 //! they start, for nothing else tells when such a program executes another one. In a run without
-//! them the thread sleeps.
+//! them the thread sleeps. Orphans are looked at as well: a program that started one may have ended
+//! between two looks.
 //!
 //! Invariants
 //! 1. A program is given the agent once: it is known by its process's start, its stack and its
@@ -109,24 +110,34 @@ struct Finder {
 impl Finder {
     fn run(mut self, requests: Receiver<FinderRequest>) {
         swaptide_sys::affinity::go_first();
-        let mut pause = Duration::ZERO;
+        let mut next_look = Instant::now();
+        // By what the last look cost.
+        let mut earliest_look = next_look;
         loop {
             let request = if self.watched.is_empty() {
                 requests.recv().map_err(|_| RecvTimeoutError::Disconnected)
             } else {
-                requests.recv_timeout(pause)
+                requests.recv_timeout(next_look.saturating_duration_since(Instant::now()))
             };
             match request {
-                Ok(FinderRequest::Watch(pid)) => self.begin(pid),
+                Ok(FinderRequest::Watch(pid)) => {
+                    self.begin(pid);
+                    next_look = next_look.min(earliest_look);
+                }
                 Ok(FinderRequest::Done(pid, program)) => self.note(pid, program),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
             }
             let began = Instant::now();
+            if began < next_look {
+                continue;
+            }
             self.look();
             let young = self.watched.values().any(|watched| watched.since.elapsed() < YOUNG_AGE);
             let interval = if young { YOUNG_INTERVAL } else { LOOK_INTERVAL };
-            pause = interval.max(began.elapsed() * COST_DIVISOR);
+            let ended = Instant::now();
+            earliest_look = ended + (ended - began) * COST_DIVISOR;
+            next_look = earliest_look.max(ended + interval);
         }
     }
 
@@ -134,7 +145,7 @@ impl Finder {
         let new = || Watched {
             since: Instant::now(),
             done: None,
-            is_hooked: false,
+            is_hooked: true,
             is_of_injected: false,
             is_traced: false,
             named: None,
@@ -208,10 +219,12 @@ impl Finder {
         while found {
             found = false;
             for info in all.iter().filter(|info| !info.zombie) {
-                let is_of_injected = match self.watched.get(&info.ppid) {
-                    Some(parent) => !parent.is_hooked,
+                let (is_of_injected, is_hooked) = match self.watched.get(&info.ppid) {
+                    Some(parent) => (!parent.is_hooked, parent.is_hooked),
                     // Its parent may have ended between two looks.
-                    None if info.ppid == own && self.has_named => true,
+                    None if info.ppid == own && self.has_named && may_be_foreign(info) => {
+                        (true, true)
+                    }
                     None => continue,
                 };
                 if !self.watched.contains_key(&info.pid) {
@@ -219,6 +232,7 @@ impl Finder {
                     found = true;
                     if let Some(watched) = self.watched.get_mut(&info.pid) {
                         watched.is_of_injected = is_of_injected;
+                        watched.is_hooked = is_hooked;
                     }
                 }
             }
@@ -226,6 +240,11 @@ impl Finder {
         // What was found now has set it back.
         self.newest = newest;
     }
+}
+
+/// False for a process that runs a program with hooks.
+fn may_be_foreign(info: &ProcInfo) -> bool {
+    !info.has_executed || kind_of_process(info.pid).is_some_and(ProgramKind::is_injected)
 }
 
 pub(super) fn kind_of_process(pid: u32) -> Option<ProgramKind> {

@@ -134,7 +134,8 @@ impl Tracer {
         if !self.held.is_empty() {
             return Some(HOLD_INTERVAL);
         }
-        (!self.stopping.is_empty()).then_some(TRACED_CHECK_INTERVAL)
+        let is_awaited = !self.stopping.is_empty() || !self.late.is_empty();
+        is_awaited.then_some(TRACED_CHECK_INTERVAL)
     }
 
     /// Lets programs go whose agent is there, and forgets those that are traced no more.
@@ -163,6 +164,7 @@ impl Tracer {
             !is_traced_here(*pid)
         };
         let over: Vec<_> = self.stopping.extract_if(is_over).collect();
+        self.late.retain(|pid, _| is_traced_here(*pid));
         for (pid, stopping) in over {
             self.done(pid, stopping.program, Err(Errno::AGAIN));
         }
@@ -170,7 +172,8 @@ impl Tracer {
 
     fn let_go(&mut self, pid: u32, remote: Remote) -> Result<(), Errno> {
         let released = remote.release();
-        if remote.is_late() {
+        // It may have executed another program, which no wait tells: then it is traced no more.
+        if remote.is_late() && is_traced_here(pid) {
             self.late.insert(pid, remote);
         }
         released
@@ -186,6 +189,9 @@ impl Tracer {
             let seized = without(CapabilitySet::SYS_PTRACE, || Seized::seize(pid));
             match seized.unwrap_or(Err(Errno::PERM)) {
                 Ok(seized) => {
+                    // The program that had this number is gone, or it would have a tracer.
+                    self.held.remove(&pid);
+                    self.late.remove(&pid);
                     // One that is gone is told of by the wait.
                     let _ = seized.interrupt();
                     let checked = Instant::now();
@@ -204,8 +210,7 @@ impl Tracer {
             self.late.remove(&pid);
         }
         if let Some(remote) = self.late.remove(&pid) {
-            let _ = self.let_go(pid, remote);
-            return true;
+            return self.let_go(pid, remote) != Err(Errno::SRCH);
         }
         let Some(Stopping { seized, program, .. }) = self.stopping.remove(&pid) else {
             return false;
@@ -243,21 +248,15 @@ impl Tracer {
             seized.release();
             return if is_same { Err(Errno::ACCESS) } else { Err(Errno::AGAIN) };
         };
-        let given = without(CapabilitySet::SYS_PTRACE, || {
-            let remote = seized.stopped()?;
-            let result = put_in(&remote, image, &self.texts);
-            Ok((remote, result))
-        });
-        let Some(given) = given else {
-            seized.release();
-            return Err(Errno::PERM);
-        };
-        match given? {
-            (remote, Ok(())) => {
+        // What it reads of /proc may need the capability, before Linux 6.15.
+        let remote = seized.stopped()?;
+        let put = || put_in(&remote, image, &self.texts);
+        match without(CapabilitySet::SYS_PTRACE, put).unwrap_or(Err(Errno::PERM)) {
+            Ok(()) => {
                 self.held.insert(pid, HeldProgram { remote, since: Instant::now() });
                 Ok(())
             }
-            (remote, Err(errno)) => {
+            Err(errno) => {
                 let _ = self.let_go(pid, remote);
                 // What it lacks it may lack for long.
                 Err(if errno == Errno::AGAIN { Errno::NOMEM } else { errno })
