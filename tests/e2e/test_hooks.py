@@ -223,3 +223,37 @@ def test_cancelled_unprivileged(case, mode):
 def test_narrow(case, mode):
     """Hooks work on the shortest of stacks."""
     case.run_c("narrow", mode, megabytes=64)
+
+
+LOCKED = r"""
+import fcntl, os, shutil, sys
+path = sys.argv[1]
+shutil.copy("/bin/true", path)
+held = open(path, "rb")
+fcntl.lockf(held, fcntl.LOCK_SH)
+os.waitpid(os.posix_spawn(path, [path], os.environ), 0)
+child = os.fork()
+if child == 0:
+    os.execve(path, [path], os.environ)
+os.waitpid(child, 0)
+child = os.fork()
+if child == 0:
+    try:
+        fcntl.lockf(open(path, "r+b"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os._exit(0)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the lock is gone"
+print("OK")
+"""
+
+
+@pytest.mark.swaptide(budget=64, forks=True, swaps=False)
+@pytest.mark.parametrize("options", [(), ("--inject",)], ids=["alone", "inject"])
+def test_exec_locks(case, options):
+    """A process keeps its locks on a file that it executes: a close of any descriptor of the file
+    would drop them."""
+    if options and os.getuid() != 0:
+        pytest.skip("only root may inject")
+    words = [case.python, "-c", LOCKED, case.directory / "program"]
+    assert case.run(words, options=list(options)).text() == "OK\n"

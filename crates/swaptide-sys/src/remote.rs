@@ -37,7 +37,7 @@ use rustix::io::Errno;
 use crate::procfs::{ProcPath, number_field, read_file};
 use crate::ptrace::{ORIG_RAX, RIP, Registers, SIGTRAP, TraceeStop};
 use crate::raw::{check, syscall};
-use crate::thread::{gettid, now};
+use crate::thread::{gettid, now, sleep, yield_now};
 
 const R8: usize = 9;
 const R9: usize = 8;
@@ -74,7 +74,7 @@ const STOP_TIMEOUT: Duration = Duration::from_millis(500);
 /// A stop that comes at once is waited for without sleeping, for this long.
 const SPIN_TIME: Duration = Duration::from_micros(100);
 /// Between two looks for a stop that does not come at once.
-const WAIT_INTERVAL_NANOS: i64 = 50_000;
+const WAIT_INTERVAL: Duration = Duration::from_micros(50);
 /// From then on the wait asks whether the thread is traced still.
 const DOUBT_TIME: Duration = Duration::from_millis(1);
 /// Results by which the kernel says that a call is to begin again (`ERESTARTSYS` to
@@ -89,6 +89,7 @@ pub struct Remote {
     mask: u64,
     /// Address of a `syscall` instruction.
     call_at: u64,
+    /// The thread is inside a call, and was waited for in vain.
     is_late: Cell<bool>,
 }
 
@@ -170,10 +171,9 @@ fn wait(tid: u32) -> Result<u32, Errno> {
             return Err(Errno::TIMEDOUT);
         }
         if waited < SPIN_TIME {
-            rustix::thread::sched_yield();
+            yield_now();
         } else {
-            let pause = rustix::fs::Timespec { tv_sec: 0, tv_nsec: WAIT_INTERVAL_NANOS };
-            let _ = rustix::thread::nanosleep(&pause);
+            sleep(WAIT_INTERVAL);
         }
     }
 }

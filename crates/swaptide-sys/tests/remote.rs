@@ -4,10 +4,10 @@
 use std::io::{BufRead, BufReader};
 use std::process::{Child, ChildStdout, Command, Stdio};
 
-use linux_raw_sys::general::{__NR_getpid, __NR_getppid, __NR_mmap, __NR_munmap};
+use linux_raw_sys::general::{__NR_getpid, __NR_getppid, __NR_mmap, __NR_munmap, __NR_poll};
 use swaptide_sys::Errno;
 use swaptide_sys::ptrace::TraceeStop;
-use swaptide_sys::remote::{Remote, Seized};
+use swaptide_sys::remote::{Remote, Seized, is_traced_here};
 
 unsafe extern "C" {
     fn waitpid(pid: i32, status: *mut i32, options: i32) -> i32;
@@ -100,6 +100,57 @@ fn signals_that_arrive_meanwhile_come_afterwards() {
     assert_eq!(unsafe { remote.call(__NR_getpid, [0; 6]) }, Ok(u64::from(child.id())));
     remote.release().expect("it lives");
     assert_eq!((line(&mut lines), line(&mut lines)), ("signal".into(), "slept".into()));
+    assert!(child.wait().expect("it ends").success());
+}
+
+#[test]
+fn a_call_that_takes_long_is_not_waited_for() {
+    let (mut child, mut lines) =
+        program("import time; print('begun', flush=True); time.sleep(1.5); print('slept')");
+    let remote = stop(child.id());
+    let wait_of = |millis| [0, 0, millis, 0, 0, 0];
+    // SAFETY: the calls change nothing.
+    unsafe {
+        assert_eq!(remote.call(__NR_poll, wait_of(60_000)), Err(Errno::TIMEDOUT));
+        assert!(remote.is_late());
+        assert_eq!(
+            remote.call(__NR_getpid, [0; 6]),
+            Err(Errno::TIMEDOUT),
+            "it is inside the other"
+        );
+    }
+    // It is told to stop; once that is reported, it is let go.
+    assert_eq!(remote.release(), Err(Errno::SRCH));
+    assert!(remote.is_late());
+    let mut status = 0;
+    // SAFETY: the status is a local number.
+    assert_eq!(unsafe { waitpid(child.id() as i32, &mut status, WALL) }, child.id() as i32);
+    remote.release().expect("it lives");
+    assert!(!remote.is_late());
+    assert_eq!(line(&mut lines), "slept");
+    assert!(child.wait().expect("it ends").success());
+}
+
+#[test]
+fn a_program_that_a_second_thread_has_executed_is_not_traced() {
+    let (mut child, mut lines) = program(
+        "import os,threading,time\n\
+         def other():\n\
+         \x20   time.sleep(0.5)\n\
+         \x20   os.execvp('sh', ['sh', '-c', 'echo executed; sleep 1; echo done'])\n\
+         threading.Thread(target=other).start()\n\
+         print('begun', flush=True)\n\
+         time.sleep(60)",
+    );
+    let remote = stop(child.id());
+    assert!(is_traced_here(child.id()));
+    // The first thread is stopped meanwhile; the kernel ends it.
+    assert_eq!(line(&mut lines), "executed");
+    assert!(!is_traced_here(child.id()));
+    // SAFETY: nothing is called: the thread is gone.
+    assert_eq!(unsafe { remote.call(__NR_getpid, [0; 6]) }, Err(Errno::SRCH));
+    assert_eq!(remote.release(), Err(Errno::SRCH));
+    assert_eq!(line(&mut lines), "done");
     assert!(child.wait().expect("it ends").success());
 }
 

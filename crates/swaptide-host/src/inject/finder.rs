@@ -37,7 +37,7 @@ const YOUNG_AGE: Duration = Duration::from_millis(20);
 const HOOKED_AGE: Duration = Duration::from_secs(2);
 /// Part of one CPU that looks take.
 const COST_DIVISOR: u32 = 30;
-/// How often a process is named that is stopped by a signal, or has another tracer.
+/// How often a process is named that cannot be traced: it has another tracer, or stops by a signal.
 const MAX_TRIES: u32 = 1000;
 
 /// What names a program that a process runs.
@@ -219,6 +219,9 @@ impl Finder {
         while found {
             found = false;
             for info in all.iter().filter(|info| !info.zombie) {
+                if self.watched.contains_key(&info.pid) {
+                    continue;
+                }
                 let (is_of_injected, is_hooked) = match self.watched.get(&info.ppid) {
                     Some(parent) => (!parent.is_hooked, parent.is_hooked),
                     // Its parent may have ended between two looks.
@@ -227,13 +230,11 @@ impl Finder {
                     }
                     None => continue,
                 };
-                if !self.watched.contains_key(&info.pid) {
-                    self.begin(info.pid);
-                    found = true;
-                    if let Some(watched) = self.watched.get_mut(&info.pid) {
-                        watched.is_of_injected = is_of_injected;
-                        watched.is_hooked = is_hooked;
-                    }
+                self.begin(info.pid);
+                found = true;
+                if let Some(watched) = self.watched.get_mut(&info.pid) {
+                    watched.is_of_injected = is_of_injected;
+                    watched.is_hooked = is_hooked;
                 }
             }
         }
