@@ -109,3 +109,10 @@ def test_forkmove(case, mode, megabytes):
     """Mappings move while the process forks, through libc or past it: a child past libc takes all
     that it has out of the budget."""
     case.run_c("forkmove", mode, megabytes=megabytes)
+
+
+@pytest.mark.swaptide(budget=32, forks=True)
+@pytest.mark.parametrize("mode", [param("libc", allowance=32), param("raw", allowance=128)])
+def test_forkdrop(case, mode):
+    """A parent gives pages up as soon as its fork has returned: its child still has them."""
+    case.run_c("forkdrop", mode, megabytes=64)

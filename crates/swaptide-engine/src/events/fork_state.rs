@@ -9,6 +9,9 @@
 //!    where that is too small, the copy counts as torn, and the child does not use it.
 //! 2. What is noted is applied in its order, before a worker continues and before a fault is
 //!    answered.
+//! 3. A thread that gives pages up (`MADV_DONTNEED`) says so first, and the kernel drops them only
+//!    after that was read; a fork is read after the kernel has made its copy. So the child of a
+//!    fork that was read before it still has the pages ([`ForkState::noted_for`]).
 //!
 //! Locks: none; it is the handler's.
 
@@ -48,19 +51,39 @@ impl ForkPhase {
     }
 }
 
+/// A child whose fork was just read.
+pub(crate) struct NewChild {
+    pub(crate) uffd: Uffd,
+    /// The number of its fork among those that were read.
+    pub(crate) fork: ForkNumber,
+}
+
+/// Forks in the order in which they were read; the first is 1.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Debug)]
+pub(crate) struct ForkNumber(u64);
+
+/// A change of mappings that was read and not applied.
+pub(crate) struct Noted {
+    pub(crate) change: VmaChange,
+    /// The last fork that was read before it.
+    after: ForkNumber,
+}
+
 /// The fork that is under way, and forks of other threads read meanwhile.
 pub(crate) struct ForkState {
     pub(crate) phase: ForkPhase,
     /// The forking thread has returned from fork(2).
     pub(crate) is_done: bool,
     /// The forked child's userfaultfd.
-    pub(crate) child: Option<Uffd>,
+    pub(crate) child: Option<NewChild>,
     /// Children of forks that came through no hook, and were not given anything yet.
-    pub(crate) untracked: Vec<Uffd>,
+    pub(crate) untracked: Vec<NewChild>,
+    /// The last fork that was read.
+    last: ForkNumber,
     /// Such children are given their pages: events are noted and not applied.
     pub(crate) populating: bool,
     /// Changes of mappings that were read and not applied.
-    pub(crate) noted: Vec<VmaChange>,
+    pub(crate) noted: Vec<Noted>,
     /// Pages that came in during a fork that is followed: its child may lack them.
     pub(crate) brought: BroughtPages,
     /// The forking thread was seen waiting after the engine's memory was changed for another
@@ -87,6 +110,7 @@ impl ForkState {
             is_done: false,
             child: None,
             untracked: Vec::with_capacity(4),
+            last: ForkNumber::default(),
             populating: false,
             noted: Vec::with_capacity(NOTED_EVENTS_CAPACITY),
             brought: BroughtPages::new(followed)?,
@@ -104,6 +128,7 @@ impl ForkState {
             is_done: false,
             child: None,
             untracked: Vec::new(),
+            last: ForkNumber::default(),
             populating: false,
             noted: Vec::new(),
             brought: BroughtPages::unused(),
@@ -142,6 +167,50 @@ impl ForkState {
         if self.child.is_none() {
             self.brought.note_change(change);
         }
-        self.noted.push(change);
+        self.noted.push(Noted { change, after: self.last });
+    }
+
+    /// Takes in a fork that was read: its child.
+    pub(crate) fn new_child(&mut self, uffd: Uffd) -> NewChild {
+        self.last.0 += 1;
+        NewChild { uffd, fork: self.last }
+    }
+
+    /// The noted changes that the child of a fork may have (invariant 3).
+    pub(crate) fn noted_for(&self, fork: ForkNumber) -> impl Iterator<Item = VmaChange> {
+        let is_later = move |noted: &&Noted| {
+            noted.after >= fork && matches!(noted.change, VmaChange::Dropped(_))
+        };
+        self.noted.iter().filter(move |noted| !is_later(noted)).map(|noted| noted.change)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use swaptide_sys::page::{VirtAddr, VirtRange};
+
+    fn range(page: usize) -> VirtRange {
+        VirtRange { start: VirtAddr(page << 12), end: VirtAddr((page + 1) << 12) }
+    }
+
+    fn some_uffd() -> Uffd {
+        Uffd::from_fd(std::fs::File::open("/dev/null").expect("/dev/null").into())
+    }
+
+    #[test]
+    fn child_still_has_what_was_given_up_after_its_fork_was_read() {
+        let mut fork = ForkState::new(false).expect("memory");
+        fork.populating = true;
+        fork.note(&Event::Remove(range(1)));
+        let first = fork.new_child(some_uffd());
+        fork.note(&Event::Remove(range(2)));
+        fork.note(&Event::Unmap(range(3)));
+        let second = fork.new_child(some_uffd());
+        fork.note(&Event::Remove(range(4)));
+        let of = |child: &NewChild| fork.noted_for(child.fork).collect::<Vec<_>>();
+        let (dropped, gone) = (|page| VmaChange::Dropped(range(page)), VmaChange::Gone(range(3)));
+        assert_eq!(of(&first), [dropped(1), gone], "an unmap may be older than it is read");
+        assert_eq!(of(&second), [dropped(1), dropped(2), gone]);
     }
 }

@@ -36,7 +36,6 @@ use crate::events::apply::{apply, apply_late};
 use crate::events::brought::BroughtPages;
 use crate::events::fork_state::{ForkPhase, ForkState};
 use crate::mm::types::PageNo;
-use crate::mm::vma_change::VmaChange;
 use crate::requests::HandlerRequest;
 use crate::sched::fault_servers::HandlerSets;
 use crate::sched::handed::Fault;
@@ -489,11 +488,12 @@ impl UffdReader {
                 if self.fork.phase.is_deferring() && self.fork.child.is_none() =>
             {
                 self.fork.phase = ForkPhase::Forked;
-                self.fork.child = Some(uffd);
+                self.fork.child = Some(self.fork.new_child(uffd));
             }
             (Event::Fork { uffd }, _) => {
                 self.fork.is_torn |= self.fork.phase.is_deferring();
-                self.fork.untracked.push(uffd);
+                let child = self.fork.new_child(uffd);
+                self.fork.untracked.push(child);
                 self.set_alone(mm);
             }
             // What follows a fork event may be earlier than the fork: the child must be looked at
@@ -538,7 +538,7 @@ impl UffdReader {
         self.fork.has_applied = true;
         let engine = self.engine;
         let mut mm = engine.mm.lock();
-        for event in self.fork.noted.drain(..).filter_map(VmaChange::event) {
+        for event in self.fork.noted.drain(..).filter_map(|noted| noted.change.event()) {
             apply(engine, &mut mm, event);
         }
         mm.changes.behind = false;

@@ -154,7 +154,7 @@ pub(super) fn receive_child_uffd(
         }
         Ok((1, 1)) if word[0] == MSG_REGISTERED => {
             let [fd] = fds;
-            reader.fork.child = fd.map(Uffd::from_fd);
+            reader.fork.child = fd.map(|fd| reader.fork.new_child(Uffd::from_fd(fd)));
             conn.send(&[MSG_RECEIVED], &[])
         }
         _ => Err(Errno::PROTO),
@@ -186,8 +186,15 @@ fn send_doubtful_ranges(
     }
     let late: Vec<VmaChange> =
         reader.engine.mm.lock().changes.late.iter().filter_map(VmaChange::of).collect();
-    let doubts: Vec<VirtRange> =
-        reader.fork.noted.iter().chain(&late).copied().flat_map(ranges_of).collect();
+    let doubts: Vec<VirtRange> = reader
+        .fork
+        .noted
+        .iter()
+        .map(|noted| &noted.change)
+        .chain(&late)
+        .copied()
+        .flat_map(ranges_of)
+        .collect();
     let (bytes, length) = encode(if quiet && is_list_whole { &doubts } else { &[EVERYTHING] });
     // A message of nothing would look like the end.
     let mut message = [0u8; 1 + MAX_DOUBTFUL_RANGES * DOUBT_BYTES];

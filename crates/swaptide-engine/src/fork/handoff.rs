@@ -27,10 +27,11 @@ use swaptide_sys::process::{
 };
 use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::thread::{getpid, now, sleep};
-use swaptide_sys::uffd::{Message, Uffd};
+use swaptide_sys::uffd::Message;
 use swaptide_sys::{AsFd, BorrowedFd, Errno};
 
 use crate::engine::Engine;
+use crate::events::fork_state::NewChild;
 use crate::fault::path::FaultPath;
 use crate::fault_injection::StopPoint;
 use crate::fork::help::attend_hints;
@@ -90,7 +91,12 @@ impl ForkServer {
     /// Another thread may fork past the hook at the same time. Then it is unknown whose child is
     /// whose: all are served, and when the one that came through the hook says hello, all get
     /// everything.
-    pub(super) fn hand_over(&mut self, pager: &mut Pager, child: Uffd, mut channel: Option<Conn>) {
+    pub(super) fn hand_over(
+        &mut self,
+        pager: &mut Pager,
+        child: NewChild,
+        mut channel: Option<Conn>,
+    ) {
         let engine = pager.path.engine;
         let mut children = vec![recipient(&mut pager.path, child, !self.torn)];
         let mut served: Vec<u64> = Vec::new();
@@ -131,10 +137,6 @@ impl ForkServer {
             for child in &mut children {
                 self.read_child(pager, child, &mut served);
             }
-            let has_message = |conn: &Conn| {
-                let polled = poll_readable(&[conn.as_fd()], Some(Duration::ZERO));
-                polled.is_ok_and(|ready| ready != 0)
-            };
             if let Some(conn) = channel.take_if(|conn| has_message(conn)) {
                 match self.send(pager, &conn, &mut children, &served) {
                     Ok(()) => return,
@@ -325,6 +327,10 @@ impl ForkServer {
 
 fn bound(engine: &Engine, usual: Duration) -> Duration {
     if engine.injection().shortens_timeouts() { TEST_TIMEOUT } else { usual }
+}
+
+fn has_message(conn: &Conn) -> bool {
+    poll_readable(&[conn.as_fd()], Some(Duration::ZERO)).is_ok_and(|ready| ready != 0)
 }
 
 /// Waits a moment for a message of this process or a child.

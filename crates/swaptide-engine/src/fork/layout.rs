@@ -28,9 +28,9 @@
 //! 2. An `Unmap` that only ends a `Remap`'s old place is in neither: the `Remap` says it.
 //! 3. No two pages of the table have the same place in the child: what was armed after the fork has
 //!    none where something else still is.
-//! 4. A page given up (`MADV_DONTNEED`) at the moment of a fork may have either contents in the
-//!    child, so it is always taken as given up; but not where a change before it did not reach the
-//!    child.
+//! 4. A page given up (`MADV_DONTNEED`) may have either contents in the child if that was read
+//!    before the fork, so it is always taken as given up; but not where a change before it did not
+//!    reach the child. If it was read after the fork, the child has the page.
 //!
 //! A range that a thread unmaps while another forks past the hook may be in the child with zeros:
 //! the child of such a program cannot know whether it has the range at all.

@@ -28,6 +28,7 @@ use crate::backing::devices::{POOL, filler_of};
 use crate::backing::remote_queue::READ_RETRY_DELAYS;
 use crate::engine::{Engine, Mm};
 use crate::events::brought::Brought;
+use crate::events::fork_state::{ForkNumber, NewChild};
 use crate::events::reader::LATE_EVENT_TIMEOUT;
 use crate::fault::load::is_worth_another;
 use crate::fault::path::FaultPath;
@@ -88,14 +89,16 @@ impl ReadBatch {
 /// A process that is given pages.
 pub(crate) struct UnmanagedChild {
     pub(super) uffd: Uffd,
+    /// The fork of this process that it is of, or the last before it that was read.
+    fork: ForkNumber,
     /// The places in the child, at its fork, of the pages in the parent's table.
     layout: Layout,
     /// The changes of mappings that it has made since.
     own: Vec<VmaChange>,
     /// The same, to follow a page.
     since: Layout,
-    /// The userfaultfds of its own children.
-    forked: Vec<Uffd>,
+    /// The userfaultfds of its own children, and how many of its changes were read before each.
+    forked: Vec<(Uffd, usize)>,
     /// Its faults that were read and not answered. Where its userfaultfd is closed before they are,
     /// the kernel answers them.
     faults: VecDeque<PageNo>,
@@ -104,10 +107,11 @@ pub(crate) struct UnmanagedChild {
 }
 
 impl UnmanagedChild {
-    fn new(engine: &Engine, uffd: Uffd) -> UnmanagedChild {
+    fn new(engine: &Engine, uffd: Uffd, fork: ForkNumber) -> UnmanagedChild {
         UnmanagedChild {
             hold: (engine.start.hold_child)(uffd.as_fd()),
             uffd,
+            fork,
             layout: Layout::default(),
             own: Vec::new(),
             since: Layout::default(),
@@ -149,7 +153,7 @@ impl UnmanagedChild {
     /// Takes in what it tells.
     pub(super) fn note(&mut self, event: Event) {
         match event {
-            Event::Fork { uffd } => return self.forked.push(uffd),
+            Event::Fork { uffd } => return self.forked.push((uffd, self.own.len())),
             Event::Fault { addr, .. } => return self.faults.push_back(PageNo::of(addr)),
             _ => {}
         }
@@ -240,14 +244,14 @@ impl Populator {
     /// Finds out where the children have their pages that were told of.
     fn take_in_untracked(&mut self, path: &mut FaultPath) {
         while !path.reader.fork.untracked.is_empty() {
-            let uffd = path.reader.fork.untracked.remove(0);
+            let child = path.reader.fork.untracked.remove(0);
             (path.engine.start.log)(
                 "a fork bypassed libc: the child gets all its memory at once and is \
                 not managed",
             );
             path.engine.record_new_sharing();
             path.engine.count(Counter::Forks, 1);
-            let child = recipient(path, uffd, false);
+            let child = recipient(path, child, false);
             self.waiting.push(child);
             self.taken_in += 1;
         }
@@ -338,8 +342,8 @@ impl Populator {
                 Coverage::Changing => yield_now(),
                 _ if child.forked.is_empty() => return,
                 _ => {
-                    let mut grandchild =
-                        UnmanagedChild::new(pager.path.engine, child.forked.remove(0));
+                    let (uffd, before) = child.forked.remove(0);
+                    let mut grandchild = UnmanagedChild::new(pager.path.engine, uffd, child.fork);
                     let regions: Vec<VirtRange> =
                         pager.path.engine.mm.lock().regions.iter().collect();
                     let known = |addr| {
@@ -348,8 +352,9 @@ impl Populator {
                             .origin(PageNo::of(addr))
                             .is_some_and(|page| is_in(&regions, page.addr()))
                     };
+                    let noted = may_have(&child.own, before);
                     let own =
-                        Layout::judge(&[], &child.own, |page| grandchild.record_page(page), known);
+                        Layout::judge(&[], &noted, |page| grandchild.record_page(page), known);
                     grandchild.layout = child.layout.clone();
                     own.done().iter().for_each(|change| grandchild.layout.changed(*change));
                     self.populate(pager, &mut grandchild);
@@ -362,15 +367,22 @@ impl Populator {
 /// The child of a fork event that was just read, when all is known of where it has its pages.
 /// `hooked`: what the table has happened before the fork, for the forking thread waited until
 /// it was read.
-pub(super) fn recipient(path: &mut FaultPath, uffd: Uffd, hooked: bool) -> UnmanagedChild {
-    let mut child = UnmanagedChild::new(path.engine, uffd);
+pub(super) fn recipient(path: &mut FaultPath, new: NewChild, hooked: bool) -> UnmanagedChild {
+    let mut child = UnmanagedChild::new(path.engine, new.uffd, new.fork);
     let began = now();
     // The forking thread itself counts as a change until it has run again.
     while path.reader.uffd.coverage(path.engine.handler_requests.range()) == Coverage::Changing {
         let waited = now().since(began);
         if waited > QUIET_TIMEOUT {
             lay_out(path, &mut child, hooked);
-            if waited > LATE_EVENT_TIMEOUT || accounts_for(path, &mut child) {
+            let is_whole = accounts_for(path, &mut child);
+            if !is_whole && waited > LATE_EVENT_TIMEOUT {
+                (path.engine.start.log)(
+                    "a forked child has no memory where something swapped is expected, while \
+                    mappings change without pause: it may lack some",
+                );
+            }
+            if is_whole || waited > LATE_EVENT_TIMEOUT {
                 return child;
             }
         }
@@ -391,7 +403,7 @@ pub(super) fn lay_out(path: &FaultPath, child: &mut UnmanagedChild, hooked: bool
             mm.changes.late.iter().filter_map(VmaChange::of).collect(),
         )
     };
-    noted.extend_from_slice(&path.reader.fork.noted);
+    noted.extend(path.reader.fork.noted_for(child.fork));
     if applied.is_empty() && noted.is_empty() {
         child.layout = Layout::default();
         return;
@@ -402,6 +414,15 @@ pub(super) fn lay_out(path: &FaultPath, child: &mut UnmanagedChild, hooked: bool
         |page| child.record_page(page),
         |addr| is_in(&regions, addr),
     );
+}
+
+/// Of the changes of a process those that the child of a fork may have: what it gave up after the
+/// fork was read it still had then, as for [`crate::events::fork_state::ForkState::noted_for`].
+/// `before`: how many were read before the fork.
+fn may_have(changes: &[VmaChange], before: usize) -> Vec<VmaChange> {
+    let (before, after) = changes.split_at(before);
+    let is_kept = |change: &&VmaChange| !matches!(change, VmaChange::Dropped(_));
+    before.iter().chain(after.iter().filter(is_kept)).copied().collect()
 }
 
 /// True when the child has an armed mapping wherever something swapped is expected.
@@ -425,7 +446,7 @@ fn accounts_for(path: &FaultPath, child: &mut UnmanagedChild) -> bool {
 /// True when nothing that was noted concerns a managed page, so that the table knows what it
 /// is.
 pub(super) fn can_answer(path: &FaultPath, page: PageNo) -> bool {
-    !path.reader.fork.noted.iter().any(|change| change.concerns(range_of(page, 1)))
+    !path.reader.fork.noted.iter().any(|noted| noted.change.concerns(range_of(page, 1)))
         && path.engine.mm.lock().regions.find(page.addr()).is_some()
 }
 
