@@ -24,6 +24,7 @@ from pathlib import Path
 
 import pytest
 
+import contained
 import unprivileged
 from processes import Sampler, descendants, describe_tree, is_zombie, kill_tree, reap_orphans
 
@@ -167,6 +168,11 @@ class Case:
         self.suite = suite
         self.is_unprivileged = is_unprivileged
         """Runs as an ordinary user with access to /dev/userfaultfd and without any capability."""
+        self.profile = None
+        """Runs under a container engine's filter of system calls, by its name in filters/."""
+        self.engine = None
+        """Runs in a container: gives the words that start one, for a run's directory and
+        environment."""
         self.swaptide = suite.swaptide
         self.native = suite.swaptide == NATIVE
         self.seed = suite.seed
@@ -273,13 +279,18 @@ class Case:
         report = directory / "report.json"
         argv = [str(word) for word in argv]
         swaptide = self.swaptide
-        if self.is_unprivileged and not native:
+        if (self.is_unprivileged or self.profile) and not native:
             if not unprivileged.is_possible():
                 pytest.skip("only root can set it up, where there is a /dev/userfaultfd")
-            swaptide = unprivileged.copy_of(swaptide, self.directory)
-            (directory / "device").mkdir()
-            os.chown(directory, unprivileged.NOBODY, unprivileged.NOBODY)
-            preexec = partial(unprivileged.become_nobody, directory / "device")
+            scratch = None
+            if self.is_unprivileged:
+                swaptide = unprivileged.copy_of(swaptide, self.directory)
+                scratch = directory / "device"
+                scratch.mkdir()
+                os.chown(directory, unprivileged.NOBODY, unprivileged.NOBODY)
+            preexec = partial(unprivileged.become_nobody, scratch)
+            if self.profile:
+                preexec = partial(contained.enter, contained.code_of(self.profile), scratch)
         if not native:
             prefix = [
                 swaptide,
@@ -291,6 +302,8 @@ class Case:
                 *options,
             ]
             argv = prefix + (["--quiet"] if quiet else []) + ["--"] + argv
+            if self.engine:
+                argv = [str(word) for word in self.engine(cwd or directory, env)] + argv
         opened = []
 
         def target(given, name):

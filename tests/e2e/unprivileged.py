@@ -37,6 +37,12 @@ def copy_of(swaptide, directory):
 
 def become_nobody(scratch):
     """For `preexec_fn`. `scratch` is a directory of this process's alone, for the device."""
+    open_device(scratch)
+    give_up_root()
+
+
+def open_device(scratch):
+    """Gives all users the device, as this process sees it."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def must(result):
@@ -53,6 +59,10 @@ def become_nobody(scratch):
     os.mknod(node, 0o020666, os.makedev(10, minor))
     os.chmod(node, 0o666)
     must(libc.mount(os.fsencode(node), DEVICE, None, MS_BIND, None))
+
+
+def give_up_root():
+    libc = ctypes.CDLL(None, use_errno=True)
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     os.setgroups([])

@@ -21,9 +21,7 @@ use swaptide_sys::lock::Lock;
 use swaptide_sys::mem::SharedMap;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::sock::{Conn, poll_readable};
-use swaptide_sys::thread::{
-    getpid, now, sleep, spawn_engine_thread, unshare_files_and_close_all, unshare_fs,
-};
+use swaptide_sys::thread::{getpid, now, sleep, spawn_engine_thread, unshare_files_and_close_all};
 use swaptide_sys::{AsFd, BorrowedFd, Errno, OwnedFd};
 
 use crate::engage_gate::ENGAGE_TIMEOUT;
@@ -86,10 +84,10 @@ pub(crate) fn own_memory(is_libcs: bool) {
     });
 }
 
-/// Numbers 0 to 2 are taken by nothing: what writes to standard error by mistake must not write to
+/// Gives the calling thread a table of descriptors of its own, with nothing but `keep`. Numbers 0
+/// to 2 are taken by nothing: what writes to standard error by mistake must not write to
 /// the swap file.
 pub(crate) fn empty_table(keep: Option<i32>) -> Result<(), swaptide_sys::Errno> {
-    unshare_fs()?;
     // The program may leave the directory and unmount what it is on. Without a root that can be
     // entered all stays as it is.
     let _ = rustix::process::chdir(c"/");

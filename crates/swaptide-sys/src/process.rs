@@ -5,6 +5,7 @@
 //! tree allocates and is for supervisors.
 
 use alloc::vec::Vec;
+use core::ffi::CStr;
 use core::mem::MaybeUninit;
 use core::time::Duration;
 
@@ -207,17 +208,15 @@ pub fn start_time(pid: u32) -> Option<u64> {
 /// All processes that this one can see, in the order of the listing.
 pub fn processes() -> Result<Vec<ProcInfo>, Errno> {
     let mut all = Vec::new();
-    for_each_pid(|pid| all.extend(proc_info(pid)))?;
+    for_each_number(c"/proc", |pid| all.extend(proc_info(pid)))?;
     Ok(all)
 }
 
-fn for_each_pid(mut f: impl FnMut(u32)) -> Result<(), Errno> {
+/// Calls `f` for the processes in a directory of /proc, or for the threads in one of a process.
+fn for_each_number(directory: &CStr, mut f: impl FnMut(u32)) -> Result<(), Errno> {
     use rustix::fs::{Mode, OFlags};
-    let dir = rustix::fs::open(
-        c"/proc",
-        OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
-        Mode::empty(),
-    )?;
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let dir = rustix::fs::open(directory, flags, Mode::empty())?;
     let mut buf = [MaybeUninit::uninit(); 4096];
     let mut entries = RawDir::new(dir, &mut buf);
     while let Some(entry) = entries.next() {
@@ -278,23 +277,23 @@ pub fn set_child_subreaper(on: bool) -> Result<(), Errno> {
     unsafe { syscall!(k::__NR_prctl, linux_raw_sys::prctl::PR_SET_CHILD_SUBREAPER, on) }.map(drop)
 }
 
-/// The number of the system call in which a thread of this process is blocked; `None` while it runs
-/// (in user or kernel mode) or is gone.
-fn blocked_in(tid: u32) -> Option<u64> {
+/// The number of the system call in which a thread is blocked; `None` while it runs (in user or
+/// kernel mode), is gone, or may not be looked at.
+fn blocked_in(path: ProcPath) -> Option<u64> {
     let mut buf = [0; 256];
-    let text = crate::procfs::read_file(
-        crate::procfs::ProcPath::task(tid, "syscall").as_c_str(),
-        &mut buf,
-    )
-    .ok()?;
+    let text = crate::procfs::read_file(path.as_c_str(), &mut buf).ok()?;
     crate::procfs::parse_u64(crate::procfs::words(text).next()?)
 }
 
 /// True while a thread of this process is blocked in a system call that makes no process: it is not
 /// inside fork(2). False while it runs, or waits for a page outside of a system call.
 pub fn waits_outside_fork(tid: u32) -> bool {
+    blocked_in(ProcPath::task(tid, "syscall")).is_some_and(|call| !makes_a_process(call))
+}
+
+fn makes_a_process(call: u64) -> bool {
     const MAKERS: [u32; 4] = [k::__NR_fork, k::__NR_vfork, k::__NR_clone, k::__NR_clone3];
-    blocked_in(tid).is_some_and(|call| MAKERS.iter().all(|maker| u64::from(*maker) != call))
+    MAKERS.iter().any(|maker| u64::from(*maker) == call)
 }
 
 /// Whether a thread of this process has a child that began within the last `age`, whatever that is
@@ -318,14 +317,30 @@ pub fn has_young_child(tid: u32, age: Duration) -> Option<bool> {
     Some(procfs::words(text).filter_map(start_of).any(|started| started >= oldest))
 }
 
-/// True if two processes run on the same memory, as between vfork and exec. False where that cannot
-/// be known.
+/// True if two processes run on the same memory, as between vfork and exec. Where the kernel does
+/// not compare them, as in most containers, that is known of the child of a vfork alone (`b`).
 pub fn same_memory(a: u32, b: u32) -> bool {
     const KCMP_VM: usize = 1;
     // SAFETY: the call only compares.
-    let word =
-        unsafe { crate::raw::syscall6(k::__NR_kcmp, [a as usize, b as usize, KCMP_VM, 0, 0, 0]) };
-    word == 0
+    match unsafe { syscall!(k::__NR_kcmp, a, b, KCMP_VM, 0usize, 0usize) } {
+        Ok(order) => order == 0,
+        Err(Errno::SRCH) => false,
+        Err(_) => waits_for_vfork(a, b),
+    }
+}
+
+/// True if a process waits for its child to execute a program or to end.
+fn waits_for_vfork(parent: u32, child: u32) -> bool {
+    let may_be = |info: ProcInfo| info.ppid == parent && !info.has_executed && !info.zombie;
+    if !proc_info(child).is_some_and(may_be) {
+        return false;
+    }
+    let mut waits = false;
+    // A fork that is no vfork blocks, where it does, before its child is there.
+    let _ = for_each_number(ProcPath::proc(parent, "task").as_c_str(), |thread| {
+        waits |= blocked_in(ProcPath::proc(thread, "syscall")).is_some_and(makes_a_process);
+    });
+    waits
 }
 
 #[cfg(test)]
@@ -382,6 +397,33 @@ mod tests {
         let forked = parse_stat(7, b"7 (a) S 3 7 7 0 -1 4194624 1 0 0 0 1 2 3 4 20 0 1 0 98765 9");
         assert!(forked.is_some_and(|info| !info.has_executed && info.stack_start == 0));
         assert_eq!(parse_stat(7, b"7 (short) S 3"), None);
+    }
+
+    #[test]
+    fn a_process_that_waits_for_its_vforked_child_is_known_without_kcmp() {
+        use std::sync::atomic::{AtomicU32, Ordering};
+        static CHILD: AtomicU32 = AtomicU32::new(0);
+        extern "C" fn wait_for_a_while(_: usize) {
+            CHILD.store(crate::thread::getpid().0, Ordering::Release);
+            crate::thread::sleep(core::time::Duration::from_secs(1));
+        }
+        std::thread::scope(|scope| {
+            // SAFETY: two system calls.
+            scope.spawn(|| unsafe { crate::thread::vfork_child(wait_for_a_while, 0) }.unwrap());
+            let child = loop {
+                match CHILD.load(Ordering::Acquire) {
+                    0 => std::thread::yield_now(),
+                    child => break child,
+                }
+            };
+            let me = std::process::id();
+            assert!(waits_for_vfork(me, child) && same_memory(me, child));
+            assert!(!waits_for_vfork(me, me) && !waits_for_vfork(child, me));
+        });
+        let mut other = Command::new("sleep").arg("9").spawn().unwrap();
+        assert!(!waits_for_vfork(std::process::id(), other.id()), "it has executed a program");
+        other.kill().unwrap();
+        other.wait().unwrap();
     }
 
     #[test]

@@ -446,7 +446,8 @@ impl Remote {
 
     /// Starts a thread of the program, with its stack at `stack` and the thread pointer `tls`. It
     /// begins behind the `syscall` instruction at `code`, with 0 in RAX, as after fork(2), and
-    /// other registers and flags as they were in this thread. All signals are blocked in it.
+    /// other registers and flags as they were in this thread. All signals are blocked in it. Its
+    /// root and working directory are its own from then on.
     ///
     /// # Safety
     /// What is behind that instruction may run so, and never returns.
@@ -455,7 +456,6 @@ impl Remote {
     /// As for [`Remote::call`].
     pub unsafe fn start_thread(&self, code: u64, stack: u64, tls: u64) -> Result<(), Errno> {
         let flags = k::CLONE_VM
-            | k::CLONE_FS
             | k::CLONE_FILES
             | k::CLONE_SIGHAND
             | k::CLONE_THREAD

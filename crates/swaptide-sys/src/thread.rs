@@ -19,7 +19,9 @@
 //! Invariants:
 //! 1. An engine thread has every signal blocked from its first instruction on: no handler of the
 //!    program ever runs on it.
-//! 2. Its memory is never given back. A thread cannot unmap the stack it ends on, and engine
+//! 2. Its root and working directory are its own, as the thread that started it had them: the
+//!    program may go elsewhere.
+//! 3. Its memory is never given back. A thread cannot unmap the stack it ends on, and engine
 //!    threads live as long as the process.
 
 use core::ffi::CStr;
@@ -62,7 +64,6 @@ pub unsafe fn spawn_engine_thread(
 
     let place = engine_threads::take_place();
     let mut flags = k::CLONE_VM
-        | k::CLONE_FS
         | k::CLONE_FILES
         | k::CLONE_SIGHAND
         | k::CLONE_THREAD
@@ -86,9 +87,25 @@ pub unsafe fn spawn_engine_thread(
         place.into_iter().for_each(engine_threads::free_place);
     }
     let tid = made?;
-    // The thread stands on this memory for as long as it lives (invariant 2).
+    // The thread stands on this memory for as long as it lives (invariant 3).
     let _ = memory.into_raw();
     Ok(Tid(tid as u32))
+}
+
+/// Runs `entry(arg)` in a child that has this process's memory, and returns when that has ended, as
+/// after vfork(2).
+///
+/// # Safety
+/// `entry` makes system calls only, and needs no thread-locals.
+#[cfg(test)]
+pub(crate) unsafe fn vfork_child(entry: extern "C" fn(usize), arg: usize) -> Result<(), Errno> {
+    let stack = Mapping::reserve(64 << 10)?;
+    let flags = k::CLONE_VM | k::CLONE_VFORK | k::SIGCHLD;
+    let none = core::ptr::null_mut();
+    // SAFETY: the stack is there until the child has ended; the rest is the caller's promise.
+    let made =
+        unsafe { arch::clone_thread(flags as usize, stack.range().end.0, 0, none, entry, arg) };
+    crate::raw::check(made).map(drop)
 }
 
 /// 16 random bytes.
@@ -256,19 +273,12 @@ pub fn unshare_files_and_close_all(keep: &[i32]) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Gives the calling thread a root and working directory of its own, as they are: the program may
-/// go elsewhere.
-pub fn unshare_fs() -> Result<(), Errno> {
-    // SAFETY: no memory is passed.
-    unsafe { syscall!(k::__NR_unshare, k::CLONE_FS) }.map(drop)
-}
-
 /// Ends the calling thread only.
 ///
 /// On a thread of libc's this leaves libc believing it still runs: for engine threads.
 pub fn exit_thread() -> ! {
     loop {
-        // SAFETY: ends the thread; its stack is never given back (invariant 2).
+        // SAFETY: ends the thread; its stack is never given back (invariant 3).
         let _ = unsafe { syscall!(k::__NR_exit, 0usize) };
     }
 }

@@ -484,7 +484,8 @@ fn doctor_speaks_for_people_and_for_programs() {
     let diagnosis: serde_json::Value = serde_json::from_slice(&json.stdout).expect("json");
     assert_eq!(diagnosis["ok"].as_bool(), Some(text.status.success()));
     let lines = String::from_utf8_lossy(&text.stdout).lines().count();
-    assert_eq!(diagnosis["findings"].as_array().map(Vec::len), Some(lines));
+    let count = |name: &str| diagnosis[name].as_array().map_or(0, Vec::len);
+    assert_eq!(count("findings") + count("engines"), lines);
     let broken =
         swaptide().arg("doctor").env("SWAPTIDE_AGENT", "/no/agent.so").output().expect("swaptide");
     assert_eq!(broken.status.code(), Some(1));

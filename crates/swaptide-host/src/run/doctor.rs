@@ -12,6 +12,7 @@ use swaptide_sys::uffd::{OpenError, Uffd};
 
 use crate::control::{REQUIRED, WITHOUT_FORK, fork_tracer};
 use crate::run::agent::find_agent;
+use crate::run::container::{EngineLine, Lack, is_container};
 use crate::swap::spec::{default_places, free_space};
 use crate::units::human;
 
@@ -77,6 +78,9 @@ pub struct Diagnosis {
     pub ok: bool,
     /// The checks, in the order in which they are shown.
     pub findings: Vec<Finding>,
+    /// In a container that lacks something: what its engine has to be told.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub engines: Vec<EngineLine>,
 }
 
 /// Runs all checks; changes nothing on the machine.
@@ -97,7 +101,8 @@ pub fn examine() -> Diagnosis {
         swap_space(),
         agent(),
     ];
-    Diagnosis { ok: findings.iter().all(|finding| finding.ok), findings }
+    let engines = lack_in_container().map_or(Vec::new(), Lack::lines);
+    Diagnosis { ok: findings.iter().all(|finding| finding.ok), findings, engines }
 }
 
 impl std::fmt::Display for Diagnosis {
@@ -110,7 +115,9 @@ impl std::fmt::Display for Diagnosis {
                 None => writeln!(f)?,
             }
         }
-        Ok(())
+        self.engines
+            .iter()
+            .try_for_each(|EngineLine { engine, line }| writeln!(f, "    {engine}: {line}"))
     }
 }
 
@@ -134,13 +141,22 @@ fn version(release: &str) -> Option<(u32, u32)> {
     Some((numbers.next()??, numbers.next()??))
 }
 
+/// What this process lacks for a userfaultfd, if it is in a container.
+fn lack_in_container() -> Option<Lack> {
+    let refused = Uffd::open(WITHOUT_FORK, true).err()?;
+    Lack::of(&refused).filter(|_| is_container())
+}
+
 /// The command that gives a user, or a container, access to userfaultfd.
-fn permission() -> &'static str {
-    if seccomp_mode() == Some(2) {
-        "start the container with --security-opt seccomp=unconfined, or a profile that allows \
-        userfaultfd"
-    } else {
-        "sudo sysctl -w vm.unprivileged_userfaultfd=1"
+fn permission() -> String {
+    match lack_in_container() {
+        Some(lack) => lack.fix(),
+        None if seccomp_mode() == Some(2) => {
+            "start the program with access to /dev/userfaultfd, or under a filter that allows \
+            userfaultfd"
+                .to_owned()
+        }
+        None => "sudo sysctl -w vm.unprivileged_userfaultfd=1".to_owned(),
     }
 }
 
@@ -153,7 +169,7 @@ fn userfaultfd() -> Finding {
             error.to_string(),
             "install a newer kernel and reboot",
         ),
-        Err(error) => Finding::new("userfaultfd", false, error.to_string(), permission()),
+        Err(error) => Finding::new("userfaultfd", false, error.to_string(), &permission()),
     }
 }
 
@@ -190,7 +206,7 @@ fn fork() -> Finding {
                 --cap-add SYS_PTRACE)",
             ),
         },
-        Err(error) => Finding::new(name, false, error.to_string(), permission()),
+        Err(_) => Finding::new(name, false, "nothing tells without a userfaultfd", &permission()),
     }
 }
 
@@ -318,9 +334,9 @@ mod tests {
             assert_eq!(finding.fix.is_none(), finding.ok, "{finding:?}");
         }
         let text = diagnosis.to_string();
-        assert_eq!(text.lines().count(), diagnosis.findings.len());
+        assert_eq!(text.lines().count(), diagnosis.findings.len() + diagnosis.engines.len());
         assert!(
-            text.lines().all(|line| line.starts_with("ok  ")
+            text.lines().take(diagnosis.findings.len()).all(|line| line.starts_with("ok  ")
                 || (line.starts_with("NO  ") && line.contains(" : "))),
             "{text}"
         );
@@ -328,7 +344,7 @@ mod tests {
 
     #[test]
     fn a_missing_permission_names_one_command() {
-        let finding = Finding::new("userfaultfd", false, "refused", permission());
+        let finding = Finding::new("userfaultfd", false, "refused", &permission());
         assert!(!finding.fix.expect("a command").contains('\n'));
     }
 }

@@ -2,6 +2,7 @@
 
 pub mod agent;
 mod channel;
+mod container;
 pub(crate) mod descriptors;
 pub mod doctor;
 pub(crate) mod ending;

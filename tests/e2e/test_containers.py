@@ -1,0 +1,142 @@
+"""Programs as in a container with an engine's own filter of system calls (filters/), its default
+capabilities and `/dev/userfaultfd`, and nothing else.
+"""
+
+import re
+import subprocess
+
+import pytest
+
+import contained
+from harness import HERE, full, param
+from workloads import STEADY, gcc, java, redis, sort
+
+PROFILES = contained.PROFILES
+
+
+def of_each_profile(first, **options):
+    """One profile in every run, and the others where all cases run."""
+    return pytest.mark.parametrize(
+        "profile",
+        [(param if name == first else full)(name, id=name, **options) for name in PROFILES],
+    )
+
+
+@pytest.mark.swaptide(budget=32, allowance=128, forks=True)
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("user", ["root", "nobody"])
+def test_container(case, profile, user):
+    """Threads, mappings and forks, every page verified, by both kinds of user."""
+    case.profile, case.is_unprivileged = profile, user == "nobody"
+    done = case.run_c("torture", "threads", megabytes=96, seconds=1)
+    stats = done.report["stats"]
+    assert stats["zswpout"] + stats["pswpout"] > 1000, f"nothing went out: {stats}"
+    assert stats["forks"] > 0, f"no fork was followed: {stats}"
+    case.run_c("forks", "tree", megabytes=48)
+
+
+@pytest.mark.swaptide(budget=56, allowance=24, forks=True)
+@of_each_profile("docker")
+def test_container_python(case, profile):
+    case.profile = profile
+    case.compare([case.python, HERE / "runtimes" / "forks.py", 20000], env=STEADY)
+
+
+@pytest.mark.swaptide(budget=32, limit=180, needs=("redis-server",), allowance=8, forks=True)
+@of_each_profile("containerd")
+def test_container_redis(case, profile):
+    case.profile = profile
+    redis(case, 40000)
+
+
+@pytest.mark.swaptide(budget=64, limit=180, needs=("gcc",), allowance=8, forks=True)
+@of_each_profile("podman")
+def test_container_gcc(case, profile):
+    case.profile = profile
+    gcc(case, 2, 30)
+
+
+@pytest.mark.swaptide(budget=32, limit=180, needs=("sort",), allowance=4)
+@of_each_profile("docker")
+def test_container_sort(case, profile):
+    case.profile = profile
+    sort(case, 24, 48)
+
+
+@pytest.mark.swaptide(budget=96, limit=180, needs=("java",), allowance=48)
+@of_each_profile("containerd")
+def test_container_java(case, profile):
+    case.profile = profile
+    java(case, "G1", 150000)
+
+
+# In real containers.
+
+ENGINES = pytest.mark.parametrize(
+    "engine", [full(name, id=name, needs=needs) for name, needs in contained.NEEDS.items()]
+)
+
+
+@pytest.mark.swaptide(budget=32, allowance=128, forks=True)
+@pytest.mark.parametrize("user", [None, 1000], ids=["root", "user"])
+@ENGINES
+def test_real_container(case, engine, user):
+    contained.by_engine(case, engine, user)
+    case.run_c("torture", "threads", megabytes=96, seconds=5)
+    case.run_c("forks", "tree", megabytes=48)
+
+
+@pytest.mark.swaptide(budget=56, allowance=24, forks=True)
+@ENGINES
+def test_real_container_python(case, engine):
+    contained.by_engine(case, engine)
+    case.compare([case.python, HERE / "runtimes" / "forks.py", 30000], env=STEADY)
+
+
+@pytest.mark.swaptide(budget=32, limit=180, allowance=8, forks=True)
+@ENGINES
+def test_real_container_redis(case, engine):
+    contained.by_engine(case, engine)
+    redis(case, 60000)
+
+
+@pytest.mark.swaptide(budget=64, limit=180, allowance=8, forks=True)
+@ENGINES
+def test_real_container_gcc(case, engine):
+    contained.by_engine(case, engine)
+    gcc(case, 2, 50)
+
+
+@pytest.mark.swaptide(budget=32, limit=300, allowance=4)
+@ENGINES
+def test_real_container_sort(case, engine):
+    contained.by_engine(case, engine)
+    sort(case, 24, 48)
+
+
+@pytest.mark.swaptide(budget=96, limit=180, allowance=48)
+@ENGINES
+def test_real_container_java(case, engine):
+    contained.by_engine(case, engine)
+    java(case, "G1", 220000)
+
+
+@pytest.mark.full
+@pytest.mark.swaptide(budget=32, needs=contained.NEEDS["podman"], native=False)
+def test_real_container_doctor(case):
+    """Without the device it says what each engine is to be told, and that does."""
+    command, root = contained.podman()
+    words = [*command, "run", "--rm", "--network", "none"]
+
+    def doctor(*options):
+        run = [*words, *options, *root, case.swaptide, "doctor"]
+        return subprocess.run(run, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+    done = doctor()
+    assert done.returncode == 1 and "NO  userfaultfd" in done.stdout, done
+    line = re.search(r"podman run (--device \S+) \.\.\.", done.stdout)
+    assert line is not None and "kubernetes:" in done.stdout, done.stdout
+    done = doctor(*line[1].split())
+    assert done.returncode == 0 and "NO" not in done.stdout, done
+    done = doctor(*line[1].split(), "--user", "1000")
+    assert done.returncode == 1 and "--group-add" in done.stdout, done
