@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+import cgroups
 from harness import Failure, compiled_as, param
 
 KINDS = ["static", "pie", "musl", "musl-static"]
@@ -46,6 +47,24 @@ def test_torture_foreign(case, kind, seconds):
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_torture_foreign(case, kind):
     run(case, "torture", kind, 96, case.stretched(60), "threads")
+
+
+@pytest.mark.swaptide(budget=32, allowance=192, forks=True)
+@pytest.mark.parametrize("kind", ["static", "musl-static"])
+def test_foreign_daemon(case, kind):
+    """A process ends as soon as it has forked: its child has everything."""
+    run(case, "foreign", kind, 96, 1, "daemon")
+
+
+@pytest.mark.swaptide(budget=32, allowance=UNTIL_MANAGED, forks=True)
+def test_foreign_refused(case):
+    """A child that would not fit into the cgroup is refused, and the cgroup kills nothing."""
+    with cgroups.memory_cgroup(case, 112 << 20) as group:
+        if group is None:
+            pytest.skip("no memory cgroup can be made here")
+        case.enter = group.enter
+        run(case, "foreign", "static", 160, 1, "refused")
+        assert group.killed() == 0
 
 
 GO = r"""
@@ -163,25 +182,39 @@ def test_foreign_ends(case, kind):
 
 
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)
-def test_foreign_refused_unprivileged(case):
-    """A program that loads no library is refused in one line, and so is the option where the kernel
-    reports no forks."""
-    import unprivileged
+def test_foreign_not_asked(case):
+    """Without the option a program that loads no library is refused in one line."""
+    started = case.start([program(case, "foreign", "static"), 8, 1, 1, "all"])
+    status = started.process.wait(timeout=30)
+    said = (started.directory / "stderr").read_text()
+    if status != 2 or "give --inject" not in said:
+        raise Failure(f"exit status {status}: {said!r}")
 
-    if not unprivileged.is_possible():
-        pytest.skip("only root can set it up, where there is a /dev/userfaultfd")
-    case.is_unprivileged = True
-    static = program(case, "foreign", "static")
-    copied = case.directory / "static"
-    shutil.copy(static, copied)
+
+def openly(case, name, kind):
+    """The program where all users get at it."""
+    copied = case.directory / f"{name}-{kind}"
+    shutil.copy(program(case, name, kind), copied)
     copied.chmod(0o755)
     case.directory.chmod(0o755)
-    for options, words in ([], "give --inject"), (INJECT, "need CAP_SYS_PTRACE"):
-        started = case.start([copied, 8, 1, 1, "all"], options=options)
-        status = started.process.wait(timeout=30)
-        said = (started.directory / "stderr").read_text()
-        if status != 2 or words not in said:
-            raise Failure(f"{options}: exit status {status}: {said!r}")
+    return copied
+
+
+@pytest.mark.unprivileged
+@pytest.mark.swaptide(budget=32, allowance=256, forks=True)
+@pytest.mark.parametrize(
+    ("name", "kind", "mode"),
+    [
+        ("foreign", "static", "all"),
+        ("foreign", "musl", "daemon"),
+        ("torture", "musl-static", "threads"),
+    ],
+)
+def test_foreign_unprivileged(case, name, kind, mode):
+    """Without a capability, where the kernel reports no forks."""
+    words = [openly(case, name, kind), 96, 2, case.seed, mode]
+    done = case.run(words, options=INJECT)
+    assert f"OK {name} {mode}" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
 
 
 @pytest.mark.swaptide(budget=32, allowance=UNTIL_MANAGED, forks=True, needs=("chroot",))

@@ -31,6 +31,7 @@ use crate::log;
 use crate::marks::mark_memory;
 use crate::own_pid::OWN_PID;
 use crate::pages::thread_words;
+use crate::past_libc;
 use crate::process::{HELPER, set_socket};
 
 fn range(range: InjectedRange) -> VirtRange {
@@ -101,6 +102,7 @@ unsafe extern "C" fn begin(args: *const InjectedArgs) -> ! {
         helper::set_helper(&HELPER);
         let _ = now();
         mark_memory();
+        past_libc::set_program();
         report_panics();
         start_sleeper();
     }

@@ -44,6 +44,7 @@ mod log;
 mod marks;
 mod own_pid;
 mod pages;
+mod past_libc;
 mod probe;
 mod process;
 mod real;

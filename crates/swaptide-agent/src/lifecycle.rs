@@ -26,10 +26,11 @@ use crate::exit_watch;
 use crate::log;
 use crate::marks::set_own_mark;
 use crate::pages::{excluded, references, thread_words};
+use crate::past_libc;
 use crate::process::{
     ENGINE, ENGINE_PID, FORK_LOCK, PLACE, SLOT_PENDING, SLOT_UNCLAIMED, STAYS_UNMANAGED,
-    empty_table, engine, exchange, hold_child, open_area, release_hold, request_hold, segment,
-    spawn,
+    empty_table, engine, exchange, hold_child, may_follow_forks, open_area, release_hold,
+    request_hold, segment, spawn,
 };
 use crate::seccomp;
 use crate::threads::{spawn_reader, spawn_server, start_workers};
@@ -74,6 +75,7 @@ extern "C" fn sleeper(_: usize) {
             Some(segment) if !same_pid_namespace(segment) => {
                 log::line("separate pid namespace: this process is not managed");
             }
+            Some(_) if !past_libc::prepare(may_follow_forks()) => {}
             Some(segment) => wait_for_supervisor(segment),
         }
     }
@@ -107,9 +109,15 @@ pub(crate) fn wait_for_supervisor(segment: &'static Segment) {
         }
     };
     let slot = segment.slot(index);
+    past_libc::tell(slot);
     PLACE.store(index.0 + 1, Release);
     loop {
         let seen = slot.control.wake_seq.load(Acquire);
+        if past_libc::is_held(slot) {
+            // Nothing is out, and nothing will be while a thread forks.
+            wait_for_wake(slot, seen);
+            continue;
+        }
         if slot.control.detach.load(Acquire) != 0 && slot.state() != ProcState::Detached {
             slot.set_state(ProcState::Detached);
         }

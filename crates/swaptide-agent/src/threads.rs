@@ -9,6 +9,7 @@ use swaptide_sys::affinity::{cpus_online, go_normally};
 use swaptide_sys::thread::{exit_thread, set_name};
 
 use crate::exit_watch;
+use crate::past_libc;
 use crate::process::{THREAD_STACK_BYTES, engine, spawn_with};
 
 /// Starts the workers and the thread that watches for the end of the program.
@@ -20,8 +21,10 @@ pub(crate) fn start_workers(engine: &'static Engine) {
     }
     // Without it the process is only slow to end, in a case that hardly any program has.
     let watching = spawn_with(64 << 10, watch, 0);
+    let holding = past_libc::is_program() && spawn_with(64 << 10, hold_forks, 0);
     engine.workers.running.store(running, Release);
-    engine.slot().engine_threads.store(running + 1 + u32::from(watching), Relaxed);
+    let others = u32::from(watching) + u32::from(holding);
+    engine.slot().engine_threads.store(running + 1 + others, Relaxed);
 }
 
 /// Starts a thread that waits for servers.
@@ -46,6 +49,13 @@ extern "C" fn reader(_: usize) {
     go_normally();
     let Some(engine) = engine() else { exit_thread() };
     engine.serve_remote_reads();
+}
+
+extern "C" fn hold_forks(_: usize) {
+    set_name(c"swaptide-fork");
+    if let Some(engine) = engine() {
+        past_libc::follow_orders(engine);
+    }
 }
 
 extern "C" fn watch(_: usize) {

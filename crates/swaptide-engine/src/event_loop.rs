@@ -29,6 +29,7 @@ use crate::engine::Engine;
 use crate::events::reader::LATE_EVENT_TIMEOUT;
 use crate::fault::complete::complete;
 use crate::fork::{ForkHandoff, ForkServer, inherited};
+use crate::fork_hold::ForkHold;
 use crate::pager::Pager;
 use crate::requests::{FaultRequest, HandlerRequest};
 use crate::vma::madvise::{self, Preload};
@@ -46,6 +47,7 @@ pub struct Handler {
     forks: ForkServer,
     preload: Preload,
     detach: Detach,
+    fork_hold: ForkHold,
     /// Until when request pages that are not empty yet are looked after.
     request_pages_until: Option<Nanos>,
 }
@@ -79,6 +81,7 @@ impl Handler {
             forks: ForkServer::default(),
             preload: Preload::default(),
             detach: Detach::default(),
+            fork_hold: ForkHold::default(),
             request_pages_until: None,
         }
     }
@@ -120,13 +123,15 @@ impl Handler {
                 self.preload.step(&mut self.pager.path);
             }
             // Threads that give memory up and touch it again never cease to fault.
-            let is_due = self.detach.is_wanted()
+            let is_due = (self.detach.is_wanted() || self.fork_hold.is_wanted())
                 && (self.pager.path.reader.pending.is_empty()
                     || answers.is_multiple_of(FAULTS_PER_DETACH_STEP));
             if is_due {
                 self.begin_alone();
             }
-            if is_due && self.detach.step(&mut self.pager, &mut self.forks) {
+            if is_due && self.fork_hold.is_wanted() {
+                self.fork_hold.step(&mut self.pager, &mut self.forks);
+            } else if is_due && self.detach.step(&mut self.pager, &mut self.forks) {
                 self.pager.path.stalls_until(now());
                 return;
             }
@@ -157,7 +162,8 @@ impl Handler {
         if path.stall.is_on() {
             path.stalls_until(now());
         }
-        let read = if self.preload.is_due(path) || self.detach.is_wanted() {
+        let is_busy = self.detach.is_wanted() || self.fork_hold.is_wanted();
+        let read = if self.preload.is_due(path) || is_busy {
             path.reader.read_within(Some(Duration::ZERO))
         } else {
             path.reader.awaits_remote = !path.remote.is_empty();
@@ -181,6 +187,7 @@ impl Handler {
                 HandlerRequest::Fence => self.pager.answer_fences(),
                 HandlerRequest::Preload => self.preload.begin(),
                 HandlerRequest::Detach => self.detach.begin(),
+                HandlerRequest::ForkHold => self.fork_hold.begin(self.engine),
                 HandlerRequest::RequestPage => self.serve_request_pages(),
                 HandlerRequest::ForkPrepare => self.forks.fork(&mut self.pager),
                 HandlerRequest::ForkDone => {}

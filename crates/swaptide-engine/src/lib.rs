@@ -37,6 +37,7 @@
 #![allow(rustdoc::private_intra_doc_links)]
 
 pub mod backing;
+mod bring_in;
 mod detach;
 mod engine;
 pub mod event_loop;
@@ -45,6 +46,7 @@ mod fault;
 pub mod fault_injection;
 mod fault_server;
 pub mod fork;
+mod fork_hold;
 pub mod memcg;
 pub mod mm;
 mod pager;

@@ -19,7 +19,7 @@ use crate::optional_limit::OptionalLimit;
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 17;
+pub const VERSION: u32 = 18;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// The limit of a process that is being released.
@@ -167,6 +167,12 @@ pub struct ProcSlot {
     pub engage_now: AtomicU32,
     /// Threads of the engine in this process.
     pub engine_threads: AtomicU32,
+    /// Not 0: its forks come through no hook, and wait until it has said in `fork_held` that they
+    /// may be made.
+    pub past_libc: AtomicU32,
+    /// The number in [`ProcControl::fork_hold`] that it has seen: since then everything is in, and
+    /// stays, until that is 0.
+    pub fork_held: AtomicU32,
     /// The group that its extents are charged to. Differs from the one that the process belongs to
     /// ([`ProcControl::group_wanted`]) until the process has seen that.
     pub group: AtomicU32,
@@ -219,6 +225,9 @@ pub struct ProcControl {
     /// Not 0: much of its memory is another's, too, since a fork. Another number each time the
     /// supervisor has seen that.
     pub cow_hint: AtomicU32,
+    /// Futex word. Not 0: a thread is about to fork past libc; everything shall come in, whatever
+    /// limit there is, and stay until this is 0. Another number for each time.
+    pub fork_hold: AtomicU32,
 }
 
 /// The memory use of a process. Written by the process.
@@ -275,6 +284,7 @@ impl ProcControl {
             &self.throttle_us,
             &self.detach,
             &self.cow_hint,
+            &self.fork_hold,
         ]);
         self.pool_max.set(None);
         self.limit_bytes.store(0, Relaxed);
@@ -379,6 +389,15 @@ impl ProcSlot {
         }
     }
 
+    /// Has everything come in and stay (see [`ProcControl::fork_hold`]), or lets it go out again
+    /// (0).
+    pub fn hold_for_fork(&self, number: u32) {
+        self.control.fork_hold.store(number, Release);
+        futex::wake(&self.control.fork_hold, i32::MAX as u32, futex::Scope::Shared);
+        // Where nothing is managed yet, another thread waits.
+        self.wake();
+    }
+
     /// Increments `wake_seq` and wakes its waiters, which read the slot again.
     pub fn wake(&self) {
         self.control.wake_seq.fetch_add(1, Release);
@@ -465,8 +484,10 @@ impl Segment {
             let slot = self.slot(index);
             slot.control.engage.store(0, Relaxed);
             slot.control.detach.store(0, Relaxed);
+            slot.control.fork_hold.store(0, Relaxed);
             slot.control.limit_bytes.store(0, Relaxed);
             slot.usage.clear();
+            clear_words([&slot.past_libc, &slot.fork_held]);
             slot.forked_from.store(forked_from, Relaxed);
             slot.set_state(ProcState::Watching);
             return Some(index);
@@ -530,7 +551,14 @@ impl Segment {
         slot.control.clear();
         slot.usage.clear();
         slot.usage.peak_footprint_bytes.store(0, Relaxed);
-        clear_words([&slot.group, &slot.engage_now, &slot.engine_threads, &slot.forked_from]);
+        clear_words([
+            &slot.group,
+            &slot.engage_now,
+            &slot.engine_threads,
+            &slot.forked_from,
+            &slot.past_libc,
+            &slot.fork_held,
+        ]);
         slot.set_state(ProcState::Free);
         slot.pid.store(0, Release);
     }

@@ -61,18 +61,23 @@ pub enum AgentRequest {
     /// is no answer; the connection stays open for as long as the client has an engine. A byte on
     /// it asks the supervisor to let go; it answers by closing the connection.
     Hold = b'K',
+    /// The filter of forks of a program that loads no library comes with the request
+    /// (`swaptide_sys::fork_filter`), or nothing does where one is there already: of the process
+    /// that this one descends from. The answer has nothing more; without it the process is not
+    /// managed.
+    Filter = b'L',
 }
 
 impl AgentRequest {
     /// The request of a byte, if it is one.
     pub fn from_byte(byte: u8) -> Option<AgentRequest> {
         use AgentRequest::{
-            Advise, Area, Attach, Device, Exec, Fork, Guard, Handshake, Hold, Identity, Maps,
-            Pagemap, Region, Segment, Statm,
+            Advise, Area, Attach, Device, Exec, Filter, Fork, Guard, Handshake, Hold, Identity,
+            Maps, Pagemap, Region, Segment, Statm,
         };
         [
             Segment, Area, Device, Handshake, Pagemap, Maps, Statm, Identity, Fork, Region, Attach,
-            Guard, Advise, Exec, Hold,
+            Guard, Advise, Exec, Hold, Filter,
         ]
         .into_iter()
         .find(|request| *request as u8 == byte)
@@ -86,6 +91,12 @@ impl AgentRequest {
             AgentRequest::Advise | AgentRequest::Fork => 20,
             _ => 0,
         }
+    }
+
+    /// True for what a descriptor may come with.
+    pub fn may_have_descriptor(self) -> bool {
+        use AgentRequest::{Attach, Filter, Handshake, Hold};
+        matches!(self, Handshake | Attach | Hold | Filter)
     }
 
     /// True for what the pager of shared regions answers.

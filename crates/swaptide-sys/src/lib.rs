@@ -24,6 +24,7 @@ pub mod elf;
 pub mod engine_threads;
 pub mod errno;
 pub mod eventfd;
+pub mod fork_filter;
 pub mod helper;
 pub mod high_fds;
 mod ids;

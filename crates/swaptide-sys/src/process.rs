@@ -285,6 +285,44 @@ fn blocked_in(path: ProcPath) -> Option<u64> {
     crate::procfs::parse_u64(crate::procfs::words(text).next()?)
 }
 
+/// What a thread is seen in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum CallOfThread {
+    /// A system call that makes a process.
+    Fork,
+    /// Another one, or a wait outside of a system call.
+    Other,
+    /// It runs, or may not be looked at.
+    Unknown,
+    /// It has ended.
+    Gone,
+}
+
+/// Looks what a thread of any process is in.
+pub fn call_of(tid: u32) -> CallOfThread {
+    let mut buf = [0; 256];
+    let path = ProcPath::proc(tid, "syscall");
+    let text = match procfs::read_file(path.as_c_str(), &mut buf) {
+        Ok(text) => text,
+        Err(Errno::NOENT | Errno::SRCH) => return CallOfThread::Gone,
+        Err(_) => return CallOfThread::Unknown,
+    };
+    match procfs::words(text).next() {
+        None | Some(b"running") => CallOfThread::Unknown,
+        Some(word) => match parse_u64(word) {
+            Some(call) if makes_a_process(call) => CallOfThread::Fork,
+            _ => CallOfThread::Other,
+        },
+    }
+}
+
+/// The process of a thread.
+pub fn process_of(tid: u32) -> Option<u32> {
+    let mut buf = [0; 4096];
+    let text = procfs::read_file(ProcPath::proc(tid, "status").as_c_str(), &mut buf).ok()?;
+    procfs::number_field(text, "Tgid").map(|pid| pid as u32)
+}
+
 /// True while a thread of this process is blocked in a system call that makes no process: it is not
 /// inside fork(2). False while it runs, or waits for a page outside of a system call.
 pub fn waits_outside_fork(tid: u32) -> bool {

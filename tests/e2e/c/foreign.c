@@ -1,5 +1,10 @@
-/* A program that loads no library: threads that fill and verify, memory that grows, moves and goes,
- * a child that verifies what its parent has, and timers that interrupt all of it. */
+/* A program that loads no library.
+ *
+ * all      threads that fill and verify, memory that grows, moves and goes, a child that verifies
+ *          what its parent has, and timers that interrupt all of it
+ * daemon   starts a program whose child verifies what it had, while that ends at once (ends FD)
+ * refused  a child that does not fit into memory is refused, and nothing is lost
+ */
 #include "common.h"
 
 #include <signal.h>
@@ -83,8 +88,62 @@ static void fork_and_verify(size_t count) {
     MUST(munmap(base, count * PAGE) == 0);
 }
 
+static void fill_all(const struct arguments *given, unsigned char *base) {
+    write_pages(base, given->pages, 55, 0);
+    /* Long enough for management to begin, and for most of it to go out. */
+    for (int i = 0; i < 20; i++) {
+        usleep(10000);
+        write_pages(base, given->pages / 8, 55, 0);
+    }
+}
+
+/* Ends at once when it has forked; its child says that all was right. */
+static void end_before_child(const struct arguments *given, int out) {
+    unsigned char *base = map(given->pages * PAGE);
+    fill_all(given, base);
+    pid_t pid = fork();
+    MUST(pid >= 0);
+    if (pid != 0) _exit(0);
+    usleep(100000);
+    verify_pages(base, given->pages, 55, 0, "a page of a child whose parent is gone");
+    MUST(write(out, "OK", 2) == 2);
+    _exit(0);
+}
+
+static int await_daemon(const struct arguments *given, char **words) {
+    int ends[2];
+    MUST(pipe(ends) == 0);
+    pid_t pid = fork();
+    MUST(pid >= 0);
+    if (pid == 0) {
+        char number[16];
+        snprintf(number, sizeof number, "%d", ends[1]);
+        execl(words[0], words[0], words[1], words[2], words[3], "ends", number, (char *)NULL);
+        _exit(9);
+    }
+    close(ends[1]);
+    char said[3] = "";
+    MUST(read(ends[0], said, 2) == 2 && strcmp(said, "OK") == 0);
+    int status;
+    MUST(waitpid(pid, &status, 0) == pid && status == 0);
+    return ok("foreign", given->mode);
+}
+
+static int fork_what_does_not_fit(const struct arguments *given) {
+    unsigned char *base = map(given->pages * PAGE);
+    fill_all(given, base);
+    pid_t pid = fork();
+    if (pid == 0) _exit(0);
+    if (pid > 0 || errno != ENOMEM) die("a fork gave %d, error %d", (int)pid, errno);
+    verify_pages(base, given->pages, 55, 0, "a page after a fork was refused");
+    return ok("foreign", given->mode);
+}
+
 int main(int count, char **words) {
     struct arguments given = parse(count, words, "all");
+    if (strcmp(given.mode, "daemon") == 0) return await_daemon(&given, words);
+    if (strcmp(given.mode, "ends") == 0) end_before_child(&given, atoi(words[5]));
+    if (strcmp(given.mode, "refused") == 0) return fork_what_does_not_fit(&given);
     pages_each = given.pages / THREADS;
     struct sigaction action = {.sa_handler = tick, .sa_flags = SA_RESTART};
     MUST(sigaction(SIGPROF, &action, NULL) == 0);

@@ -105,7 +105,7 @@ impl ForkServer {
                 engine.fork.set(REFUSED);
                 return;
             }
-            self.allow_fork(pager);
+            self.open_mappings(pager);
         }
         engine.fork.shut(conn.is_none());
         pager.path.reader.fork.phase = ForkPhase::Prepared;
@@ -210,7 +210,7 @@ impl ForkServer {
     /// closed. So it is done again until no change was under way from before it to after it. A
     /// thread that moves mappings through libc waits for the handler, and so for the fork; past
     /// libc threads could continue for ever.
-    fn allow_fork(&mut self, pager: &mut Pager) {
+    pub(crate) fn open_mappings(&mut self, pager: &mut Pager) {
         let engine = pager.path.engine;
         let began = now();
         let is_quiet = |path: &FaultPath| {
@@ -235,6 +235,11 @@ impl ForkServer {
         }
     }
 
+    /// Closes them again, after the fork.
+    pub(crate) fn close_mappings(&mut self, pager: &mut Pager) {
+        deny_fork(pager.path.engine);
+    }
+
     fn fork_is_over(&mut self, pager: &mut Pager) {
         let reader = &mut pager.path.reader;
         reader.fork.phase = ForkPhase::None;
@@ -247,7 +252,7 @@ impl ForkServer {
         self.serve_untracked(pager);
         let engine = pager.path.engine;
         if engine.fork.followed {
-            deny_fork(engine);
+            self.close_mappings(pager);
         }
         resume_workers(engine);
         engine.fork.set(NO_FORK);

@@ -12,7 +12,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 
-use swaptide_ipc::ProcSlot;
+use swaptide_ipc::{NO_LIMIT, ProcSlot};
 use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::process::StatmFd;
 
@@ -127,6 +127,9 @@ impl Charge {
     /// Takes over what the supervisor wrote.
     pub(crate) fn take_limit(&self, slot: &ProcSlot) {
         let limit = slot.control.limit_bytes.load(Relaxed);
+        // For a fork everything comes in, and stays.
+        let is_held = slot.control.fork_hold.load(Relaxed) != 0;
+        let limit = if is_held { NO_LIMIT } else { limit };
         if limit != 0 && self.cow_group.accepts_limit(limit) {
             self.limit.store(limit, Relaxed);
         }

@@ -57,8 +57,10 @@ pub enum HandlerRequest {
     Preload = 5,
     /// Bring in everything and let the program go.
     Detach = 6,
+    /// The supervisor has changed [`swaptide_ipc::ProcControl::fork_hold`].
+    ForkHold = 7,
     /// A thread waits at a request page. No address of the area means it.
-    RequestPage = 7,
+    RequestPage = 8,
 }
 
 /// A request that is made by a fault.
@@ -90,7 +92,7 @@ const ABANDONED: u32 = 4;
 const REFUSED: u32 = u32::MAX;
 
 /// Pages of the area.
-const MAX_REQUESTS: usize = 7;
+const MAX_REQUESTS: usize = 8;
 /// Threads that can wait at fences at a time; more wait for a place.
 const FENCES: usize = 64;
 
@@ -334,6 +336,7 @@ impl HandlerRequests {
             4 => Some(HandlerRequest::Fence),
             5 => Some(HandlerRequest::Preload),
             6 => Some(HandlerRequest::Detach),
+            7 => Some(HandlerRequest::ForkHold),
             _ => None,
         }
     }

@@ -7,8 +7,10 @@
 //!
 //! Locks: the list of connections that are being made, for a look or a change.
 
+use std::cell::RefCell;
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -91,6 +93,23 @@ pub struct AgentServer {
     dials: Dials,
     /// Processes that are about to execute a program, or start one that does.
     announced: Vec<u32>,
+    /// Filters of forks, and the words that there is one: not answered yet.
+    filters: RefCell<Vec<NewFilter>>,
+}
+
+/// A process has set a filter of forks, or found that there is one.
+pub(crate) struct NewFilter {
+    pub(crate) pid: u32,
+    pub(crate) filter: Option<OwnedFd>,
+    client: ClientConn,
+}
+
+impl NewFilter {
+    /// The supervisor reads it: the process may be managed.
+    pub(crate) fn answer(&self) {
+        // One that is gone needs no answer.
+        let _ = self.client.send(&[AgentRequest::Filter as u8], &[]);
+    }
 }
 
 /// A client that has connected and said nothing yet.
@@ -123,7 +142,13 @@ impl AgentServer {
             dials: Dials::default(),
             holds: Holds::default(),
             announced: Vec::new(),
+            filters: RefCell::default(),
         })
+    }
+
+    /// The filters of forks since the last call, each to be answered.
+    pub(crate) fn take_filters(&self) -> Vec<NewFilter> {
+        self.filters.take()
     }
 
     /// The processes that have said since the last call that they are about to execute a program,
@@ -215,6 +240,26 @@ impl AsFd for AgentServer {
 }
 
 impl AgentServer {
+    /// Keeps the descriptor that came with a request.
+    fn keep(
+        &self,
+        request: AgentRequest,
+        client: ClientConn,
+        pid: u32,
+        fd: ReceivedFd,
+    ) -> Option<AgentRequest> {
+        if request == AgentRequest::Hold {
+            let uffd = fd.userfaultfd()?;
+            // It waits for this; by the time it continues, the descriptor is on the list.
+            let _ = client.send(&[request as u8], &[]);
+            self.holds.add(pid, client, uffd);
+        } else {
+            let filter = if fd.0.is_some() { Some(fd.fork_filter()?) } else { None };
+            self.filters.borrow_mut().push(NewFilter { pid, filter, client });
+        }
+        Some(request)
+    }
+
     fn answer(
         &self,
         client: ClientConn,
@@ -245,10 +290,8 @@ impl AgentServer {
         {
             return None;
         }
-        let may_have_fd =
-            matches!(request, AgentRequest::Handshake | AgentRequest::Attach | AgentRequest::Hold);
         if length != 1 + request.body()
-            || fd.0.is_some() && !may_have_fd
+            || fd.0.is_some() && !request.may_have_descriptor()
             || fd.0.is_none() && matches!(request, AgentRequest::Handshake | AgentRequest::Hold)
         {
             return None;
@@ -257,12 +300,8 @@ impl AgentServer {
             followed.begin(client, peer, sender?, &message[1..length])?;
             return Some(request);
         }
-        if request == AgentRequest::Hold {
-            let uffd = fd.userfaultfd()?;
-            // It waits for this; by the time it continues, the descriptor is on the list.
-            let _ = client.send(&message[..1], &[]);
-            self.holds.add(pid, client, uffd);
-            return Some(request);
+        if matches!(request, AgentRequest::Hold | AgentRequest::Filter) {
+            return self.keep(request, client, pid, fd);
         }
         if request.is_shared() {
             let fd = if fd.0.is_some() { Some(fd.userfaultfd()?) } else { None };
@@ -311,6 +350,7 @@ impl AgentServer {
             | AgentRequest::Attach
             | AgentRequest::Guard
             | AgentRequest::Advise
+            | AgentRequest::Filter
             | AgentRequest::Hold => return None,
         }
         Some(request)
@@ -336,13 +376,18 @@ fn open_in_thread(
     std::thread::Builder::new().name("dial".into()).spawn(open).ok().map(drop)
 }
 
-/// What came with a request. Only userfaultfds are of use: anything else is closed by a thread
-/// that no other waits for.
+/// What came with a request. Only userfaultfds and filters of forks are of use: anything else is
+/// closed by a thread that no other waits for.
 struct ReceivedFd(Option<OwnedFd>);
 
 impl ReceivedFd {
     fn userfaultfd(mut self) -> Option<OwnedFd> {
         if self.0.as_ref().is_some_and(is_userfaultfd) { self.0.take() } else { None }
+    }
+
+    fn fork_filter(mut self) -> Option<OwnedFd> {
+        let is_filter = |fd: &OwnedFd| is_anonymous(fd, "seccomp notify");
+        if self.0.as_ref().is_some_and(is_filter) { self.0.take() } else { None }
     }
 }
 
@@ -353,8 +398,14 @@ impl Drop for ReceivedFd {
 }
 
 fn is_userfaultfd(fd: &OwnedFd) -> bool {
-    let what = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
-    what.is_ok_and(|what| what.as_os_str() == "anon_inode:[userfaultfd]")
+    is_anonymous(fd, "[userfaultfd]")
+}
+
+/// True for a descriptor without a file, of that kind.
+fn is_anonymous(fd: &OwnedFd, kind: &str) -> bool {
+    let what = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).ok();
+    let what = what.as_deref().and_then(Path::to_str);
+    what.and_then(|what| what.strip_prefix("anon_inode:")) == Some(kind)
 }
 
 /// Asks the kernel for what every engine needs, on a userfaultfd of a client's that has no right to

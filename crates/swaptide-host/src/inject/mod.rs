@@ -6,10 +6,12 @@
 //! | [`tracer`] | the programs that are about to stop, to be given the agent |
 //! | [`put_in`] | what a stopped program is made to do |
 //! | [`image`] | the agent's library, relocated |
+//! | [`forks`] | the forks of such programs, until everything is in |
 //!
 //! Locks: none.
 
 mod finder;
+mod forks;
 mod image;
 mod put_in;
 mod tracer;

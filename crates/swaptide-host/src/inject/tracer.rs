@@ -38,6 +38,7 @@ use swaptide_sys::ptrace::TraceeStop;
 use swaptide_sys::remote::{Remote, Seized, is_traced_here};
 
 use super::finder::{self, Candidate, FinderRequest, ProgramIdentity, kind_of_process};
+use super::forks::HeldForks;
 use super::image::AgentFile;
 use super::put_in::{AgentTexts, put_in};
 use crate::capability::without;
@@ -74,6 +75,8 @@ pub(crate) struct Tracer {
     stopping: HashMap<u32, Stopping>,
     held: HashMap<u32, HeldProgram>,
     late: HashMap<u32, Remote>,
+    /// Forks of programs that have the agent.
+    pub(crate) forks: HeldForks,
     /// What is to be told, and whether it was.
     note: Option<String>,
     has_told: bool,
@@ -102,6 +105,7 @@ impl Tracer {
             stopping: HashMap::new(),
             held: HashMap::new(),
             late: HashMap::new(),
+            forks: HeldForks::default(),
             note: None,
             has_told: false,
         })
@@ -242,7 +246,7 @@ impl Tracer {
         let is_same = info.as_ref().and_then(ProgramIdentity::of) == Some(program);
         let is_wanted = is_same
             && kind_of_process(pid).is_some_and(ProgramKind::is_injected)
-            && !is_confined(pid)
+            && !is_confined(pid, self.forks.is_filtered(pid))
             && is_numbered_here(pid);
         let Some(image) = self.agent.image().filter(|_| is_wanted) else {
             seized.release();
@@ -307,8 +311,9 @@ fn is_numbered_here(pid: u32) -> bool {
 }
 
 /// True for a process under more filters of system calls than this one: they could end it for what
-/// it is made to call.
-fn is_confined(pid: u32) -> bool {
+/// it is made to call. The one that tells the supervisor of forks lets all pass that it is made to
+/// call (`has_ours`).
+fn is_confined(pid: u32, has_ours: bool) -> bool {
     let filters = |path: String| {
         let status = std::fs::read_to_string(path).ok()?;
         let word = |name| {
@@ -317,5 +322,11 @@ fn is_confined(pid: u32) -> bool {
         };
         Some((word("Seccomp:")?, word("Seccomp_filters:")))
     };
-    filters(format!("/proc/{pid}/status")) != filters("/proc/self/status".into())
+    let theirs = filters(format!("/proc/{pid}/status"));
+    let ours = filters("/proc/self/status".into());
+    let with_one_more = ours.map(|(_, count)| (SECCOMP_MODE_FILTER, count.map(|n| n + 1)));
+    theirs != if has_ours { with_one_more } else { ours }
 }
+
+/// In `/proc/PID/status`: a process under filters.
+const SECCOMP_MODE_FILTER: u32 = 2;

@@ -82,12 +82,6 @@ pub enum RunError {
         (shared memory then stays in memory), or run as root"
     )]
     SharedNeedsEvents,
-    /// `--inject` where the kernel does not report forks.
-    #[error(
-        "--inject: children of programs that load no library need CAP_SYS_PTRACE; leave it out, \
-        or run as root"
-    )]
-    InjectNeedsEvents,
     /// `--shared` under a limit on file size that cannot be raised.
     #[error(
         "--shared: shared memory is kept in files, and the hard limit on file size (ulimit -Hf) is \

@@ -229,9 +229,6 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         }
         None => place_of_its_own(config, &file, budget, &mut devices, program)?,
     };
-    if config.reach.inject && follows_forks {
-        return Err(RunError::InjectNeedsEvents);
-    }
     let agent = || AgentFile::new(agent, target.kind.is_injected());
     let agent = config.reach.inject.then(agent).transpose().map_err(RunError::Agent)?;
     Ok(Prepared {

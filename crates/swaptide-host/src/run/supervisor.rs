@@ -279,10 +279,12 @@ impl Supervisor {
             fds.push(self.tracer.as_ref().map_or(self.signals.as_fd(), Tracer::awaited));
             fds.extend(self.counter.awaited());
             fds.extend(self.followed.awaited());
+            fds.extend(self.tracer.iter().flat_map(|tracer| tracer.forks.awaited()));
             let held = self.tracer.as_ref().and_then(Tracer::timeout);
+            let forking = self.tracer.as_ref().and_then(|tracer| tracer.forks.timeout());
             let timeout = [self.counter.timeout(), self.followed.timeout(), self.ending.timeout()]
                 .into_iter()
-                .chain([held])
+                .chain([held, forking])
                 .flatten()
                 .min();
             // Those for which there is no place are looked at all the same, a little later.
@@ -337,6 +339,12 @@ impl Supervisor {
         let announced = self.counter.take_announced();
         let Some(tracer) = &mut self.tracer else { return };
         announced.into_iter().for_each(|pid| tracer.watch(pid));
+        for mut new in self.counter.take_filters() {
+            if tracer.forks.add(new.pid, new.filter.take()) {
+                new.answer();
+            }
+        }
+        tracer.forks.attend(self.prepared.place.segment);
         if are_named {
             tracer.begin_named();
         }
@@ -409,6 +417,14 @@ impl Supervisor {
             let change = signals::child_change();
             if let ChildStatus::Ended { pid, .. } = change {
                 self.followed.changed(pid, ptrace::TraceeStop::Gone);
+            }
+            if let Some((tid, stop)) = change.of_tracee()
+                && let Some(tracer) = self.tracer.as_mut().filter(|tracer| tracer.forks.has(tid))
+            {
+                tracer.forks.changed(tid, stop);
+                if stop != ptrace::TraceeStop::Gone {
+                    continue;
+                }
             }
             if let Some((pid, stop)) = change.of_tracee()
                 && let Some(tracer) = self.tracer.as_mut().filter(|tracer| tracer.has(pid))

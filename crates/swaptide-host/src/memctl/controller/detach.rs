@@ -35,6 +35,11 @@ fn out(slot: &ProcSlot) -> u64 {
         + ProcSlot::bytes(&slot.usage.swapped_file_bytes)
 }
 
+/// True if all that is out of a process fits into memory.
+pub(crate) fn fits(slot: &ProcSlot) -> bool {
+    out(slot) + MIN_FREE_BYTES <= room()
+}
+
 /// Memory that can be had.
 fn room() -> u64 {
     mem_available().unwrap_or(0).min(cgroup_room().unwrap_or(u64::MAX))
