@@ -2,13 +2,17 @@
 capabilities and `/dev/userfaultfd`, and nothing else.
 """
 
+import os
 import re
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
 import contained
-from harness import HERE, full, param
+from harness import HERE, compiled_as, full, param
+from test_foreign import GO, INJECT
 from workloads import STEADY, gcc, java, redis, sort
 
 PROFILES = contained.PROFILES
@@ -68,6 +72,17 @@ def test_container_sort(case, profile):
 def test_container_java(case, profile):
     case.profile = profile
     java(case, "G1", 150000)
+
+
+@pytest.mark.swaptide(budget=32, allowance=160, forks=True)
+@of_each_profile("docker")
+def test_container_foreign(case, profile):
+    """Programs that load no library, and what they fork."""
+    case.profile = profile
+    for kind in ("static", "musl"):
+        program = compiled_as(kind, "torture", case.suite.root / "bin")
+        done = case.run([program, 96, 1, case.seed, "threads"], options=INJECT)
+        assert done.text() == "OK torture threads\n", done.text()
 
 
 # In real containers.
@@ -140,3 +155,65 @@ def test_real_container_doctor(case):
     assert done.returncode == 0 and "NO" not in done.stdout, done
     done = doctor(*line[1].split(), "--user", "1000")
     assert done.returncode == 1 and "--group-add" in done.stdout, done
+
+
+def static_command(case):
+    """The command linked statically, as docs/containers.md has it."""
+    directory = HERE.parents[1] / "target" / "static"
+    env = {
+        **os.environ,
+        "CARGO_TARGET_DIR": str(directory),
+        "CARGO_PROFILE_RELEASE_LTO": "off",
+        "CARGO_PROFILE_RELEASE_CODEGEN_UNITS": "16",
+    }
+    words = ["cargo", "rustc", "--locked", "--release", "-p", "swaptide", "--bin", "swaptide"]
+    words += ["--", "-C", "target-feature=+crt-static"]
+    subprocess.run(words, cwd=HERE, env=env, check=True, capture_output=True)
+    return directory / "release" / "swaptide"
+
+
+def go_program(case):
+    source = case.directory / "main.go"
+    source.write_text(GO)
+    home = str(case.directory / "go")
+    env = {**os.environ, "CGO_ENABLED": "0", "GOCACHE": home, "GOPATH": home}
+    built = case.directory / "program"
+    subprocess.run(["go", "build", "-o", built, source], env=env, check=True, capture_output=True)
+    return built
+
+
+@pytest.mark.full
+@pytest.mark.swaptide(
+    budget=128,
+    limit=900,
+    needs=(*contained.NEEDS["podman"], "go", "musl-gcc", "busybox"),
+    native=False,
+)
+def test_bare_container(case):
+    """In a root with nothing but the command, its library and a program of Go's; then with busybox
+    and a program of musl's besides."""
+    root = case.directory / "root"
+    for name in ("proc", "dev", "sys", "tmp", "var/tmp", "run", "etc", "lib", "bin"):
+        (root / name).mkdir(parents=True)
+    shutil.copy(static_command(case), root / "swaptide")
+    for file in (Path(case.swaptide).parent / "libswaptide_agent.so", go_program(case)):
+        shutil.copy(file, root / file.name)
+    command, (*limits, _, _) = contained.podman()
+    words = [*command, "run", "--rm", "--network", "none", "--device", "/dev/userfaultfd"]
+    words += [*limits, "--memory", "400m", "--rootfs", root]
+
+    def run(ram, *program):
+        inside = ["/swaptide", "run", "--inject", "--ram", ram, "--", *program]
+        done = subprocess.run([*words, *inside], capture_output=True, text=True)
+        assert done.returncode == 0, done
+        assert re.search(r" [0-9]+k pages out", done.stderr), done.stderr
+        return done.stdout
+
+    assert run("128M", "/program", "512") == "OK\n"
+    shutil.copy("/lib/ld-musl-x86_64.so.1", root / "lib")
+    shutil.copy(compiled_as("musl", "torture", case.suite.root / "bin"), root / "torture")
+    shutil.copy(shutil.which("busybox"), root / "bin" / "busybox")
+    (root / "bin" / "sh").symlink_to("busybox")
+    script = f"/torture 96 3 {case.seed} threads && busybox seq 1 900000 | busybox sort -r | "
+    shell = run("32M", "/bin/sh", "-c", script + "busybox md5sum")
+    assert shell == "OK torture threads\nbc9d3ffb78f0747441fea7950fa9a0c2  -\n", shell
