@@ -56,6 +56,14 @@ def test_foreign_daemon(case, kind):
     run(case, "foreign", kind, 96, 1, "daemon")
 
 
+@pytest.mark.swaptide(budget=32, allowance=128, forks=True)
+@pytest.mark.parametrize(("mode", "megabytes"), [("execs", 64), ("signals", 40)])
+def test_foreign_forks(case, mode, megabytes):
+    """A process that executes another program keeps its number; a fork that a signal meets is made,
+    or is interrupted. Nothing is stopped, or killed."""
+    run(case, "foreign", "static", megabytes, 1, mode)
+
+
 @pytest.mark.swaptide(budget=32, allowance=UNTIL_MANAGED, forks=True)
 def test_foreign_refused(case):
     """A child that would not fit into the cgroup is refused, and the cgroup kills nothing."""

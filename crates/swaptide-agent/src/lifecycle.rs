@@ -75,7 +75,6 @@ extern "C" fn sleeper(_: usize) {
             Some(segment) if !same_pid_namespace(segment) => {
                 log::line("separate pid namespace: this process is not managed");
             }
-            Some(_) if !past_libc::prepare(may_follow_forks()) => {}
             Some(segment) => wait_for_supervisor(segment),
         }
     }
@@ -246,6 +245,7 @@ fn prepare_engine(
             n
         });
     }
+    past_libc::prepare(may_follow_forks())?;
     let start = Start {
         segment,
         index,

@@ -11,15 +11,18 @@ use swaptide_engine::requests::HandlerRequest;
 use swaptide_ipc::{AgentRequest, ProcSlot};
 use swaptide_sys::fork_filter::{self, ForkFilter};
 use swaptide_sys::lock::futex;
-use swaptide_sys::{AsFd, Errno};
+use swaptide_sys::sock::Conn;
+use swaptide_sys::{AsFd, Errno, FromRawFd, IntoRawFd, OwnedFd};
 
 use crate::log;
-use crate::process::exchange;
+use crate::process::{socket, spawn_with};
 
 /// Between two looks whether the process was detached.
 const LOOK_INTERVAL: Duration = Duration::from_secs(5);
 
 static IS_PROGRAM: AtomicBool = AtomicBool::new(false);
+/// The supervisor is told of its forks.
+static IS_PREPARED: AtomicBool = AtomicBool::new(false);
 
 /// This is one.
 pub(crate) fn set_program() {
@@ -31,54 +34,63 @@ pub(crate) fn is_program() -> bool {
     IS_PROGRAM.load(Relaxed)
 }
 
-/// Has the supervisor be told of forks. False if it cannot and must: this process is not to be
-/// managed then.
-pub(crate) fn prepare(are_followed: bool) -> bool {
-    if !is_program() {
-        return true;
+/// Has the supervisor be told of forks, before anything is managed.
+///
+/// # Errors
+/// Why that cannot be, where nothing may be managed without it.
+pub(crate) fn prepare(are_followed: bool) -> Result<(), String> {
+    if !is_program() || IS_PREPARED.load(Relaxed) {
+        return Ok(());
     }
     let asked = match fork_filter::set() {
         Ok(filter) => {
-            let is_known = ask(Some(&filter));
-            if !is_known {
-                // Without a reader its forks would fail.
-                serve(&filter);
+            let is_read = ask(Some(&filter));
+            if !is_read {
+                let number = filter.into_fd().into_raw_fd() as usize;
+                if !spawn_with(64 << 10, let_all_go, number) {
+                    crate::log::line("no thread to let forks go: they fail from here on");
+                }
             }
-            Ok(is_known)
+            Ok(is_read)
         }
         // What this process descends from has set it.
         Err(Errno::BUSY) => Ok(ask(None)),
         Err(errno) => Err(errno),
     };
-    match asked {
-        Ok(true) => true,
-        _ if !are_followed => {
-            log::line("forks are not held: a child whose parent ends at once may lose pages");
-            true
+    let why = match asked {
+        Ok(true) => {
+            IS_PREPARED.store(true, Relaxed);
+            return Ok(());
         }
-        Ok(false) => {
-            log::line("another filter of system calls is in the way: this process is not managed");
-            false
-        }
-        Err(errno) => {
-            log::line(&format!(
-                "forks cannot be held ({}): this process is not managed",
-                swaptide_sys::ErrnoName(errno)
-            ));
-            false
-        }
+        Ok(false) => "the supervisor does not read that filter".to_owned(),
+        Err(errno) => swaptide_sys::ErrnoName(errno).to_string(),
+    };
+    if are_followed {
+        return Err(format!("forks cannot be held ({why}): this process is not managed"));
     }
+    log::line(&format!("forks are not held ({why}): a child may lose pages if its parent ends"));
+    Ok(())
 }
 
+/// The connection stays open for as long as this process has engine threads: the supervisor takes
+/// it for their life.
 fn ask(filter: Option<&ForkFilter>) -> bool {
-    let request = [AgentRequest::Filter as u8];
-    let answer = |fds: &[_]| exchange(&request, fds, &mut [0u8; 8]);
-    let answer = filter.map_or_else(|| answer(&[]), |filter| answer(&[filter.as_fd()]));
-    answer.is_some_and(|(length, _)| length == 1)
+    let answered = || -> Result<Conn, Errno> {
+        let conn = Conn::connect_trusted(socket())?;
+        let fd = filter.map(ForkFilter::as_fd);
+        conn.send(&[AgentRequest::Filter as u8], fd.as_slice())?;
+        match conn.recv(&mut [0u8; 8], &mut [])? {
+            (1, _) => Ok(conn),
+            _ => Err(Errno::PROTO),
+        }
+    };
+    answered().map(|conn| std::mem::forget(conn.into_fd())).is_ok()
 }
 
-/// Lets all forks be made, for ever.
-fn serve(filter: &ForkFilter) {
+/// Lets all forks be made, as long as this process lives: without a reader they would fail.
+extern "C" fn let_all_go(number: usize) {
+    // SAFETY: the descriptor was given up for this thread, whose table it is in.
+    let filter = ForkFilter::from_fd(unsafe { OwnedFd::from_raw_fd(number as i32) });
     loop {
         match filter.next() {
             Ok(fork) => drop(filter.let_go(fork)),

@@ -45,7 +45,7 @@ pub(crate) fn set_socket(name: &[u8]) {
     SOCKET.set(ENV_SOCKET, name);
 }
 
-fn socket() -> &'static [u8] {
+pub(crate) fn socket() -> &'static [u8] {
     SOCKET.value(ENV_SOCKET)
 }
 

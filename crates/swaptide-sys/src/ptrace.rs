@@ -81,17 +81,6 @@ pub fn seize(tid: u32) -> Result<Tracee, Errno> {
     Ok(tracee)
 }
 
-/// Follows a thread, and nothing that it starts.
-///
-/// # Errors
-/// As for [`seize`].
-pub fn seize_alone(tid: u32) -> Result<Tracee, Errno> {
-    let tracee = Tracee(tid);
-    // SAFETY: as in `seize`.
-    unsafe { tracee.call(p::PTRACE_SEIZE, 0, 0) }?;
-    Ok(tracee)
-}
-
 impl Tracee {
     /// # Safety
     /// What the request writes to, `data` points to.

@@ -475,6 +475,12 @@ impl Remote {
         // To a stop at which a call that was interrupted begins again (fact 1).
         // SAFETY: nothing is written.
         unsafe { ptrace(p::PTRACE_INTERRUPT, *tid, 0, 0) }?;
+        if self.is_late() {
+            // If it is stopped, this may be before the call, which is not to be made any more.
+            let mut registers = registers_of(*tid)?;
+            registers[ORIG_RAX] = NO_CALL;
+            set_registers(*tid, &registers)?;
+        }
         // SAFETY: as above.
         unsafe { ptrace(p::PTRACE_CONT, *tid, 0, 0) }?;
         wait_for_stop(*tid).inspect_err(|errno| self.note_wait(*errno))?;

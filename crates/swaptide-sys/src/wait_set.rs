@@ -47,6 +47,14 @@ impl WaitSet {
         epoll::add(&self.0, fd, EventData::new_u64(bit.into()), flags)
     }
 
+    /// Takes a descriptor out.
+    ///
+    /// # Errors
+    /// When it is not in the set.
+    pub fn remove(&self, fd: BorrowedFd<'_>) -> Result<(), Errno> {
+        epoll::delete(&self.0, fd)
+    }
+
     /// Waits until one of the descriptors can be read or has ended, at most for `timeout`
     /// (`None`: for ever). A set bit for each of them; 0 when the time is over or a signal came.
     ///
@@ -75,6 +83,13 @@ impl WaitSet {
             Err(Errno::INTR) => Ok(0),
             Err(errno) => Err(errno),
         }
+    }
+}
+
+/// Can be read while one of the descriptors can.
+impl AsFd for WaitSet {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
     }
 }
 

@@ -61,7 +61,7 @@ enum Command {
 #[derive(Args)]
 struct ReachArgs {
     /// Also manage programs that load no library (static, Go's, musl's) [default: refused, or
-    /// unmanaged in a tree]. Not for those that fork and end before their children do
+    /// unmanaged in a tree]. A fork of theirs brings all of the process into memory
     #[arg(long)]
     inject: bool,
     /// Also swap large anonymous shared mappings, and charge them to the budget [default: neither]

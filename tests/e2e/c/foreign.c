@@ -4,6 +4,8 @@
  *          what its parent has, and timers that interrupt all of it
  * daemon   starts a program whose child verifies what it had, while that ends at once (ends FD)
  * refused  a child that does not fit into memory is refused, and nothing is lost
+ * execs    forks, and executes itself, four times; the last time by a second thread
+ * signals  forks under a timer whose handler restarts nothing
  */
 #include "common.h"
 
@@ -139,8 +141,79 @@ static int fork_what_does_not_fit(const struct arguments *given) {
     return ok("foreign", given->mode);
 }
 
+static char **self;
+
+static void *execute(void *generation) {
+    char number[16];
+    snprintf(number, sizeof number, "%d", (int)(intptr_t)generation);
+    execl(self[0], self[0], self[1], self[2], self[3], "execs", number, (char *)NULL);
+    die("exec: %s", strerror(errno));
+}
+
+/* Status of a child that verifies all; -1 if the fork was interrupted. */
+static int fork_and_look(const struct arguments *given, unsigned char *base) {
+    pid_t pid = fork();
+    if (pid < 0) {
+        if (errno == EINTR) return -1;
+        die("fork: %s", strerror(errno));
+    }
+    if (pid == 0) {
+        verify_pages(base, given->pages, 55, 0, "a page of a child");
+        _exit(0);
+    }
+    int status;
+    while (waitpid(pid, &status, 0) != pid) MUST(errno == EINTR);
+    return status;
+}
+
+/* The same of a child that ends at once. */
+static int fork_quickly(void) {
+    pid_t pid = fork();
+    if (pid < 0) return errno == EINTR ? -1 : 255;
+    if (pid == 0) _exit(0);
+    int status;
+    while (waitpid(pid, &status, 0) != pid) MUST(errno == EINTR);
+    return status;
+}
+
+static int execute_again(const struct arguments *given, char **words, int generation) {
+    double began = now();
+    int status = fork_quickly();
+    unsigned char *base = map(given->pages * PAGE);
+    fill_all(given, base);
+    if (status == 0) status = fork_and_look(given, base);
+    if (status != 0 || now() - began > 20)
+        die("generation %d: status %x after %.1f s", generation, (unsigned)status, now() - began);
+    if (generation == 4) return ok("foreign", given->mode);
+    self = words;
+    if (generation < 3) execute((void *)(intptr_t)(generation + 1));
+    pthread_t thread;
+    MUST(pthread_create(&thread, NULL, execute, (void *)(intptr_t)4) == 0);
+    for (;;) pause();
+}
+
+static int fork_under_signals(const struct arguments *given) {
+    unsigned char *base = map(given->pages * PAGE);
+    fill_all(given, base);
+    struct sigaction action = {.sa_handler = tick};
+    MUST(sigaction(SIGALRM, &action, NULL) == 0);
+    struct itimerval interval = {{0, 1000}, {0, 1000}};
+    MUST(setitimer(ITIMER_REAL, &interval, NULL) == 0);
+    int made = 0;
+    for (int turn = 0; turn < 400; turn++) {
+        int status = turn % 20 == 0 ? fork_and_look(given, base) : fork_quickly();
+        if (status > 0) die("a child ended with status %x", (unsigned)status);
+        made += status == 0;
+    }
+    if (made < 200) die("%d of 400 forks were made", made);
+    return ok("foreign", given->mode);
+}
+
 int main(int count, char **words) {
     struct arguments given = parse(count, words, "all");
+    if (strcmp(given.mode, "execs") == 0)
+        return execute_again(&given, words, count > 5 ? atoi(words[5]) : 0);
+    if (strcmp(given.mode, "signals") == 0) return fork_under_signals(&given);
     if (strcmp(given.mode, "daemon") == 0) return await_daemon(&given, words);
     if (strcmp(given.mode, "ends") == 0) end_before_child(&given, atoi(words[5]));
     if (strcmp(given.mode, "refused") == 0) return fork_what_does_not_fit(&given);

@@ -95,21 +95,15 @@ pub struct AgentServer {
     announced: Vec<u32>,
     /// Filters of forks, and the words that there is one: not answered yet.
     filters: RefCell<Vec<NewFilter>>,
+    injects: bool,
 }
 
 /// A process has set a filter of forks, or found that there is one.
 pub(crate) struct NewFilter {
     pub(crate) pid: u32,
     pub(crate) filter: Option<OwnedFd>,
-    client: ClientConn,
-}
-
-impl NewFilter {
-    /// The supervisor reads it: the process may be managed.
-    pub(crate) fn answer(&self) {
-        // One that is gone needs no answer.
-        let _ = self.client.send(&[AgentRequest::Filter as u8], &[]);
-    }
+    /// The answer to it says that the supervisor reads it: the process may be managed.
+    pub(crate) client: ClientConn,
 }
 
 /// A client that has connected and said nothing yet.
@@ -143,6 +137,7 @@ impl AgentServer {
             holds: Holds::default(),
             announced: Vec::new(),
             filters: RefCell::default(),
+            injects,
         })
     }
 
@@ -253,7 +248,7 @@ impl AgentServer {
             // It waits for this; by the time it continues, the descriptor is on the list.
             let _ = client.send(&[request as u8], &[]);
             self.holds.add(pid, client, uffd);
-        } else {
+        } else if self.injects {
             let filter = if fd.0.is_some() { Some(fd.fork_filter()?) } else { None };
             self.filters.borrow_mut().push(NewFilter { pid, filter, client });
         }
@@ -459,12 +454,13 @@ mod tests {
         let (joined, fd) = ask(&mut counter, b"A\0", &segment, &areas);
         assert!(joined.is_empty() && fd.is_some());
         assert!(ask(&mut counter, b"A\0", &segment, &none).1.is_none(), "there is no area");
-        for bad in [&b"A\x01"[..], b"A\xff", b"A", b"?"] {
+        for bad in [&b"A\x01"[..], b"A\xff", b"A", b"?", b"L"] {
             assert!(
                 ask(&mut counter, bad, &segment, &areas).1.is_none(),
                 "no such area, or no request"
             );
         }
+        assert!(counter.take_filters().is_empty(), "nothing is kept that nothing takes");
     }
 
     #[test]

@@ -1,62 +1,94 @@
 //! Forks of programs that load no library: held until everything of the process is in.
 //!
 //! Owns the filters by which the supervisor is told of forks of such programs
-//! (`swaptide_sys::fork_filter`), and the forks under way.
+//! (`swaptide_sys::fork_filter`), the connections that show which of their agents live, and the
+//! forks under way.
 //!
 //! | stage | until |
 //! |---|---|
 //! | `Held` | the process says that everything is in ([`swaptide_ipc::ProcSlot::fork_held`]); then the call is made |
-//! | `Made` | the thread is seen outside of the call |
-//! | `Stopping` | it stops, for it could not be seen otherwise |
+//! | `Made` | its child is there, or the thread is seen outside of the call, or [`LOST_TIMEOUT`] is over |
 //!
 //! Invariants
 //! 1. A call is made only while its process holds everything, or manages nothing. If that does not
 //!    come about in [`HOLD_TIMEOUT`], or what is out does not fit into memory, the call fails.
-//! 2. A process holds everything until none of its threads is in such a call.
-//! 3. A thread is traced for the moment of a stop, and without `CAP_SYS_PTRACE`.
+//! 2. A process holds everything until none of its threads is in such a call, as far as that can be
+//!    seen.
+//! 3. What a process has said counts while its agent's connection is open: the kernel closes it
+//!    when the process executes another program or ends.
+//! 4. Nothing that a process sends is waited for: it may read its filter itself.
 //!
-//! Locks: none. All of it happens in the supervisor's first thread, whose waits report the stops.
+//! Locks: none.
 
 use std::collections::HashMap;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use rustix::thread::CapabilitySet;
 use swaptide_ipc::{ProcSlot, ProcState, Segment, SlotIndex};
 use swaptide_sys::Errno;
 use swaptide_sys::fork_filter::{FilterState, ForkFilter, WaitingFork};
-use swaptide_sys::process::{CallOfThread, call_of, proc_info, process_of};
-use swaptide_sys::ptrace::{Tracee, TraceeStop, seize_alone};
+use swaptide_sys::process::{CallOfThread, call_of, proc_info, process_of, same_memory};
+use swaptide_sys::sock::poll_readable;
+use swaptide_sys::wait_set::{WaitSet, Wakes};
 
-use crate::capability::without;
+use crate::client_conn::{ClientConn, bounded};
+use crate::control::agent_api::NewFilter;
 use crate::memctl::controller::detach::fits;
 
 /// The time in which everything of a process comes in.
 const HOLD_TIMEOUT: Duration = Duration::from_secs(60);
+/// Of a fork that neither made a child nor was seen to fail.
+const LOST_TIMEOUT: Duration = Duration::from_secs(5);
+/// A process that is stopped for longer brings nothing in: that time does not count.
+const STOP_CHECK_TIME: Duration = Duration::from_secs(1);
 /// Between two looks at forks under way, and at those that have just begun.
 const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 const QUICK_INTERVAL: Duration = Duration::from_micros(100);
 const QUICK_TIME: Duration = Duration::from_millis(5);
-/// A thread that has run for so long since its call was made is stopped.
-const RUN_TIME: Duration = Duration::from_millis(2);
-/// Filters that are read at a time; more have their forks made at once.
-const MAX_FILTERS: usize = 256;
+/// Filters that are read; a program that comes with one more is not managed.
+const MAX_FILTERS: usize = 4096;
+/// A filter from which was read in vain so often has another reader.
+const MAX_READS_IN_VAIN: u32 = 3;
 /// Ancestors of a process that are looked at.
 const MAX_GENERATIONS: usize = 64;
 
-#[derive(Clone, Copy, PartialEq, Eq)]
+/// An agent that has a filter, or is under one.
+struct FilteredAgent {
+    /// Open while it lives.
+    client: ClientConn,
+    /// The number of the agent.
+    serial: u64,
+    /// What its process was ordered to hold for.
+    order: Option<u32>,
+}
+
+impl FilteredAgent {
+    fn lives(&self) -> bool {
+        poll_readable(&[self.client.as_fd()], Some(Duration::ZERO)) == Ok(0)
+    }
+}
+
+struct ReadFilter {
+    filter: Arc<ForkFilter>,
+    in_vain: u32,
+}
+
+#[derive(Clone, PartialEq, Eq)]
 enum HoldStage {
     Held,
-    Made,
-    Stopping(Tracee),
+    /// The children that the thread had before.
+    Made(Vec<u32>),
 }
 
 struct HeldFork {
     filter: Arc<ForkFilter>,
     waiting: WaitingFork,
+    /// The process that the thread is of, and the one whose memory that is.
     pid: u32,
+    host: u32,
+    serial: u64,
     slot: SlotIndex,
     stage: HoldStage,
     since: Instant,
@@ -64,86 +96,110 @@ struct HeldFork {
 }
 
 impl HeldFork {
-    /// Looks whether the next stage is reached. `order`: the number that the process must have
-    /// seen.
-    fn look(&mut self, words: &ProcSlot, order: Option<u32>) {
-        match self.stage {
-            HoldStage::Held => {
-                let is_same = words.pid.load(Relaxed) == self.pid && is_held(words);
-                if !is_same || order == Some(words.fork_held.load(Acquire)) {
-                    (self.stage, self.since) = (HoldStage::Made, Instant::now());
-                    self.is_over = self.filter.let_go(self.waiting).is_err();
-                } else if self.since.elapsed() > HOLD_TIMEOUT
-                    && proc_info(self.pid).is_some_and(|info| info.stopped)
-                {
-                    // Stopped, it brings nothing in.
-                    self.since = Instant::now();
-                } else if self.since.elapsed() > HOLD_TIMEOUT {
-                    let _ = self.filter.refuse(self.waiting, Errno::AGAIN);
-                    self.is_over = true;
-                }
-            }
-            HoldStage::Made => match call_of(self.waiting.tid) {
-                CallOfThread::Fork => {}
-                CallOfThread::Gone | CallOfThread::Other => self.is_over = true,
-                CallOfThread::Unknown if self.since.elapsed() < RUN_TIME => {}
-                CallOfThread::Unknown => self.stop(),
-            },
-            HoldStage::Stopping(_) => {
-                // A thread that another one's exec has ended is told of by no wait.
-                self.is_over |= call_of(self.waiting.tid) == CallOfThread::Gone;
+    /// Looks whether the next stage is reached. `agent`: the one that it waits for, if that lives.
+    fn look(&mut self, words: &ProcSlot, agent: Option<&FilteredAgent>) {
+        match &self.stage {
+            _ if self.is_over => {}
+            HoldStage::Held => self.look_held(words, agent),
+            HoldStage::Made(before) => {
+                let is_seen = match call_of(self.waiting.tid) {
+                    CallOfThread::Gone | CallOfThread::Other => true,
+                    CallOfThread::Fork => false,
+                    CallOfThread::Unknown => {
+                        self.children().iter().any(|child| !before.contains(child))
+                    }
+                };
+                self.is_over = is_seen || self.since.elapsed() > LOST_TIMEOUT;
             }
         }
     }
 
-    /// Has the thread stop: it does so outside of a call.
-    fn stop(&mut self) {
-        let tid = self.waiting.tid;
-        let seized = without(CapabilitySet::SYS_PTRACE, || seize_alone(tid));
-        match seized.unwrap_or(Err(Errno::PERM)) {
-            Ok(tracee) => {
-                let _ = tracee.interrupt();
-                self.stage = HoldStage::Stopping(tracee);
-            }
-            // It has a debugger, say. A fork takes less than that.
-            Err(_) => self.is_over = self.since.elapsed() > 50 * RUN_TIME,
+    fn look_held(&mut self, words: &ProcSlot, agent: Option<&FilteredAgent>) {
+        let held = Some(words.fork_held.load(Acquire));
+        if agent.is_none_or(|agent| agent.order == held || !is_managed(words, self.host)) {
+            let before = self.children();
+            (self.stage, self.since) = (HoldStage::Made(before), Instant::now());
+            // One that is gone has no child.
+            self.is_over = self.filter.let_go(self.waiting).is_err();
+        } else if self.since.elapsed() > STOP_CHECK_TIME
+            && proc_info(self.host).is_some_and(|info| info.stopped)
+        {
+            self.since = Instant::now();
+        } else if self.since.elapsed() > HOLD_TIMEOUT {
+            let _ = self.filter.refuse(self.waiting, Errno::AGAIN);
+            self.is_over = true;
         }
+    }
+
+    fn children(&self) -> Vec<u32> {
+        let path = format!("/proc/{}/task/{}/children", self.pid, self.waiting.tid);
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        text.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
     }
 }
 
 /// The forks under way.
 #[derive(Default)]
 pub(crate) struct HeldForks {
-    filters: Vec<Arc<ForkFilter>>,
+    /// All filters.
+    set: Option<WaitSet>,
+    filters: Vec<ReadFilter>,
     forks: Vec<HeldFork>,
-    /// Processes that have set a filter, and when they began: what they start is under it, too.
-    setters: HashMap<u32, u64>,
-    /// The order that each process has.
-    orders: HashMap<u32, u32>,
+    agents: HashMap<u32, FilteredAgent>,
+    /// Processes that are under a filter, and when they began: so is what they start.
+    filtered: HashMap<u32, u64>,
+    last_serial: u64,
     last_order: u32,
 }
 
 impl HeldForks {
-    /// A process's filter, or the word that there is one already. True if there is.
-    pub(crate) fn add(&mut self, pid: u32, filter: Option<OwnedFd>) -> bool {
-        let Some(filter) = filter else { return self.is_filtered(pid) };
-        if self.filters.len() >= MAX_FILTERS {
-            return false;
+    /// An agent's filter, or its word that it is under one. It is answered if that is right, and
+    /// read.
+    pub(crate) fn add(&mut self, new: NewFilter) {
+        let NewFilter { pid, filter, client } = new;
+        match filter.map(ForkFilter::from_fd) {
+            None if self.is_filtered(pid) => {}
+            Some(filter) if self.filters.len() < MAX_FILTERS && self.wait_for(&filter) => {
+                self.filters.push(ReadFilter { filter: Arc::new(filter), in_vain: 0 });
+            }
+            _ => return,
         }
-        self.setters.retain(|pid, began| is_same(*pid, *began));
-        let Some(info) = proc_info(pid) else { return false };
-        self.setters.insert(pid, info.start_time);
-        self.filters.push(Arc::new(ForkFilter::from_fd(filter)));
-        true
+        self.note_filtered(pid);
+        // One that is gone needs no answer.
+        if client.send(&[swaptide_ipc::AgentRequest::Filter as u8], &[]).is_ok() {
+            self.agents.retain(|_, agent| agent.lives());
+            self.last_serial += 1;
+            let agent = FilteredAgent { client, serial: self.last_serial, order: None };
+            self.agents.insert(pid, agent);
+        }
     }
 
-    /// True for a process that is under one of the filters: it has set it, or one that it descends
-    /// from.
+    fn wait_for(&mut self, filter: &ForkFilter) -> bool {
+        if self.set.is_none() {
+            self.set = WaitSet::new().ok();
+        }
+        self.set.as_ref().is_some_and(|set| set.add(filter.as_fd(), 0, Wakes::All).is_ok())
+    }
+
+    fn note_filtered(&mut self, pid: u32) {
+        if self.filtered.len() > MAX_FILTERS {
+            let lives = |pid: &u32, began: &mut u64| {
+                proc_info(*pid).is_some_and(|info| info.start_time == *began)
+            };
+            self.filtered.retain(lives);
+        }
+        if let Some(info) = proc_info(pid) {
+            self.filtered.insert(pid, info.start_time);
+        }
+    }
+
+    /// True for a process that is under one of the filters, as far as is known: it, or one that it
+    /// descends from, has set it or has forked under it.
     pub(crate) fn is_filtered(&self, pid: u32) -> bool {
         let mut at = pid;
         for _ in 0..MAX_GENERATIONS {
             let Some(info) = proc_info(at) else { return false };
-            if self.setters.get(&at) == Some(&info.start_time) {
+            if self.filtered.get(&at) == Some(&info.start_time) {
                 return true;
             }
             at = info.ppid;
@@ -152,8 +208,8 @@ impl HeldForks {
     }
 
     /// Readable when a thread waits.
-    pub(crate) fn awaited(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.filters.iter().map(|filter| filter.as_fd())
+    pub(crate) fn awaited(&self) -> Option<BorrowedFd<'_>> {
+        self.set.as_ref().map(|set| set.as_fd())
     }
 
     /// The longest time until the next [`HeldForks::attend`].
@@ -163,43 +219,75 @@ impl HeldForks {
         (!self.forks.is_empty()).then_some(interval)
     }
 
-    /// True for a thread that is about to stop.
-    pub(crate) fn has(&self, tid: u32) -> bool {
-        self.forks
-            .iter()
-            .any(|fork| matches!(fork.stage, HoldStage::Stopping(_)) && fork.waiting.tid == tid)
-    }
-
     /// Takes in the threads that wait, and lets those go that may fork, and those that have.
     pub(crate) fn attend(&mut self, segment: &Segment) {
-        self.read(segment);
+        if self.set.as_ref().is_some_and(|set| set.wait(Some(Duration::ZERO)) != Ok(0)) {
+            self.read(segment);
+        }
         for fork in &mut self.forks {
-            fork.look(segment.slot(fork.slot), self.orders.get(&fork.pid).copied());
+            let agent = self.agents.get(&fork.host).filter(|agent| agent.serial == fork.serial);
+            let agent = agent.filter(|agent| agent.lives());
+            fork.look(segment.slot(fork.slot), agent);
         }
         self.forget_done(segment);
     }
 
     fn read(&mut self, segment: &Segment) {
-        let states = ForkFilter::look(self.filters.iter().map(|filter| &**filter));
-        let filters: Vec<_> = self.filters.iter().cloned().zip(states).collect();
-        for (filter, _) in filters.iter().filter(|(_, state)| *state == FilterState::Waiting) {
-            // One at a time: there may be more at the next look. One that was killed meanwhile does
-            // not wait.
-            if let Ok(waiting) = filter.next() {
-                self.begin(segment, filter, waiting);
+        let states = ForkFilter::look(self.filters.iter().map(|read| &*read.filter));
+        let mut waiting = Vec::new();
+        for (read, state) in self.filters.iter_mut().zip(&states) {
+            if *state == FilterState::Waiting {
+                match bounded(|| read.filter.next()) {
+                    Ok(fork) => {
+                        read.in_vain = 0;
+                        waiting.push((Arc::clone(&read.filter), fork));
+                    }
+                    // It was killed, or another one reads.
+                    Err(_) => read.in_vain += 1,
+                }
             }
         }
-        let is_in_use = |(filter, state)| (state != FilterState::Ended).then_some(filter);
-        self.filters = filters.into_iter().filter_map(is_in_use).collect();
+        let set = &self.set;
+        let mut states = states.into_iter();
+        self.filters.retain(|read| {
+            let is_over = states.next() == Some(FilterState::Ended);
+            let stays = !is_over && read.in_vain < MAX_READS_IN_VAIN;
+            if !stays {
+                let _ = set.as_ref().map(|set| set.remove(read.filter.as_fd()));
+            }
+            stays
+        });
+        waiting.into_iter().for_each(|(filter, fork)| self.begin(segment, filter, fork));
     }
 
-    fn begin(&mut self, segment: &Segment, filter: &Arc<ForkFilter>, waiting: WaitingFork) {
-        let pid = process_of(waiting.tid);
-        let managed = pid.and_then(|pid| {
-            let is_its = |slot: &ProcSlot| slot.pid.load(Relaxed) == pid;
-            segment.claimed().find(|(_, slot)| is_its(slot)).map(|(at, slot)| (pid, at, slot))
+    /// The process whose agent has the memory of process `pid`.
+    fn host_of(&self, pid: u32) -> Option<u32> {
+        let mut at = pid;
+        for _ in 0..MAX_GENERATIONS {
+            if self.agents.get(&at).is_some_and(FilteredAgent::lives) {
+                return Some(at);
+            }
+            let parent = proc_info(at)?.ppid;
+            if !same_memory(parent, at) {
+                return None;
+            }
+            at = parent;
+        }
+        None
+    }
+
+    fn begin(&mut self, segment: &Segment, filter: Arc<ForkFilter>, waiting: WaitingFork) {
+        let pid = process_of(waiting.tid).unwrap_or(0);
+        self.note_filtered(pid);
+        for fork in &mut self.forks {
+            // Its last fork is over.
+            fork.is_over |= fork.waiting.tid == waiting.tid;
+        }
+        let host = self.host_of(pid);
+        let managed = host.and_then(|host| {
+            segment.claimed().find(|(_, words)| is_managed(words, host)).map(|found| (host, found))
         });
-        let Some((pid, slot, words)) = managed.filter(|(.., words)| is_held(words)) else {
+        let Some((host, (slot, words))) = managed else {
             // One that ends is gone, which is no matter.
             let _ = filter.let_go(waiting);
             return;
@@ -208,57 +296,46 @@ impl HeldForks {
             let _ = filter.refuse(waiting, Errno::NOMEM);
             return;
         }
-        for fork in &mut self.forks {
-            // Its last fork is over.
-            fork.is_over |= fork.waiting.tid == waiting.tid && fork.stage == HoldStage::Made;
-        }
-        if !self.orders.contains_key(&pid) {
+        let Some(agent) = self.agents.get_mut(&host) else { return };
+        let order = *agent.order.get_or_insert_with(|| {
             self.last_order = self.last_order.wrapping_add(1).max(1);
-            self.orders.insert(pid, self.last_order);
-            words.hold_for_fork(self.last_order);
+            self.last_order
+        });
+        if words.control.fork_hold.load(Relaxed) != order {
+            words.hold_for_fork(order);
         }
-        let (filter, since) = (Arc::clone(filter), Instant::now());
-        let (stage, is_over) = (HoldStage::Held, false);
-        self.forks.push(HeldFork { filter, waiting, pid, slot, stage, since, is_over });
+        let (serial, stage, since) = (agent.serial, HoldStage::Held, Instant::now());
+        let is_over = false;
+        let fork = HeldFork { filter, waiting, pid, host, serial, slot, stage, since, is_over };
+        self.forks.push(fork);
     }
 
     /// Ends the orders of processes that have no fork under way.
     fn forget_done(&mut self, segment: &Segment) {
         let done: Vec<HeldFork> = self.forks.extract_if(.., |fork| fork.is_over).collect();
-        for HeldFork { pid, slot, .. } in done {
-            if self.forks.iter().any(|fork| fork.pid == pid) {
+        for fork in done {
+            if let HoldStage::Made(before) = &fork.stage {
+                let children = fork.children();
+                let new = children.into_iter().filter(|child| !before.contains(child));
+                new.for_each(|child| self.note_filtered(child));
+            }
+            let HeldFork { host, serial, slot, .. } = fork;
+            if self.forks.iter().any(|other| other.serial == serial) {
                 continue;
             }
-            self.orders.remove(&pid);
+            let agent = self.agents.get_mut(&host).filter(|agent| agent.serial == serial);
+            let order = agent.and_then(|agent| agent.order.take());
             let words = segment.slot(slot);
-            if words.pid.load(Relaxed) == pid {
+            if order.is_some() && order == Some(words.control.fork_hold.load(Relaxed)) {
                 words.hold_for_fork(0);
             }
         }
     }
-
-    /// The wait has reported a stop, or the end, of a thread that [`HeldForks::has`].
-    pub(crate) fn changed(&mut self, tid: u32, stop: TraceeStop) {
-        for fork in &mut self.forks {
-            if let HoldStage::Stopping(tracee) = fork.stage
-                && tracee.tid() == tid
-            {
-                let signal = if let TraceeStop::Signal(signal) = stop { signal } else { 0 };
-                // One that is gone is.
-                let _ = tracee.release(signal);
-                fork.is_over = true;
-            }
-        }
-    }
 }
 
-/// True while a process lives that began then.
-fn is_same(pid: u32, began: u64) -> bool {
-    proc_info(pid).is_some_and(|info| info.start_time == began)
-}
-
-/// True for a process whose forks are held: its agent says so, and may manage it.
-fn is_held(words: &ProcSlot) -> bool {
-    words.past_libc.load(Acquire) != 0
+/// True for the place of a process whose agent holds forks, and may manage it.
+fn is_managed(words: &ProcSlot, pid: u32) -> bool {
+    words.pid.load(Relaxed) == pid
+        && words.past_libc.load(Acquire) != 0
         && matches!(words.state(), ProcState::Watching | ProcState::Engaged)
 }

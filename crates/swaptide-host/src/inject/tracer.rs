@@ -24,12 +24,12 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use rustix::thread::CapabilitySet;
-use swaptide_ipc::Segment;
+use swaptide_ipc::{ProcSlot, Segment};
 use swaptide_sys::Errno;
 use swaptide_sys::elf::ProgramKind;
 use swaptide_sys::eventfd::EventFd;
@@ -148,7 +148,10 @@ impl Tracer {
         if self.held.is_empty() {
             return;
         }
-        let places: Vec<u32> = segment.claimed().map(|(_, slot)| slot.pid.load(Relaxed)).collect();
+        // The place of the program before has no such word, or has it no more.
+        let has_agent = |slot: &&ProcSlot| slot.past_libc.load(Acquire) != 0;
+        let slots = segment.claimed().map(|(_, slot)| slot);
+        let places: Vec<u32> = slots.filter(has_agent).map(|slot| slot.pid.load(Relaxed)).collect();
         let over: Vec<_> = self
             .held
             .extract_if(|pid, held| places.contains(pid) || held.since.elapsed() >= HOLD_TIMEOUT)
@@ -208,7 +211,7 @@ impl Tracer {
 
     /// The wait has reported a change of a process that [`Tracer::has`]. True if it was one of a
     /// program that is traced, and dealt with.
-    pub(crate) fn changed(&mut self, pid: u32, stop: TraceeStop) -> bool {
+    pub(crate) fn changed(&mut self, pid: u32, stop: TraceeStop, segment: &Segment) -> bool {
         if stop == TraceeStop::Gone {
             self.held.remove(&pid);
             self.late.remove(&pid);
@@ -220,7 +223,7 @@ impl Tracer {
             return false;
         };
         let result = match stop {
-            TraceeStop::Still => self.give(pid, &seized, program),
+            TraceeStop::Still => self.give(pid, &seized, program, segment),
             TraceeStop::Stopped => {
                 seized.release();
                 Err(Errno::AGAIN)
@@ -241,7 +244,13 @@ impl Tracer {
         true
     }
 
-    fn give(&mut self, pid: u32, seized: &Seized, program: ProgramIdentity) -> Result<(), Errno> {
+    fn give(
+        &mut self,
+        pid: u32,
+        seized: &Seized,
+        program: ProgramIdentity,
+        segment: &Segment,
+    ) -> Result<(), Errno> {
         let info = proc_info(pid).filter(|info| info.has_executed);
         let is_same = info.as_ref().and_then(ProgramIdentity::of) == Some(program);
         let is_wanted = is_same
@@ -254,6 +263,10 @@ impl Tracer {
         };
         // What it reads of /proc may need the capability, before Linux 6.15.
         let remote = seized.stopped()?;
+        let mut slots = segment.claimed().map(|(_, slot)| slot);
+        if let Some(before) = slots.find(|slot| slot.pid.load(Relaxed) == pid) {
+            before.past_libc.store(0, Relaxed);
+        }
         let put = || put_in(&remote, image, &self.texts);
         match without(CapabilitySet::SYS_PTRACE, put).unwrap_or(Err(Errno::PERM)) {
             Ok(()) => {
@@ -325,7 +338,8 @@ fn is_confined(pid: u32, has_ours: bool) -> bool {
     let theirs = filters(format!("/proc/{pid}/status"));
     let ours = filters("/proc/self/status".into());
     let with_one_more = ours.map(|(_, count)| (SECCOMP_MODE_FILTER, count.map(|n| n + 1)));
-    theirs != if has_ours { with_one_more } else { ours }
+    // A process may be older than the filter of its ancestor.
+    theirs != ours && !(has_ours && theirs == with_one_more)
 }
 
 /// In `/proc/PID/status`: a process under filters.

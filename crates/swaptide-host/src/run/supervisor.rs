@@ -339,11 +339,7 @@ impl Supervisor {
         let announced = self.counter.take_announced();
         let Some(tracer) = &mut self.tracer else { return };
         announced.into_iter().for_each(|pid| tracer.watch(pid));
-        for mut new in self.counter.take_filters() {
-            if tracer.forks.add(new.pid, new.filter.take()) {
-                new.answer();
-            }
-        }
+        self.counter.take_filters().into_iter().for_each(|new| tracer.forks.add(new));
         tracer.forks.attend(self.prepared.place.segment);
         if are_named {
             tracer.begin_named();
@@ -418,18 +414,10 @@ impl Supervisor {
             if let ChildStatus::Ended { pid, .. } = change {
                 self.followed.changed(pid, ptrace::TraceeStop::Gone);
             }
-            if let Some((tid, stop)) = change.of_tracee()
-                && let Some(tracer) = self.tracer.as_mut().filter(|tracer| tracer.forks.has(tid))
-            {
-                tracer.forks.changed(tid, stop);
-                if stop != ptrace::TraceeStop::Gone {
-                    continue;
-                }
-            }
             if let Some((pid, stop)) = change.of_tracee()
                 && let Some(tracer) = self.tracer.as_mut().filter(|tracer| tracer.has(pid))
             {
-                let is_done = tracer.changed(pid, stop);
+                let is_done = tracer.changed(pid, stop, self.prepared.place.segment);
                 if is_done && stop != ptrace::TraceeStop::Gone {
                     continue;
                 }
