@@ -28,7 +28,6 @@ use std::time::Duration;
 use swaptide_sys::lock::futex;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 
-use crate::bring_in::{BringIn, is_all_in};
 use crate::engine::Engine;
 use crate::fault::path::FaultPath;
 use crate::fork::{ForkServer, resume_workers};
@@ -37,10 +36,11 @@ use crate::mm::page_table::{PageState, PageTable};
 use crate::mm::types::{LAST_PAGE, PageNo, range_of};
 use crate::mm::vma_set::VmaSet;
 use crate::pager::Pager;
+use crate::swap_in_all::{SwapInAll, is_all_in};
 
 /// The progress of detaching the program.
 #[derive(Default)]
-pub(crate) struct Detach(BringIn);
+pub(crate) struct Detach(SwapInAll);
 
 impl Detach {
     /// The program is to be let go.

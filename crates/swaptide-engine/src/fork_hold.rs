@@ -19,10 +19,10 @@
 use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::time::Duration;
 
-use crate::bring_in::BringIn;
 use crate::engine::Engine;
 use crate::fork::{ForkServer, resume_workers};
 use crate::pager::Pager;
+use crate::swap_in_all::SwapInAll;
 
 /// Between two looks whether the fork is over, where no message comes.
 const LOOK_INTERVAL: Duration = Duration::from_millis(1);
@@ -34,7 +34,7 @@ fn wanted(engine: &Engine) -> u32 {
 
 /// The progress of bringing everything in for a fork.
 #[derive(Default)]
-pub(crate) struct ForkHold(BringIn);
+pub(crate) struct ForkHold(SwapInAll);
 
 impl ForkHold {
     /// A thread is about to fork, or has forked.

@@ -37,7 +37,6 @@
 #![allow(rustdoc::private_intra_doc_links)]
 
 pub mod backing;
-mod bring_in;
 mod detach;
 mod engine;
 pub mod event_loop;
@@ -57,6 +56,7 @@ pub mod scaling;
 pub mod sched;
 #[cfg(feature = "serial-part")]
 mod serial_part;
+mod swap_in_all;
 pub mod vma;
 
 pub use engine::{Engine, Mm, Start};

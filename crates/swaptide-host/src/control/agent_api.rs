@@ -99,7 +99,7 @@ pub struct AgentServer {
 }
 
 /// A process has set a filter of forks, or found that there is one.
-pub(crate) struct NewFilter {
+pub struct NewFilter {
     pub(crate) pid: u32,
     pub(crate) filter: Option<OwnedFd>,
     /// The answer to it says that the supervisor reads it: the process may be managed.
@@ -142,7 +142,7 @@ impl AgentServer {
     }
 
     /// The filters of forks since the last call, each to be answered.
-    pub(crate) fn take_filters(&self) -> Vec<NewFilter> {
+    pub fn take_filters(&self) -> Vec<NewFilter> {
         self.filters.take()
     }
 

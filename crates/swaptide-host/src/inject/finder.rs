@@ -128,15 +128,17 @@ impl Finder {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
             }
-            let began = Instant::now();
-            if began < next_look {
+            if Instant::now() < next_look {
                 continue;
             }
+            // Not the time in which the thread waited for a CPU.
+            let began = cpu_time();
             self.look();
+            let cost = cpu_time().saturating_sub(began);
             let young = self.watched.values().any(|watched| watched.since.elapsed() < YOUNG_AGE);
             let interval = if young { YOUNG_INTERVAL } else { LOOK_INTERVAL };
             let ended = Instant::now();
-            earliest_look = ended + (ended - began) * COST_DIVISOR;
+            earliest_look = ended + cost * COST_DIVISOR;
             next_look = earliest_look.max(ended + interval);
         }
     }
@@ -241,6 +243,12 @@ impl Finder {
         // What was found now has set it back.
         self.newest = newest;
     }
+}
+
+/// CPU time of the calling thread.
+fn cpu_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec.max(0) as u32)
 }
 
 /// False for a process that runs a program with hooks.

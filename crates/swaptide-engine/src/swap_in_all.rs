@@ -4,7 +4,7 @@
 //! brings in what is swapped, in the order of addresses; then it parks the workers, stores what is
 //! on its way, and looks again. The limit is lifted meanwhile, so that nothing goes out.
 //!
-//! Owns: how far that has come ([`BringIn`]). Locks: the memory lock.
+//! Owns: how far that has come ([`SwapInAll`]). Locks: the memory lock.
 
 use crate::engine::Engine;
 use crate::fault::path::FaultPath;
@@ -19,12 +19,12 @@ const GROUPS_PER_STEP: usize = 4;
 
 /// The progress of bringing everything in.
 #[derive(Default)]
-pub(crate) struct BringIn {
+pub(crate) struct SwapInAll {
     /// The page at which it continues; `None`: that is not wanted.
     at: Option<PageNo>,
 }
 
-impl BringIn {
+impl SwapInAll {
     /// Everything is to come in.
     pub(crate) fn begin(&mut self) {
         self.at = self.at.or(Some(PageNo(0)));
