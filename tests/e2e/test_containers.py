@@ -28,10 +28,10 @@ def of_each_profile(first, **options):
 
 @pytest.mark.swaptide(budget=32, allowance=128, forks=True)
 @pytest.mark.parametrize("profile", PROFILES)
-@pytest.mark.parametrize("user", ["root", "nobody"])
+@pytest.mark.parametrize("user", ["root", "user"])
 def test_container(case, profile, user):
     """Threads, mappings and forks, every page verified, by both kinds of user."""
-    case.profile, case.is_unprivileged = profile, user == "nobody"
+    case.profile, case.is_unprivileged = profile, user == "user"
     done = case.run_c("torture", "threads", megabytes=96, seconds=1)
     stats = done.report["stats"]
     assert stats["zswpout"] + stats["pswpout"] > 1000, f"nothing went out: {stats}"

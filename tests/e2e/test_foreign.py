@@ -56,6 +56,19 @@ def test_foreign_daemon(case, kind):
     run(case, "foreign", kind, 96, 1, "daemon")
 
 
+@pytest.mark.swaptide(budget=32, allowance=UNTIL_MANAGED)
+def test_foreign_moves(case):
+    """Threads move memory to and fro, and nothing waits until the engine knows of it."""
+    run(case, "forkmove", "static", 48, 4, "alone")
+
+
+@pytest.mark.swaptide(budget=32, allowance=128, forks=True)
+@pytest.mark.parametrize("kind", ["static", "musl-static"])
+def test_foreign_forkmove(case, kind):
+    """The same while others fork."""
+    run(case, "forkmove", kind, 48, 3, "libc")
+
+
 @pytest.mark.swaptide(budget=32, allowance=128, forks=True)
 @pytest.mark.parametrize(("mode", "megabytes"), [("execs", 64), ("signals", 40)])
 def test_foreign_forks(case, mode, megabytes):
@@ -216,11 +229,12 @@ def openly(case, name, kind):
         ("foreign", "static", "all"),
         ("foreign", "musl", "daemon"),
         ("torture", "musl-static", "threads"),
+        ("forkmove", "static", "libc"),
     ],
 )
 def test_foreign_unprivileged(case, name, kind, mode):
     """Without a capability, where the kernel reports no forks."""
-    words = [openly(case, name, kind), 96, 2, case.seed, mode]
+    words = [openly(case, name, kind), 48 if name == "forkmove" else 96, 2, case.seed, mode]
     done = case.run(words, options=INJECT)
     assert f"OK {name} {mode}" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
 

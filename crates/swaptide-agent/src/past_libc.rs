@@ -48,7 +48,7 @@ pub(crate) fn prepare(are_followed: bool) -> Result<(), String> {
             if !is_read {
                 let number = filter.into_fd().into_raw_fd() as usize;
                 if !spawn_with(64 << 10, let_all_go, number) {
-                    crate::log::line("no thread to let forks go: they fail from here on");
+                    log::line("no thread to let forks go: they fail from here on");
                 }
             }
             Ok(is_read)

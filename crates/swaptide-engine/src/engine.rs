@@ -31,6 +31,7 @@ use crate::memcg::small::Small;
 use crate::memcg::thrash::ThrashDetector;
 use crate::mm::batch::Jobs;
 use crate::mm::busy::Busy;
+use crate::mm::change_order::LateChanges;
 use crate::mm::fault_hold::FaultHold;
 use crate::mm::lru::Queues;
 use crate::mm::page_table::PageTable;
@@ -286,7 +287,7 @@ impl Engine {
                 held: NO_RANGE,
                 changes: VmaChanges {
                     behind: false,
-                    late: Vec::with_capacity(64),
+                    late: LateChanges::with_capacity(64),
                     owed: Vec::with_capacity(256),
                     recent: Vec::with_capacity(64),
                 },

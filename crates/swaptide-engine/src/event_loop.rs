@@ -26,7 +26,7 @@ use swaptide_sys::thread::{Nanos, gettid, now};
 use crate::EngineError;
 use crate::detach::{self, Detach};
 use crate::engine::Engine;
-use crate::events::reader::LATE_EVENT_TIMEOUT;
+use crate::events::late_look::LATE_EVENT_TIMEOUT;
 use crate::fault::complete::complete;
 use crate::fork::{ForkHandoff, ForkServer, inherited};
 use crate::fork_hold::ForkHold;

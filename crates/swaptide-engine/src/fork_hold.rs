@@ -22,6 +22,7 @@ use std::time::Duration;
 use crate::engine::Engine;
 use crate::fork::{ForkServer, resume_workers};
 use crate::pager::Pager;
+use crate::requests::fork_control::{HELD, NO_FORK};
 use crate::swap_in_all::SwapInAll;
 
 /// Between two looks whether the fork is over, where no message comes.
@@ -64,13 +65,15 @@ impl ForkHold {
 fn hold(pager: &mut Pager, forks: &mut ForkServer) {
     let engine = pager.path.engine;
     let slot = engine.slot();
-    if engine.fork.followed {
-        forks.open_mappings(pager);
-    }
+    let mut is_open = !engine.fork.followed;
+    // What moves meanwhile stays open.
+    engine.fork.set(HELD);
     loop {
+        is_open = is_open || forks.try_to_open_mappings(pager);
         match wanted(engine) {
             0 => break,
-            number => slot.fork_held.store(number, Release),
+            number if is_open => slot.fork_held.store(number, Release),
+            _ => continue,
         }
         // What is read of a fork is attended to: its child has everything.
         let _ = pager.path.reader.read_within(Some(LOOK_INTERVAL));
@@ -84,6 +87,7 @@ fn hold(pager: &mut Pager, forks: &mut ForkServer) {
     if engine.fork.followed {
         forks.close_mappings(pager);
     }
+    engine.fork.set(NO_FORK);
     engine.charge.take_limit(slot);
     resume_workers(engine);
 }

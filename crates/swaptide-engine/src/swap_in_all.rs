@@ -7,6 +7,7 @@
 //! Owns: how far that has come ([`SwapInAll`]). Locks: the memory lock.
 
 use crate::engine::Engine;
+use crate::events::reader::Interrupted;
 use crate::fault::path::FaultPath;
 use crate::fault::swap_in::COPY_GROUP_PAGES;
 use crate::fork::{ForkServer, resume_workers};
@@ -16,6 +17,8 @@ use crate::readahead::policy::SwappedIn;
 
 /// Groups that are brought in between two checks for faults.
 const GROUPS_PER_STEP: usize = 4;
+/// Attempts to bring in a page of a group between two changes of mappings.
+const TRIES_PER_GROUP: usize = 2 * COPY_GROUP_PAGES;
 
 /// The progress of bringing everything in.
 #[derive(Default)]
@@ -64,15 +67,11 @@ impl SwapInAll {
             };
             let first = PageNo(page.0 / COPY_GROUP_PAGES * COPY_GROUP_PAGES);
             let mut swapped_in = SwappedIn::new(first);
-            // A program that changes its mappings without pause leaves moments only behind the
-            // reading of an event. What is not to be had now is met again at the next round.
+            // What is not to be had now is met again at the next round.
             let path = &mut pager.path;
             let _ = path.swap_in_span(first, COPY_GROUP_PAGES, LAST_PAGE, &mut swapped_in);
-            if is_any_out(engine, first) {
-                if path.reader.drain().is_err() {
-                    return false;
-                }
-                let _ = path.swap_in_range(first, COPY_GROUP_PAGES);
+            if is_any_out(engine, first) && bring_in_between_changes(path, first).is_err() {
+                return false;
             }
             self.at = Some(first.plus(COPY_GROUP_PAGES));
         }
@@ -99,11 +98,35 @@ impl SwapInAll {
     }
 }
 
+/// Brings in what is swapped of a group, a few pages at a time: a program that changes its mappings
+/// without pause leaves moments only in which no change is unread, too short to load a group in.
+///
+/// # Errors
+/// As for [`crate::events::reader::UffdReader::read_within`].
+fn bring_in_between_changes(path: &mut FaultPath, first: PageNo) -> Result<(), Interrupted> {
+    path.reader.begin_alone();
+    for _ in 0..TRIES_PER_GROUP {
+        let Some(page) = first_out(path.engine, first) else { break };
+        if path.reader.await_quiet()? {
+            let _ = path.swap_in_range(page, 1);
+        }
+    }
+    Ok(())
+}
+
 /// True when some of a group is swapped.
 fn is_any_out(engine: &Engine, first: PageNo) -> bool {
+    first_out(engine, first).is_some()
+}
+
+/// The first page of a group that is swapped.
+fn first_out(engine: &Engine, first: PageNo) -> Option<PageNo> {
     let mm = engine.mm.lock();
     (first.chunk().0..first.plus(COPY_GROUP_PAGES).chunk().0)
-        .any(|chunk| mm.table.chunk(ChunkNo(chunk)).swapped != 0)
+        .map(ChunkNo)
+        .map(|chunk| (chunk, mm.table.chunk(chunk).swapped))
+        .find(|(_, swapped)| *swapped != 0)
+        .map(|(chunk, swapped)| chunk.first().plus(swapped.trailing_zeros() as usize))
 }
 
 /// True when nothing is out, nothing on its way and no change of mappings unread. Faults that wait

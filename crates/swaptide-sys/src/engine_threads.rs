@@ -42,6 +42,11 @@ pub fn forget_all() {
     IDS.iter().for_each(|place| place.store(0, Relaxed));
 }
 
+/// The thread that began the program.
+pub(crate) fn first_thread() -> Tid {
+    Tid(rustix::process::getpid().as_raw_nonzero().get() as u32)
+}
+
 /// The first answer of `f` for a thread of the program other than the first one.
 ///
 /// # Errors
@@ -49,13 +54,13 @@ pub fn forget_all() {
 pub fn find_program_thread<T>(mut f: impl FnMut(Tid) -> Option<T>) -> Result<Option<T>, Errno> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let dir = rustix::fs::open(c"/proc/self/task", flags, Mode::empty())?;
-    let first = rustix::process::getpid().as_raw_nonzero().get() as u32;
+    let first = first_thread();
     let mut buf = [MaybeUninit::uninit(); 2048];
     let mut entries = RawDir::new(dir, &mut buf);
     while let Some(entry) = entries.next() {
         let Some(tid) = parse_u64(entry?.file_name().to_bytes()) else { continue };
         let tid = Tid(tid as u32);
-        if tid.0 != first
+        if tid != first
             && !is_of_engine(tid)
             && !is_kernels(tid)
             && let Some(found) = f(tid)

@@ -29,6 +29,7 @@ pub mod helper;
 pub mod high_fds;
 mod ids;
 pub mod lock;
+pub mod mapping_calls;
 pub mod maps;
 pub mod mem;
 pub mod page;

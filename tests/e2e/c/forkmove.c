@@ -1,6 +1,7 @@
 /* Threads move their memory to and fro with mremap while others fork, through libc (MODE libc) or
- * past it (raw). A child finds each block at one of its places, or nowhere for an instant that fork
- * must not show, and everything in it; a page that is not what it was is a loss. */
+ * past it (raw), or while none does (alone). A child finds each block at one of its places, or
+ * nowhere for an instant that fork must not show, and everything in it; a page that is not what it
+ * was is a loss. */
 #include "common.h"
 #include <sched.h>
 #include <signal.h>
@@ -151,7 +152,8 @@ int main(int count, char **words) {
         fill_page(ballast + page * PAGE, key_of(given.seed, page, 9));
     pthread_t ids[BLOCKS + FORKERS];
     for (size_t i = 0; i < BLOCKS; i++) MUST(pthread_create(&ids[i], NULL, mover, (void *)i) == 0);
-    for (size_t i = 0; i < FORKERS; i++)
+    size_t forkers = strcmp(given.mode, "alone") == 0 ? 0 : FORKERS;
+    for (size_t i = 0; i < forkers; i++)
         MUST(pthread_create(&ids[BLOCKS + i], NULL, forker, (void *)i) == 0);
     uint64_t random = mix(given.seed + 5);
     while (now() < end) {
@@ -159,7 +161,7 @@ int main(int count, char **words) {
         check_page(ballast + page * PAGE, key_of(given.seed, page, 9), "ballast");
     }
     atomic_store(&stop, 1);
-    for (size_t i = 0; i < BLOCKS + FORKERS; i++) MUST(pthread_join(ids[i], NULL) == 0);
+    for (size_t i = 0; i < BLOCKS + forkers; i++) MUST(pthread_join(ids[i], NULL) == 0);
     fprintf(stderr, "%lu forks\n", atomic_load(&forked));
     return ok("forkmove", given.mode);
 }

@@ -5,13 +5,13 @@
 
 use swaptide_core::{FolioId, Shadow, SlotContent as TableSlot, SwapEntry};
 use swaptide_sys::page::VirtRange;
-use swaptide_sys::uffd::Event;
 
 use crate::backing::devices::{AREA, Devices, POOL};
 use crate::memcg::pool_sizing::PoolSizer;
 use crate::memcg::thrash::ThrashDetector;
 use crate::mm::batch::Jobs;
 use crate::mm::busy::Busy;
+use crate::mm::change_order::LateChanges;
 use crate::mm::fault_hold::FaultHold;
 use crate::mm::lru::Queues;
 use crate::mm::page_table::{PageState, PageTable};
@@ -46,7 +46,7 @@ pub struct VmaChanges {
     /// out.
     pub behind: bool,
     /// Those that were read before one that happened earlier (see [`crate::events::apply`]).
-    pub late: Vec<Event>,
+    pub late: LateChanges,
     /// Old places of moves that were read, until it was read as well that they were left (see
     /// [`crate::events::apply`]).
     pub owed: Vec<VirtRange>,

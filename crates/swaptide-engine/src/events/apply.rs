@@ -13,8 +13,8 @@
 //! 4. Of two threads' changes the second may be told of first: one gives an address up and is
 //!    interrupted before it says so, the other moves a mapping there. So a `Remap` to where the
 //!    table still knows something is *late*: it waits until the event that takes that away was
-//!    read. The kernel refuses moves and copies meanwhile, for that event is on its way; the
-//!    handler reads on before it does anything else
+//!    read, if one is on its way. [`crate::mm::change_order`] has the rules,
+//!    [`crate::events::late_look`] finds out. The handler does so before it does anything else
 //!    ([`crate::events::reader::UffdReader::read_late`]).
 //! 5. A thread that moves a mapping says so first, and then that it has left the old place: the
 //!    latter is *owed*. Another thread may have moved something there in between, and the `Unmap`
@@ -22,20 +22,22 @@
 //!    the `Unmap` was read, or until no event is on its way: then none is owed. The move left its
 //!    old place mapped (`MREMAP_DONTUNMAP`), which stands in `Mm::armed` from then on. While the
 //!    move itself is late, its `Unmap` waits with it.
-//! 6. Two changes of one thread, read before an older one of another thread, could not be told from
-//!    that one's. So in a program with several threads one that moves a mapping continues only when
-//!    its change was applied ([`crate::requests::HandlerRequests::fence`]). One that grows a
+//! 6. Of a program that moves mappings through libc a thread continues only when its change was
+//!    applied, if there are several ([`crate::requests::HandlerRequests::fence`]). One that grows a
 //!    mapping in place waits as well, until the new part is listed: nothing can be moved to where
 //!    it was before it is known that it was there. What is armed, or about to be, and not yet
-//!    listed counts as being there, too.
+//!    listed counts as being there, too. Past libc nothing waits so: what grew in place is known
+//!    when it is touched.
 
 use std::sync::atomic::Ordering::Relaxed;
 
+use swaptide_sys::mapping_calls::MappingCall;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::uffd::Event;
 
 use crate::backing::devices::filler_of;
 use crate::engine::{Engine, Mm};
+use crate::mm::change_order::{KnownMappings, LateChanges, LateStep};
 use crate::mm::dontfork;
 use crate::mm::page_table::PageState;
 use crate::mm::types::{MANAGED_END, PageNo, pages_of};
@@ -69,11 +71,9 @@ pub(crate) fn drop_pages(mm: &mut Mm, engine: &Engine, range: VirtRange) {
     }
 }
 
-fn remap_target(event: &Event) -> Option<VirtRange> {
-    match event {
-        Event::Remap { to, len, .. } => Some(VirtRange { start: *to, end: to.offset(*len) }),
-        _ => None,
-    }
+fn common(a: VirtRange, b: VirtRange) -> Option<VirtRange> {
+    let both = VirtRange { start: a.start.max(b.start), end: a.end.min(b.end) };
+    overlap(a, b).then_some(both)
 }
 
 fn hull(a: VirtRange, b: VirtRange) -> VirtRange {
@@ -103,41 +103,6 @@ fn in_use(mm: &Mm, range: VirtRange) -> bool {
     false
 }
 
-/// True when an event must wait for another that is late, or for one that was not read yet. `late`:
-/// what waits already.
-fn must_wait(mm: &Mm, event: &Event, late: &[Event]) -> bool {
-    if remap_target(event).is_some_and(|target| {
-        in_use(mm, target) || mm.changes.owed.iter().any(|owed| overlap(*owed, target))
-    }) {
-        return true;
-    }
-    if pending_unmap_of(mm, event).is_some() {
-        return false;
-    }
-    if let Event::Unmap(range) = event {
-        let begins = |e: &&Event| match e {
-            Event::Remap { from, len, .. } => {
-                *from == range.start && from.offset(*len) == range.end
-            }
-            _ => false,
-        };
-        let ends = |e: &&Event| matches!(e, Event::Unmap(other) if other == range);
-        if late.iter().filter(begins).count() > late.iter().filter(ends).count() {
-            return true;
-        }
-    }
-    let from = match event {
-        Event::Remove(range) | Event::Unmap(range) => *range,
-        Event::Remap { from, len, .. } => VirtRange { start: *from, end: from.offset(*len) },
-        _ => return false,
-    };
-    late.iter().filter_map(remap_target).any(|target| match event {
-        Event::Remove(_) => overlap(from, target),
-        // What is given up there is what was there before, unless that lies elsewhere.
-        _ => from.start == target.start && mm.regions.find(target.start).is_none(),
-    })
-}
-
 /// The place in the list of what is owed that an event fulfils.
 fn pending_unmap_of(mm: &Mm, event: &Event) -> Option<usize> {
     match event {
@@ -150,23 +115,52 @@ fn pending_unmap_of(mm: &Mm, event: &Event) -> Option<usize> {
     }
 }
 
+/// The table and the lists of what is managed, to which changes are applied.
+struct TableChanges<'a> {
+    engine: &'a Engine,
+    mm: &'a mut Mm,
+}
+
+impl KnownMappings for TableChanges<'_> {
+    fn has(&self, range: VirtRange) -> bool {
+        in_use(self.mm, range)
+    }
+
+    fn is_listed(&self, range: VirtRange) -> bool {
+        self.mm.regions.overlaps(range)
+    }
+
+    fn is_owed(&self, range: VirtRange) -> bool {
+        self.mm.changes.owed.iter().any(|owed| overlap(*owed, range))
+    }
+
+    fn fulfils(&self, event: &Event) -> bool {
+        pending_unmap_of(self.mm, event).is_some()
+    }
+
+    fn is_fenced(&self) -> bool {
+        self.engine.slot().past_libc.load(Relaxed) == 0
+    }
+
+    fn apply_now(&mut self, event: Event) {
+        apply_now(self.engine, self.mm, event);
+    }
+}
+
+/// Applies by `f`, which has what is late.
+fn with_late(
+    engine: &Engine,
+    mm: &mut Mm,
+    f: impl FnOnce(&mut LateChanges, &mut TableChanges<'_>),
+) {
+    let mut late = std::mem::take(&mut mm.changes.late);
+    f(&mut late, &mut TableChanges { engine, mm });
+    mm.changes.late = late;
+}
+
 /// Applies a change of mappings, or keeps it until what happened before it was read (rule 4).
 pub(crate) fn apply(engine: &Engine, mm: &mut Mm, event: Event) {
-    if must_wait(mm, &event, &mm.changes.late) {
-        mm.changes.late.push(event);
-        return;
-    }
-    apply_now(engine, mm, event);
-    let mut at = 0;
-    while at < mm.changes.late.len() {
-        if must_wait(mm, &mm.changes.late[at], &mm.changes.late[..at]) {
-            at += 1;
-        } else {
-            let event = mm.changes.late.remove(at);
-            apply_now(engine, mm, event);
-            at = 0;
-        }
-    }
+    with_late(engine, mm, |late, applied| late.take(applied, event));
 }
 
 /// No place that was moved away from is still to be told of: those that were not are still mapped
@@ -181,10 +175,24 @@ fn none_is_owed(mm: &mut Mm) {
 /// Applies what is late: the kernel has said that no event is on its way.
 pub(crate) fn apply_late(engine: &Engine, mm: &mut Mm) {
     none_is_owed(mm);
-    while !mm.changes.late.is_empty() {
-        let event = mm.changes.late.remove(0);
-        apply_now(engine, mm, event);
-    }
+    with_late(engine, mm, |late, applied| late.apply_all(applied));
+}
+
+/// What is to be done about the first change that is late, by what the program's threads are in.
+pub(crate) fn next_late_step(
+    engine: &Engine,
+    mm: &mut Mm,
+    calls: &[MappingCall],
+    may_come: bool,
+) -> LateStep {
+    let mut step = LateStep::Apply;
+    with_late(engine, mm, |late, applied| step = late.next_step(applied, calls, may_come));
+    step
+}
+
+/// Applies the first change that is late: nothing was in its way.
+pub(crate) fn apply_first_late(engine: &Engine, mm: &mut Mm) {
+    with_late(engine, mm, |late, applied| late.apply_first(applied));
 }
 
 /// Applies a change of mappings that is known to be the next.
@@ -204,8 +212,11 @@ pub(crate) fn apply_now(engine: &Engine, mm: &mut Mm, event: Event) {
         }
         _ => {}
     }
+    // What was armed since something moved away from there is something else.
+    let mut newer = Vec::new();
     while let Some(at) = pending_unmap_of(mm, &event) {
-        mm.changes.owed.swap_remove(at);
+        let owed = mm.changes.owed.swap_remove(at);
+        newer.extend(mm.armed.iter().filter_map(|armed| common(armed, owed)));
     }
     match event {
         Event::Remove(range) => drop_pages(mm, engine, range),
@@ -213,6 +224,7 @@ pub(crate) fn apply_now(engine: &Engine, mm: &mut Mm, event: Event) {
             drop_pages(mm, engine, range);
             mm.regions.remove(range);
             mm.armed.remove(range);
+            newer.into_iter().for_each(|armed| mm.armed.insert(armed));
         }
         Event::Remap { from, to, len } => remapped(engine, mm, from, to, len),
         Event::Fault { .. } | Event::Fork { .. } => {}
@@ -232,6 +244,7 @@ fn remapped(engine: &Engine, mm: &mut Mm, from: VirtAddr, to: VirtAddr, len: usi
     }
     drop_pages(mm, engine, target);
     mm.armed.remove(target);
+    mm.changes.owed.retain(|owed| !overlap(*owed, target));
     let pages = pages_of(source);
     let end = PageNo(pages.end);
     let mut at = PageNo(pages.start);

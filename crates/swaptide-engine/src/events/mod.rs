@@ -3,4 +3,5 @@
 pub mod apply;
 pub(crate) mod brought;
 pub(crate) mod fork_state;
+pub(crate) mod late_look;
 pub mod reader;

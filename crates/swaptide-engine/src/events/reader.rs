@@ -32,9 +32,11 @@ use swaptide_sys::{AsFd, Errno};
 
 use crate::EngineError;
 use crate::engine::{Engine, Mm};
-use crate::events::apply::{apply, apply_late};
+use crate::events::apply::{apply, apply_first_late, apply_late, next_late_step};
 use crate::events::brought::BroughtPages;
 use crate::events::fork_state::{ForkPhase, ForkState};
+use crate::events::late_look::LateLook;
+use crate::mm::change_order::LateStep;
 use crate::mm::types::PageNo;
 use crate::requests::HandlerRequest;
 use crate::sched::fault_servers::HandlerSets;
@@ -45,9 +47,6 @@ use crate::sched::handler_cpu::HandlerCpu;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Interrupted;
 
-/// The time to wait for an event that another one shows to be on its way: its thread only has to be
-/// scheduled.
-pub(crate) const LATE_EVENT_TIMEOUT: Duration = Duration::from_secs(1);
 /// The time that the handler polls for the next message before it sleeps.
 const BUSY_WAIT: Duration = Duration::from_micros(50);
 /// The same of a fault server, and of a handler next to them.
@@ -248,6 +247,7 @@ impl UffdReader {
         let before = self.pending.len();
         self.pending.extend(mm.handed.take_faults());
         let Some(event) = mm.handed.take_event() else { return self.pending.len() > before };
+        mm.changes.late.begin_read();
         self.take(mm, event);
         if mm.handed.may_servers_read() {
             engine.serving.servers.admit();
@@ -284,6 +284,7 @@ impl UffdReader {
         let has_taken = self.sets.is_some() && self.take_handed(&mut mm);
         // What is read here servers cannot take.
         let most = if mm.handed.may_servers_read() { 1 } else { MESSAGES_PER_READ };
+        mm.changes.late.begin_read();
         match self.uffd.read(&mut messages[..most]) {
             Ok(n) => {
                 for message in &mut messages[..n] {
@@ -345,6 +346,25 @@ impl UffdReader {
             return Err(Interrupted);
         }
         self.read_within(Some(DRAIN_WAIT))
+    }
+
+    /// Applies the events that are there, until none is on its way. False when that did not come
+    /// within a moment.
+    ///
+    /// # Errors
+    /// As for [`UffdReader::read_within`].
+    pub(crate) fn await_quiet(&mut self) -> Result<bool, Interrupted> {
+        let began = now();
+        loop {
+            self.read_within(Some(Duration::ZERO))?;
+            if self.uffd.coverage(self.engine.handler_requests.range()) != Coverage::Changing {
+                return Ok(true);
+            }
+            if now().since(began) > DRAIN_WAIT {
+                return Ok(false);
+            }
+            yield_now();
+        }
     }
 
     /// Whether a fork through no hook stands in the way.
@@ -413,34 +433,62 @@ impl UffdReader {
         ready
     }
 
-    /// Reads on until no change of mappings is late: what happened before it is on its way, and the
-    /// kernel refuses everything until it was read (see [`crate::events::apply`]). Ends early when
-    /// a fork through no hook was read. The handler works alone.
+    /// Goes on until no change of mappings is late: what happened before it is read if it is on its
+    /// way, and the kernel refuses everything until then (see [`crate::events::apply`]). Ends early
+    /// when a fork through no hook was read. The handler works alone.
     pub(crate) fn read_late(&mut self) {
         let engine = self.engine;
         debug_assert!(self.is_alone);
-        let began = now();
+        let mut look = LateLook::begin();
+        let mut left = usize::MAX;
         loop {
-            self.wait(Some(Duration::from_millis(1)));
-            let mut messages = Message::buffer::<1>();
             let mut mm = engine.mm.lock();
             // Faults that servers had read when the handler became alone.
             self.take_handed(&mut mm);
-            if let Ok(n) = self.uffd.read(&mut messages) {
-                for message in &mut messages[..n] {
-                    let event = message.decode();
-                    self.take(&mut mm, event);
-                }
-            } else if self.uffd.coverage(engine.handler_requests.range()) != Coverage::Changing
-                || now().since(began) > LATE_EVENT_TIMEOUT
+            // Where threads change mappings without pause it is not to be seen that none is on its
+            // way, but after so long it had been read.
+            if !mm.changes.late.is_empty()
+                && (self.uffd.coverage(engine.handler_requests.range()) != Coverage::Changing
+                    || look.is_over())
             {
-                // None is on its way. Where threads change mappings without pause that is not to be
-                // seen, but after so long it had been read.
                 apply_late(engine, &mut mm);
             }
             engine.publish_usage(&mm);
             if mm.changes.late.is_empty() || self.check_untracked().is_err() {
                 return;
+            }
+            if mm.changes.late.len() < left {
+                // The first one may be another one.
+                look.begin_again();
+            }
+            left = mm.changes.late.len();
+            let (calls, may_come) = look.look();
+            match next_late_step(engine, &mut mm, calls, may_come) {
+                LateStep::Apply => apply_first_late(engine, &mut mm),
+                LateStep::Wait => {
+                    drop(mm);
+                    sleep(LOAD_PAUSE);
+                }
+                LateStep::Read { is_same } => {
+                    drop(mm);
+                    self.wait(Some(Duration::from_millis(1)));
+                    let mut mm = engine.mm.lock();
+                    if !is_same {
+                        mm.changes.late.begin_read();
+                    }
+                    let mut messages = Message::buffer::<MESSAGES_PER_READ>();
+                    self.read_into(&mut mm, &mut messages);
+                }
+            }
+        }
+    }
+
+    /// Reads what there is and takes it in.
+    fn read_into(&mut self, mm: &mut Mm, messages: &mut [Message]) {
+        if let Ok(n) = self.uffd.read(messages) {
+            for message in &mut messages[..n] {
+                let event = message.decode();
+                self.take(mm, event);
             }
         }
     }
@@ -452,12 +500,8 @@ impl UffdReader {
         let mut mm = engine.mm.lock();
         // Faults that servers had read when the handler became alone.
         self.take_handed(&mut mm);
-        if let Ok(n) = self.uffd.read(&mut messages) {
-            for message in &mut messages[..n] {
-                let event = message.decode();
-                self.take(&mut mm, event);
-            }
-        }
+        mm.changes.late.begin_read();
+        self.read_into(&mut mm, &mut messages);
     }
 
     /// Takes an event in: what changes the table is applied at once, what asks for work is queued.

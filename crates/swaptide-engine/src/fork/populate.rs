@@ -29,7 +29,7 @@ use crate::backing::remote_queue::READ_RETRY_DELAYS;
 use crate::engine::{Engine, Mm};
 use crate::events::brought::Brought;
 use crate::events::fork_state::{ForkNumber, NewChild};
-use crate::events::reader::LATE_EVENT_TIMEOUT;
+use crate::events::late_look::LATE_EVENT_TIMEOUT;
 use crate::fault::load::is_worth_another;
 use crate::fault::path::FaultPath;
 use crate::fork::layout::{Layout, is_armed};

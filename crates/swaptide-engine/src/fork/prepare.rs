@@ -22,8 +22,8 @@ use swaptide_sys::thread::{Nanos, now, yield_now};
 
 use crate::engine::Engine;
 use crate::events::fork_state::ForkPhase;
+use crate::events::late_look::LATE_EVENT_TIMEOUT;
 use crate::events::reader::Interrupted;
-use crate::events::reader::LATE_EVENT_TIMEOUT;
 use crate::fault::complete::complete;
 use crate::fault::path::FaultPath;
 use crate::fault_injection::StopPoint;
@@ -210,7 +210,17 @@ impl ForkServer {
     /// closed. So it is done again until no change was under way from before it to after it. A
     /// thread that moves mappings through libc waits for the handler, and so for the fork; past
     /// libc threads could continue for ever.
-    pub(crate) fn open_mappings(&mut self, pager: &mut Pager) {
+    fn open_mappings(&mut self, pager: &mut Pager) {
+        if !self.try_to_open_mappings(pager) {
+            (pager.path.engine.start.log)(
+                "mappings are moved without pause: a forked child may lack some of them",
+            );
+            allow_fork_of_regions(&mut pager.path);
+        }
+    }
+
+    /// As for [`ForkServer::open_mappings`]; false if changes had no pause for a second.
+    pub(crate) fn try_to_open_mappings(&mut self, pager: &mut Pager) -> bool {
         let engine = pager.path.engine;
         let began = now();
         let is_quiet = |path: &FaultPath| {
@@ -222,16 +232,14 @@ impl ForkServer {
                 list_grown(pager);
                 allow_fork_of_regions(&mut pager.path);
                 if is_quiet(&pager.path) {
-                    return;
+                    return true;
                 }
             }
             if now().since(began) > LATE_EVENT_TIMEOUT {
-                (engine.start.log)(
-                    "mappings are moved without pause: a forked child may lack some of them",
-                );
-                return allow_fork_of_regions(&mut pager.path);
+                return false;
             }
-            self.drain(pager);
+            let read = pager.path.reader.await_quiet().map(drop);
+            self.after_read(pager, read);
         }
     }
 

@@ -3,6 +3,7 @@
 
 pub mod batch;
 pub(crate) mod busy;
+pub(crate) mod change_order;
 pub(crate) mod dontfork;
 pub(crate) mod fault_hold;
 pub(crate) mod lru;

@@ -609,6 +609,11 @@ impl Housekeeping {
         if engine.slot().control.detach.load(Relaxed) != 0 {
             engine.handler_requests.submit(HandlerRequest::Detach);
         }
+        // The thread that follows these orders at once may not have been made.
+        let slot = engine.slot();
+        if slot.control.fork_hold.load(Relaxed) != slot.fork_held.load(Relaxed) {
+            engine.handler_requests.submit(HandlerRequest::ForkHold);
+        }
         engine.charge.measure(statm);
         let areas = engine.start.segment.areas_epoch();
         if std::mem::replace(&mut self.areas, areas) != areas {

@@ -35,6 +35,8 @@ const END_SOCKET: u32 = 2;
 const END_SENT: u32 = 3;
 /// The handler cannot learn of a fork.
 pub(crate) const REFUSED: u32 = 4;
+/// A fork past libc is held for ([`crate::fork_hold`]).
+pub(crate) const HELD: u32 = 5;
 /// The state that a forking thread and the handler share.
 pub struct ForkControl {
     /// The kernel does not report forks: they are followed ([`crate::mm::dontfork`]).
@@ -42,7 +44,7 @@ pub struct ForkControl {
     /// The history in which this process's children write their misses
     /// ([`crate::readahead::history`]).
     pub(crate) childrens_history: Lock<Option<SharedMissHistory>>,
-    /// [`NO_FORK`], [`PREPARED`], or a step between them; a futex word.
+    /// [`NO_FORK`], [`PREPARED`], or a step between them, or [`HELD`]; a futex word.
     pub phase: AtomicU32,
     /// Thread id of the forking thread.
     pub forker: AtomicU32,
@@ -263,6 +265,11 @@ impl ForkControl {
     /// In the handler: whether the forking thread continues.
     pub(crate) fn goes_on(&self) -> bool {
         self.goes_on.load(Acquire)
+    }
+
+    /// True while a fork past libc is held for.
+    pub(crate) fn is_held(&self) -> bool {
+        self.phase.load(Acquire) == HELD
     }
 
     pub(crate) fn set(&self, phase: u32) {

@@ -457,7 +457,9 @@ impl Adopter {
     /// Marks what the program has of an armed range and lists it.
     fn manage(&mut self, path: &FaultPath, range: VirtRange) {
         let engine = path.engine;
-        if engine.fork.followed && dontfork::deny(range).is_err() {
+        // While a fork past libc is held for, it comes along, and is closed after it.
+        let is_closed = engine.fork.followed && !engine.fork.is_held();
+        if is_closed && dontfork::deny(range).is_err() {
             // What cannot be kept out of forks stays as it is. Nothing of it is out.
             let _ = path.reader.uffd.unregister(range);
             engine.mm.lock().armed.remove(range);

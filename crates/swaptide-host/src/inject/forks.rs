@@ -35,7 +35,7 @@ use swaptide_sys::wait_set::{WaitSet, Wakes};
 
 use crate::client_conn::{ClientConn, bounded};
 use crate::control::agent_api::NewFilter;
-use crate::memctl::controller::detach::fits;
+use crate::memctl::controller::detach::fits_for_fork;
 
 /// The time in which everything of a process comes in.
 const HOLD_TIMEOUT: Duration = Duration::from_secs(60);
@@ -66,7 +66,8 @@ struct FilteredAgent {
 
 impl FilteredAgent {
     fn lives(&self) -> bool {
-        poll_readable(&[self.client.as_fd()], Some(Duration::ZERO)) == Ok(0)
+        // One that could not be looked at is not known to have ended.
+        !matches!(poll_readable(&[self.client.as_fd()], Some(Duration::ZERO)), Ok(1..))
     }
 }
 
@@ -75,7 +76,6 @@ struct ReadFilter {
     in_vain: u32,
 }
 
-#[derive(Clone, PartialEq, Eq)]
 enum HoldStage {
     Held,
     /// The children that the thread had before.
@@ -277,7 +277,11 @@ impl HeldForks {
     }
 
     fn begin(&mut self, segment: &Segment, filter: Arc<ForkFilter>, waiting: WaitingFork) {
-        let pid = process_of(waiting.tid).unwrap_or(0);
+        let Some(pid) = process_of(waiting.tid) else {
+            // It has ended, or this process has no descriptor free to look at it.
+            let _ = filter.refuse(waiting, Errno::AGAIN);
+            return;
+        };
         self.note_filtered(pid);
         for fork in &mut self.forks {
             // Its last fork is over.
@@ -292,7 +296,7 @@ impl HeldForks {
             let _ = filter.let_go(waiting);
             return;
         };
-        if !fits(words) {
+        if !fits_for_fork(words) {
             let _ = filter.refuse(waiting, Errno::NOMEM);
             return;
         }
@@ -338,4 +342,29 @@ fn is_managed(words: &ProcSlot, pid: u32) -> bool {
     words.pid.load(Relaxed) == pid
         && words.past_libc.load(Acquire) != 0
         && matches!(words.state(), ProcState::Watching | ProcState::Engaged)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use swaptide_sys::sock::Conn;
+
+    #[test]
+    fn word_of_process_under_no_filter_is_not_believed() {
+        let mut forks = HeldForks::default();
+        let pid = std::process::id();
+        let (client, peer) = Conn::pair().unwrap();
+        forks.add(NewFilter { pid, filter: None, client: ClientConn::new(client) });
+        assert_eq!(peer.recv(&mut [0u8; 8], &mut []).unwrap().0, 0, "it is hung up on");
+        assert!(forks.agents.is_empty() && !forks.is_filtered(pid));
+        // One whose parent is under a filter is so, too.
+        let parent = std::os::unix::process::parent_id();
+        forks.note_filtered(parent);
+        let (client, peer) = Conn::pair().unwrap();
+        forks.add(NewFilter { pid, filter: None, client: ClientConn::new(client) });
+        assert_eq!(peer.recv(&mut [0u8; 8], &mut []).unwrap().0, 1, "it is answered");
+        assert!(forks.agents[&pid].lives());
+        drop(peer);
+        assert!(!forks.agents[&pid].lives(), "its end closes the connection");
+    }
 }

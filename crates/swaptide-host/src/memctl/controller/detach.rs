@@ -15,6 +15,8 @@ use crate::units::{cgroup_room, human};
 
 /// Memory that must be left when all is back.
 const MIN_FREE_BYTES: u64 = 64 << 20;
+/// The same for the time of a fork, with a sixteenth of what comes back.
+const FORK_FREE_BYTES: u64 = 4 << 20;
 /// With less than this, it is stopped on the way.
 const ABORT_BELOW_BYTES: u64 = 24 << 20;
 
@@ -35,9 +37,14 @@ fn out(slot: &ProcSlot) -> u64 {
         + ProcSlot::bytes(&slot.usage.swapped_file_bytes)
 }
 
-/// True if all that is out of a process fits into memory.
-pub(crate) fn fits(slot: &ProcSlot) -> bool {
-    out(slot) + MIN_FREE_BYTES <= room()
+/// True if all that is out of a process fits into memory for the time of a fork.
+pub(crate) fn fits_for_fork(slot: &ProcSlot) -> bool {
+    fits_into(out(slot), room())
+}
+
+/// In a small container all of its memory is less than what a detach leaves free.
+fn fits_into(out: u64, room: u64) -> bool {
+    out == 0 || out + out / 16 + FORK_FREE_BYTES <= room
 }
 
 /// Memory that can be had.
@@ -111,5 +118,19 @@ impl MemoryController {
             .claimed()
             .map(|(_, slot)| slot)
             .filter(move |slot| managed(slot) && pids.contains(&slot.pid.load(Relaxed)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::fits_into;
+
+    #[test]
+    fn a_fork_in_a_small_container_needs_room_for_what_is_out_and_little_more() {
+        assert!(fits_into(0, 0), "nothing comes back");
+        assert!(fits_into(40 << 20, 48 << 20));
+        assert!(!fits_into(40 << 20, 46 << 20));
+        assert!(fits_into(1 << 20, 6 << 20));
+        assert!(!fits_into(1 << 20, 4 << 20));
     }
 }
