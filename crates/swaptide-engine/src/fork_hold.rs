@@ -73,7 +73,8 @@ fn hold(pager: &mut Pager, forks: &mut ForkServer) {
         match wanted(engine) {
             0 => break,
             number if is_open => slot.fork_held.store(number, Release),
-            _ => continue,
+            // Mappings change without pause.
+            _ => {}
         }
         // What is read of a fork is attended to: its child has everything.
         let _ = pager.path.reader.read_within(Some(LOOK_INTERVAL));

@@ -6,6 +6,10 @@
 //!
 //! Owns: how far that has come ([`SwapInAll`]). Locks: the memory lock.
 
+use std::time::Duration;
+
+use swaptide_sys::thread::now;
+
 use crate::engine::Engine;
 use crate::events::reader::Interrupted;
 use crate::fault::path::FaultPath;
@@ -19,6 +23,8 @@ use crate::readahead::policy::SwappedIn;
 const GROUPS_PER_STEP: usize = 4;
 /// Attempts to bring in a page of a group between two changes of mappings.
 const TRIES_PER_GROUP: usize = 2 * COPY_GROUP_PAGES;
+/// How long a thread that faults meanwhile is kept waiting.
+const MAX_FAULT_DELAY: Duration = Duration::from_millis(20);
 
 /// The progress of bringing everything in.
 #[derive(Default)]
@@ -67,13 +73,17 @@ impl SwapInAll {
             };
             let first = PageNo(page.0 / COPY_GROUP_PAGES * COPY_GROUP_PAGES);
             let mut swapped_in = SwappedIn::new(first);
-            // What is not to be had now is met again at the next round.
             let path = &mut pager.path;
             let _ = path.swap_in_span(first, COPY_GROUP_PAGES, LAST_PAGE, &mut swapped_in);
-            if is_any_out(engine, first) && bring_in_between_changes(path, first).is_err() {
-                return false;
-            }
+            // What is not to be had now is met again at the next round.
             self.at = Some(first.plus(COPY_GROUP_PAGES));
+            if is_any_out(engine, first) {
+                let brought_in = bring_in_between_changes(path, first);
+                // Threads that fault have waited for some time.
+                if brought_in.is_err() || !path.reader.pending.is_empty() {
+                    return false;
+                }
+            }
         }
         false
     }
@@ -100,15 +110,20 @@ impl SwapInAll {
 
 /// Brings in what is swapped of a group, a few pages at a time: a program that changes its mappings
 /// without pause leaves moments only in which no change is unread, too short to load a group in.
+/// Threads that fault are not kept waiting for long.
 ///
 /// # Errors
 /// As for [`crate::events::reader::UffdReader::read_within`].
 fn bring_in_between_changes(path: &mut FaultPath, first: PageNo) -> Result<(), Interrupted> {
     path.reader.begin_alone();
+    let began = now();
     for _ in 0..TRIES_PER_GROUP {
         let Some(page) = first_out(path.engine, first) else { break };
         if path.reader.await_quiet()? {
             let _ = path.swap_in_range(page, 1);
+        }
+        if now().since(began) > MAX_FAULT_DELAY {
+            break;
         }
     }
     Ok(())

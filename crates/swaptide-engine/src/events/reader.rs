@@ -440,7 +440,7 @@ impl UffdReader {
         let engine = self.engine;
         debug_assert!(self.is_alone);
         let mut look = LateLook::begin();
-        let mut left = usize::MAX;
+        let mut first = None;
         loop {
             let mut mm = engine.mm.lock();
             // Faults that servers had read when the handler became alone.
@@ -457,11 +457,9 @@ impl UffdReader {
             if mm.changes.late.is_empty() || self.check_untracked().is_err() {
                 return;
             }
-            if mm.changes.late.len() < left {
-                // The first one may be another one.
+            if std::mem::replace(&mut first, mm.changes.late.first()) != mm.changes.late.first() {
                 look.begin_again();
             }
-            left = mm.changes.late.len();
             let (calls, may_come) = look.look();
             match next_late_step(engine, &mut mm, calls, may_come) {
                 LateStep::Apply => apply_first_late(engine, &mut mm),

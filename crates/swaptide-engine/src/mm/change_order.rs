@@ -34,6 +34,8 @@ struct LateChange {
     event: Event,
     /// The number of the read that gave it.
     read: u32,
+    /// Its own.
+    number: u64,
 }
 
 /// Changes that wait for others.
@@ -43,6 +45,8 @@ pub struct LateChanges {
     list: Vec<LateChange>,
     /// The number of the read under way.
     read: u32,
+    /// Changes that were taken so far.
+    taken: u64,
     /// Calls that were seen to take away what is in the way of the first one, before the thread
     /// that moved could go on.
     in_the_way: Vec<MappingCall>,
@@ -127,9 +131,9 @@ impl LateChanges {
         self.list.is_empty()
     }
 
-    /// Their number.
-    pub(crate) fn len(&self) -> usize {
-        self.list.len()
+    /// What tells the first one from others; `None` if there is none.
+    pub(crate) fn first(&self) -> Option<u64> {
+        self.list.first().map(|late| late.number)
     }
 
     /// They, in the order of reading.
@@ -144,7 +148,8 @@ impl LateChanges {
 
     /// Applies a change, or keeps it until what happened before it was read.
     pub(crate) fn take(&mut self, to: &mut impl KnownMappings, event: Event) {
-        let change = LateChange { event, read: self.read };
+        self.taken += 1;
+        let change = LateChange { event, read: self.read, number: self.taken };
         let at = self.place_of(to, &change);
         if self.must_wait(to, &change.event, at) {
             self.list.insert(at, change);
