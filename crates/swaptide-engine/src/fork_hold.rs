@@ -28,6 +28,9 @@ use crate::swap_in_all::SwapInAll;
 /// Between two looks whether the fork is over, where no message comes.
 const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 
+/// How long threads that fault are kept waiting by a look for a pause between changes.
+const MAX_FAULT_DELAY: Duration = Duration::from_millis(20);
+
 /// The number of the fork that is to be held for; 0: none.
 fn wanted(engine: &Engine) -> u32 {
     engine.slot().control.fork_hold.load(Acquire)
@@ -69,7 +72,7 @@ fn hold(pager: &mut Pager, forks: &mut ForkServer) {
     // What moves meanwhile stays open.
     engine.fork.set(HELD);
     loop {
-        is_open = is_open || forks.try_to_open_mappings(pager);
+        is_open = is_open || forks.try_to_open_mappings(pager, MAX_FAULT_DELAY);
         match wanted(engine) {
             0 => break,
             number if is_open => slot.fork_held.store(number, Release),

@@ -32,6 +32,11 @@ pub(crate) fn free_place(place: &AtomicU32) {
     place.store(0, Release);
 }
 
+/// True while there is one, or one is being made.
+pub fn are_any() -> bool {
+    IDS.iter().any(|place| place.load(Acquire) != 0)
+}
+
 /// True for a thread of the engine.
 pub fn is_of_engine(tid: Tid) -> bool {
     IDS.iter().any(|place| place.load(Acquire) == tid.0)

@@ -34,8 +34,10 @@ pub struct MappingCall {
 /// What a thread is seen in.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SeenThread {
-    /// It runs, or may not be looked at.
+    /// It runs.
     Runs,
+    /// It may not be looked at, or there is no descriptor to do so.
+    Unseen,
     /// It is blocked in such a call.
     Blocked(MappingCall),
     /// It is blocked elsewhere, or has ended.
@@ -47,14 +49,14 @@ pub enum SeenThread {
 /// # Errors
 /// When they cannot be listed.
 pub fn for_each_thread(mut f: impl FnMut(Tid, SeenThread)) -> Result<(), Errno> {
-    if leader_end().is_none() {
-        f(first_thread(), look_at(first_thread()));
-    }
     find_program_thread(|tid| {
         f(tid, look_at(tid));
         None::<()>
-    })
-    .map(drop)
+    })?;
+    if leader_end().is_none() {
+        f(first_thread(), look_at(first_thread()));
+    }
+    Ok(())
 }
 
 fn look_at(tid: Tid) -> SeenThread {
@@ -62,7 +64,7 @@ fn look_at(tid: Tid) -> SeenThread {
     match read_file(ProcPath::task(tid.0, "syscall").as_c_str(), &mut buf) {
         Ok(text) => parse(text),
         Err(Errno::NOENT | Errno::SRCH) => SeenThread::Elsewhere,
-        Err(_) => SeenThread::Runs,
+        Err(_) => SeenThread::Unseen,
     }
 }
 

@@ -172,7 +172,7 @@ fn none_is_owed(mm: &mut Mm) {
     mm.changes.owed.clear();
 }
 
-/// Applies what is late: the kernel has said that no event is on its way.
+/// Applies what is late: no event is on its way, or it would have been read by now.
 pub(crate) fn apply_late(engine: &Engine, mm: &mut Mm) {
     none_is_owed(mm);
     with_late(engine, mm, |late, applied| late.apply_all(applied));

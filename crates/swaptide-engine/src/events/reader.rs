@@ -35,7 +35,7 @@ use crate::engine::{Engine, Mm};
 use crate::events::apply::{apply, apply_first_late, apply_late, next_late_step};
 use crate::events::brought::BroughtPages;
 use crate::events::fork_state::{ForkPhase, ForkState};
-use crate::events::late_look::LateLook;
+use crate::events::late_look::{LATE_EVENT_TIMEOUT, LateLook};
 use crate::mm::change_order::LateStep;
 use crate::mm::types::PageNo;
 use crate::requests::HandlerRequest;
@@ -247,7 +247,6 @@ impl UffdReader {
         let before = self.pending.len();
         self.pending.extend(mm.handed.take_faults());
         let Some(event) = mm.handed.take_event() else { return self.pending.len() > before };
-        mm.changes.late.begin_read();
         self.take(mm, event);
         if mm.handed.may_servers_read() {
             engine.serving.servers.admit();
@@ -283,8 +282,9 @@ impl UffdReader {
         let mut mm = engine.mm.lock();
         let has_taken = self.sets.is_some() && self.take_handed(&mut mm);
         // What is read here servers cannot take.
-        let most = if mm.handed.may_servers_read() { 1 } else { MESSAGES_PER_READ };
-        mm.changes.late.begin_read();
+        // A thread that waits at no fence may go on while several are read.
+        let is_fenced = engine.slot().past_libc.load(Relaxed) == 0;
+        let most = if mm.handed.may_servers_read() || !is_fenced { 1 } else { MESSAGES_PER_READ };
         match self.uffd.read(&mut messages[..most]) {
             Ok(n) => {
                 for message in &mut messages[..n] {
@@ -434,48 +434,58 @@ impl UffdReader {
     }
 
     /// Goes on until no change of mappings is late: what happened before it is read if it is on its
-    /// way, and the kernel refuses everything until then (see [`crate::events::apply`]). Ends early
-    /// when a fork through no hook was read. The handler works alone.
+    /// way, and the kernel refuses everything until then (see [`crate::mm::change_order`]). Ends
+    /// early when a fork through no hook was read. The handler works alone.
     pub(crate) fn read_late(&mut self) {
         let engine = self.engine;
         debug_assert!(self.is_alone);
-        let mut look = LateLook::begin();
+        let is_fenced = engine.slot().past_libc.load(Relaxed) == 0;
+        let began = now();
+        let mut look = LateLook::default();
         let mut first = None;
         loop {
+            let is_changing =
+                self.uffd.coverage(engine.handler_requests.range()) == Coverage::Changing;
             let mut mm = engine.mm.lock();
             // Faults that servers had read when the handler became alone.
             self.take_handed(&mut mm);
             // Where threads change mappings without pause it is not to be seen that none is on its
             // way, but after so long it had been read.
-            if !mm.changes.late.is_empty()
-                && (self.uffd.coverage(engine.handler_requests.range()) != Coverage::Changing
-                    || look.is_over())
-            {
+            let waited = now().since(began);
+            let most = LATE_EVENT_TIMEOUT * if is_fenced { 1 } else { 2 };
+            if !is_changing || waited > most {
                 apply_late(engine, &mut mm);
             }
             engine.publish_usage(&mm);
             if mm.changes.late.is_empty() || self.check_untracked().is_err() {
                 return;
             }
-            if std::mem::replace(&mut first, mm.changes.late.first()) != mm.changes.late.first() {
-                look.begin_again();
-            }
-            let (calls, may_come) = look.look();
-            match next_late_step(engine, &mut mm, calls, may_come) {
-                LateStep::Apply => apply_first_late(engine, &mut mm),
-                LateStep::Wait => {
-                    drop(mm);
-                    sleep(LOAD_PAUSE);
+            let step = if is_fenced || waited > LATE_EVENT_TIMEOUT {
+                LateStep::Read
+            } else {
+                if std::mem::replace(&mut first, mm.changes.late.first()) != mm.changes.late.first()
+                {
+                    look.begin_again();
                 }
-                LateStep::Read { is_same } => {
-                    drop(mm);
+                drop(mm);
+                // Meanwhile this thread alone could change what is late.
+                let seen = look.look();
+                mm = engine.mm.lock();
+                match seen {
+                    Some((calls, may_come)) => next_late_step(engine, &mut mm, calls, may_come),
+                    None => LateStep::Read,
+                }
+            };
+            if step == LateStep::Apply {
+                apply_first_late(engine, &mut mm);
+            }
+            drop(mm);
+            match step {
+                LateStep::Apply => {}
+                LateStep::Wait => sleep(LOAD_PAUSE),
+                LateStep::Read => {
                     self.wait(Some(Duration::from_millis(1)));
-                    let mut mm = engine.mm.lock();
-                    if !is_same {
-                        mm.changes.late.begin_read();
-                    }
-                    let mut messages = Message::buffer::<MESSAGES_PER_READ>();
-                    self.read_into(&mut mm, &mut messages);
+                    self.read_into(&mut engine.mm.lock(), &mut Message::buffer::<1>());
                 }
             }
         }
@@ -498,7 +508,6 @@ impl UffdReader {
         let mut mm = engine.mm.lock();
         // Faults that servers had read when the handler became alone.
         self.take_handed(&mut mm);
-        mm.changes.late.begin_read();
         self.read_into(&mut mm, &mut messages);
     }
 

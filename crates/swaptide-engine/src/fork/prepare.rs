@@ -211,7 +211,7 @@ impl ForkServer {
     /// thread that moves mappings through libc waits for the handler, and so for the fork; past
     /// libc threads could continue for ever.
     fn open_mappings(&mut self, pager: &mut Pager) {
-        if !self.try_to_open_mappings(pager) {
+        if !self.try_to_open_mappings(pager, LATE_EVENT_TIMEOUT) {
             (pager.path.engine.start.log)(
                 "mappings are moved without pause: a forked child may lack some of them",
             );
@@ -219,8 +219,8 @@ impl ForkServer {
         }
     }
 
-    /// As for [`ForkServer::open_mappings`]; false if changes had no pause for a second.
-    pub(crate) fn try_to_open_mappings(&mut self, pager: &mut Pager) -> bool {
+    /// As for [`ForkServer::open_mappings`]; false if changes had no pause for so long.
+    pub(crate) fn try_to_open_mappings(&mut self, pager: &mut Pager, most: Duration) -> bool {
         let engine = pager.path.engine;
         let began = now();
         let is_quiet = |path: &FaultPath| {
@@ -235,7 +235,7 @@ impl ForkServer {
                     return true;
                 }
             }
-            if now().since(began) > LATE_EVENT_TIMEOUT {
+            if now().since(began) > most {
                 return false;
             }
             let read = pager.path.reader.await_quiet().map(drop);

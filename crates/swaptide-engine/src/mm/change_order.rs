@@ -6,19 +6,19 @@
 //! Rules
 //! 1. A move to where something is known is *late*: what was there left before, and the thread that
 //!    tells of it is on its way.
-//! 2. The thread that moved a mapping says next that it has left the old place. Until that was
-//!    read, with the move or in a later read, it makes no other change: what is read of the new
-//!    place is of what was there before, and is applied at once.
-//! 3. After that it may go on. What is then read of the new place comes behind the move: it is of
-//!    the same thread, unless it is what another one was seen in before. In a program that waits at
-//!    a fence after a move (rule 6 of [`crate::events::apply`]) it is of what was there before, if
-//!    that is listed.
-//! 4. What a late move takes away is where it was, for the table. What is read of that place comes
+//! 2. A program that waits at a fence after a move (rule 6 of [`crate::events::apply`]) goes on
+//!    when that was applied. What is read of the new place until then is of what was there before,
+//!    if something is listed there; with one thread, which waits at none, nothing is. Reading goes
+//!    on until nothing is late, or no change is on its way.
+//! 3. Any other program may go on as soon as it was read that the old place was left, which the
+//!    same thread says next. So it is looked first whether a thread is blocked in a call that takes
+//!    away what is in the way ([`LateChanges::next_step`]), and one message is read at a time. What
+//!    such a call may tell is of what was there before, at any time; so is all that is read of what
+//!    is listed there before the old place was left. The rest comes behind the move.
+//! 4. When no thread is in such a call, and none runs that could be on its way to it, nothing is in
+//!    the way: what was armed there is what was moved there. Then the move is applied.
+//! 5. What a late move takes away is where it was, for the table. What is read of that place comes
 //!    behind the move.
-//! 5. Before anything else is read it is looked whether a thread is blocked in a call that takes
-//!    away what is in the way ([`LateChanges::next_step`]). When none is, and none runs that could
-//!    be on its way to such a wait, nothing is in the way: what was armed there is what was moved
-//!    there. Then the move is applied, in the order of reading.
 //!
 //! Owns: the changes that wait, and the calls that are to tell of what is in their way.
 //! Locks: the memory lock.
@@ -32,19 +32,15 @@ use crate::mm::vma_change::{VmaChange, overlap};
 /// A change that was read before one that happened earlier.
 struct LateChange {
     event: Event,
-    /// The number of the read that gave it.
-    read: u32,
-    /// Its own.
+    /// Its own number.
     number: u64,
 }
 
 /// Changes that wait for others.
 #[derive(Default)]
 pub struct LateChanges {
-    /// In the order in which they were read.
+    /// In the order in which they have happened, as far as that is known.
     list: Vec<LateChange>,
-    /// The number of the read under way.
-    read: u32,
     /// Changes that were taken so far.
     taken: u64,
     /// Calls that were seen to take away what is in the way of the first one, before the thread
@@ -71,12 +67,8 @@ pub(crate) trait KnownMappings {
 /// What is to be done about a late move.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum LateStep {
-    /// Read: a thread tells of what was in the way. `is_same`: the thread that moved still waits,
-    /// so this counts as the same read.
-    Read {
-        /// No thread whose changes were read can have made another one since.
-        is_same: bool,
-    },
+    /// Read: a thread tells of what was in the way.
+    Read,
     /// Look again: a thread runs that may be on its way.
     Wait,
     /// Nothing was in the way.
@@ -95,16 +87,16 @@ fn is_move(event: &Event) -> bool {
     matches!(event, Event::Remap { .. })
 }
 
-/// The number of the read in which it was said that the source of `late[at]` was left.
-fn left_in(late: &[LateChange], at: usize) -> Option<u32> {
-    let source = source_of(&late[at].event)?;
+/// True if it was read that the source of `late[at]` was left.
+fn has_left(late: &[LateChange], at: usize) -> bool {
+    let Some(source) = source_of(&late[at].event) else { return false };
     let is_of =
         |change: &&LateChange| matches!(change.event, Event::Unmap(range) if range == source);
     // Of several moves from one place each has its own.
-    let before =
+    let is_earlier =
         |change: &&LateChange| is_move(&change.event) && source_of(&change.event) == Some(source);
-    let earlier = late[..at].iter().filter(before).count();
-    late.iter().filter(is_of).nth(earlier).map(|change| change.read)
+    let earlier = late[..at].iter().filter(is_earlier).count();
+    late.iter().filter(is_of).count() > earlier
 }
 
 /// True if the change may be what a thread in this call tells of.
@@ -136,20 +128,15 @@ impl LateChanges {
         self.list.first().map(|late| late.number)
     }
 
-    /// They, in the order of reading.
+    /// They, in the order in which they have happened, as far as that is known.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Event> {
         self.list.iter().map(|late| &late.event)
-    }
-
-    /// What comes next was read after all that was read before.
-    pub(crate) fn begin_read(&mut self) {
-        self.read = self.read.wrapping_add(1);
     }
 
     /// Applies a change, or keeps it until what happened before it was read.
     pub(crate) fn take(&mut self, to: &mut impl KnownMappings, event: Event) {
         self.taken += 1;
-        let change = LateChange { event, read: self.read, number: self.taken };
+        let change = LateChange { event, number: self.taken };
         let at = self.place_of(to, &change);
         if self.must_wait(to, &change.event, at) {
             self.list.insert(at, change);
@@ -161,8 +148,8 @@ impl LateChanges {
 
     /// Applies the first of them: nothing was in its way.
     pub(crate) fn apply_first(&mut self, to: &mut impl KnownMappings) {
+        self.in_the_way.clear();
         if !self.list.is_empty() {
-            self.in_the_way.clear();
             let first = self.list.remove(0);
             to.apply_now(first.event);
             self.go_on(to);
@@ -171,9 +158,8 @@ impl LateChanges {
 
     /// Applies all of them: no change is on its way.
     pub(crate) fn apply_all(&mut self, to: &mut impl KnownMappings) {
-        self.in_the_way.clear();
-        for late in self.list.drain(..) {
-            to.apply_now(late.event);
+        while !self.is_empty() {
+            self.apply_first(to);
         }
     }
 
@@ -201,18 +187,13 @@ impl LateChanges {
         let gives_up_place = !matches!(change.event, Event::Remove(_));
         for (at, late) in self.list.iter().enumerate().filter(|(_, late)| is_move(&late.event)) {
             if gives_up_place && source_of(&late.event).is_some_and(|from| overlap(from, source)) {
-                // Rule 4: what comes later in the list may bring something there.
+                // Rule 5: what comes later in the list may bring something there.
                 break;
             }
             if target_of(&late.event).is_some_and(|target| overlap(target, source)) {
-                let may_go_on = left_in(&self.list, at).is_some_and(|read| read != change.read);
-                // Where the old place stays mapped its thread does not say so, and goes on.
-                let was_seen = || at == 0 && self.in_the_way.iter().any(|call| tells(call, change));
-                let is_before = match may_go_on {
-                    true if was_seen() => true,
-                    true => gives_up_place && to.is_fenced() && to.is_listed(source),
-                    false => change.read == late.read || to.is_listed(source),
-                };
+                let was_seen = at == 0 && self.in_the_way.iter().any(|call| tells(call, change));
+                let may_go_on = !to.is_fenced() && has_left(&self.list, at);
+                let is_before = was_seen || gives_up_place && !may_go_on && to.is_listed(source);
                 return if is_before { at } else { self.list.len() };
             }
         }
@@ -257,7 +238,7 @@ impl LateChanges {
             return LateStep::Apply;
         };
         let is_mover = |call: &&MappingCall| call.is_move && call.source.covers(&source);
-        let has_left = left_in(&self.list, 0).is_some();
+        let has_left = has_left(&self.list, 0);
         let has_mover = !has_left && calls.iter().any(|call| is_mover(&call));
         let mut in_the_way = calls
             .iter()
@@ -270,7 +251,7 @@ impl LateChanges {
                 self.in_the_way.clear();
                 self.in_the_way.extend(in_the_way);
             }
-            LateStep::Read { is_same: !has_left }
+            LateStep::Read
         } else if may_come {
             LateStep::Wait
         } else {
@@ -471,20 +452,21 @@ mod tests {
             }
         }
 
-        /// Reads what waits: the latest first.
-        fn read(&mut self) -> Vec<Event> {
-            let mut events = Vec::new();
-            while let Some(of) = self.queue.pop() {
-                let thread = &mut self.threads[of];
-                events.push(thread.tells.remove(0));
-                thread.is_waiting = false;
-                if thread.tells.is_empty() {
-                    thread.call = None;
-                }
+        /// Reads a message: the latest first.
+        fn read(&mut self) -> Option<Event> {
+            let of = self.queue.pop()?;
+            let thread = &mut self.threads[of];
+            thread.is_waiting = false;
+            let event = thread.tells.remove(0);
+            if thread.tells.is_empty() {
+                thread.call = None;
             }
-            events
+            Some(event)
         }
     }
+
+    /// What threads do, and the handler.
+    type Script<'a> = std::iter::Peekable<std::slice::Iter<'a, Step>>;
 
     struct Model {
         kernel: Kernel,
@@ -495,11 +477,37 @@ mod tests {
     }
 
     impl Model {
+        /// Threads do what comes next, if that is theirs.
+        fn disturb(&mut self, script: &mut Script<'_>) {
+            let is_threads = |step: &&Step| !matches!(step, Step::Read | Step::Adopt(_));
+            if let Some(step) = script.next_if(|step| is_threads(step)) {
+                self.threads_step(*step);
+            }
+        }
+
+        fn threads_step(&mut self, step: Step) {
+            let threads = self.kernel.threads.len();
+            match step {
+                Step::Change { of, from, to, moves } => {
+                    if !self.table.is_fenced {
+                        self.kernel.threads[of % threads].is_held = false;
+                    }
+                    self.kernel.change(of % threads, from, to, moves);
+                }
+                Step::Drop { of, at } => self.kernel.drop_contents(of % threads, at),
+                Step::Wait(of) => self.kernel.wait(of % threads),
+                Step::Read | Step::Adopt(_) => unreachable!("that is the handler's"),
+            }
+        }
+
         /// Reads as the handler does, to the end of what is late.
-        fn read(&mut self) {
-            self.late.begin_read();
-            for event in self.kernel.read() {
+        fn read(&mut self, script: &mut Script<'_>) {
+            // A thread may go on while the next message is read.
+            let most = if self.table.is_fenced { 16 } else { 1 };
+            for _ in 0..most {
+                let Some(event) = self.kernel.read() else { break };
                 self.late.take(&mut self.table, event);
+                self.disturb(script);
             }
             let mut turns = 0;
             while !self.late.is_empty() {
@@ -507,24 +515,17 @@ mod tests {
                 assert!(turns < 1000, "it ends");
                 if !self.kernel.is_changing() {
                     self.late.apply_all(&mut self.table);
-                    return;
+                    break;
                 }
-                let threads = &self.kernel.threads;
-                let calls: Vec<MappingCall> =
-                    threads.iter().filter(|of| of.is_waiting).filter_map(|of| of.call).collect();
-                let may_come =
-                    threads.iter().any(|thread| !thread.tells.is_empty() && !thread.is_waiting);
-                match self.late.next_step(&self.table, &calls, may_come) {
+                let step = if self.table.is_fenced { LateStep::Read } else { self.look() };
+                self.disturb(script);
+                match step {
                     LateStep::Apply => self.late.apply_first(&mut self.table),
-                    LateStep::Wait => (0..threads.len()).for_each(|of| self.kernel.wait(of)),
-                    LateStep::Read { is_same } => {
-                        if !is_same {
-                            self.late.begin_read();
-                        }
-                        for event in self.kernel.read() {
-                            self.late.take(&mut self.table, event);
-                        }
-                    }
+                    LateStep::Wait => self.all_wait(),
+                    LateStep::Read => match self.kernel.read() {
+                        Some(event) => self.late.take(&mut self.table, event),
+                        None => self.all_wait(),
+                    },
                 }
             }
             for thread in &mut self.kernel.threads {
@@ -533,8 +534,21 @@ mod tests {
             }
         }
 
+        fn look(&mut self) -> LateStep {
+            let threads = &self.kernel.threads;
+            let calls: Vec<MappingCall> =
+                threads.iter().filter(|of| of.is_waiting).filter_map(|of| of.call).collect();
+            let may_come =
+                threads.iter().any(|thread| !thread.tells.is_empty() && !thread.is_waiting);
+            self.late.next_step(&self.table, &calls, may_come)
+        }
+
+        fn all_wait(&mut self) {
+            (0..self.kernel.threads.len()).for_each(|of| self.kernel.wait(of));
+        }
+
         /// What is there is armed; it is listed if nothing is under way, after a read as before it.
-        fn adopt(&mut self, at: usize) {
+        fn adopt(&mut self, at: usize, script: &mut Script<'_>) {
             for _ in 0..2 {
                 if matches!(self.table.known[at], Known::Listed(..)) {
                     return;
@@ -548,14 +562,14 @@ mod tests {
                         self.listed.push(block.id);
                     }
                 }
-                self.read();
+                self.read(script);
             }
         }
 
         fn end(mut self) {
             for _ in 0..100 {
-                (0..self.kernel.threads.len()).for_each(|of| self.kernel.wait(of));
-                self.read();
+                self.all_wait();
+                self.read(&mut [].iter().peekable());
             }
             assert!(!self.kernel.is_changing());
             for at in 0..PLACES {
@@ -607,18 +621,12 @@ mod tests {
             late: LateChanges::default(),
             listed: Vec::new(),
         };
-        for step in steps {
+        let mut script = steps.iter().peekable();
+        while let Some(step) = script.next() {
             match *step {
-                Step::Change { of, from, to, moves } => {
-                    if !is_fenced {
-                        model.kernel.threads[of % threads].is_held = false;
-                    }
-                    model.kernel.change(of % threads, from, to, moves);
-                }
-                Step::Drop { of, at } => model.kernel.drop_contents(of % threads, at),
-                Step::Wait(of) => model.kernel.wait(of % threads),
-                Step::Read => model.read(),
-                Step::Adopt(at) => model.adopt(at),
+                Step::Read => model.read(&mut script),
+                Step::Adopt(at) => model.adopt(at, &mut script),
+                step => model.threads_step(step),
             }
         }
         model.end();

@@ -277,11 +277,12 @@ impl HeldForks {
     }
 
     fn begin(&mut self, segment: &Segment, filter: Arc<ForkFilter>, waiting: WaitingFork) {
-        let Some(pid) = process_of(waiting.tid) else {
-            // It has ended, or this process has no descriptor free to look at it.
+        let pid = process_of(waiting.tid).unwrap_or(0);
+        if pid == 0 && process_of(std::process::id()).is_none() {
+            // No descriptor is free to look at it.
             let _ = filter.refuse(waiting, Errno::AGAIN);
             return;
-        };
+        }
         self.note_filtered(pid);
         for fork in &mut self.forks {
             // Its last fork is over.
