@@ -34,6 +34,20 @@ def test_processes_leader(case):
     case.run_c("processes", "leader", megabytes=96, seconds=4, status=7)
 
 
+@pytest.mark.swaptide(budget=32, allowance=96, forks=True)
+@pytest.mark.parametrize(
+    ("mode", "megabytes"), [param("unshare", 1, swaps=False), param("raw", 64)]
+)
+def test_namespaces(case, mode, megabytes):
+    """A program of one thread enters a user namespace, and the engine's threads are not in its way,
+    whether memory is managed by then or not.
+    """
+    words = [case.binary("namespaces"), megabytes, 0.3, case.seed, mode]
+    if case.run(words, native=True, status=None).status != 0:
+        pytest.skip("user namespaces are not permitted")
+    assert case.run(words).text() == "OK namespaces executed\n"
+
+
 # Every one without a place has all its memory, and budgets are for those that can be managed.
 @pytest.mark.swaptide(budget=16, allowance=1200, forks=True)
 def test_processes_crowd(case):

@@ -20,6 +20,8 @@ use swaptide_sys::lock::futex;
 use swaptide_sys::process::leader_end;
 use swaptide_sys::thread::{end_by_signal, exit_group, set_name, sleep};
 
+use crate::process;
+
 /// The exit status of the thread that ended last, and a bit that says there was one.
 static LAST_STATUS: AtomicU64 = AtomicU64::new(0);
 const STATUS_KNOWN: u64 = 1 << 32;
@@ -27,6 +29,7 @@ const STATUS_KNOWN: u64 = 1 << 32;
 /// In a forked child: the threads are its parent's.
 pub(crate) fn forked() {
     engine_threads::forget_all();
+    process::forked_after_leaving();
     LAST_STATUS.store(0, Relaxed);
 }
 
@@ -61,9 +64,9 @@ pub(crate) fn end_if_alone() {
 ///
 /// It is also the one thread of the engine that never waits for another: `look` is called now and
 /// then, to see whether they are there.
-pub(crate) fn watch(slot: &ProcSlot, look: impl Fn()) -> ! {
+pub(crate) fn watch(slot: &ProcSlot, look: impl Fn()) {
     set_name(c"swaptide-end");
-    loop {
+    while !process::leaves() {
         look();
         let told = slot.control.leader_exited.load(Acquire);
         if leader_end().is_some() {

@@ -28,7 +28,7 @@ use crate::marks::set_own_mark;
 use crate::pages::{excluded, references, thread_words};
 use crate::past_libc;
 use crate::process::{
-    ENGINE, ENGINE_PID, FORK_LOCK, PLACE, SLOT_PENDING, SLOT_UNCLAIMED, STAYS_UNMANAGED,
+    self, ENGINE, ENGINE_PID, FORK_LOCK, PLACE, SLOT_PENDING, SLOT_UNCLAIMED, STAYS_UNMANAGED,
     empty_table, engine, exchange, hold_child, may_follow_forks, open_area, release_hold,
     request_hold, segment, spawn,
 };
@@ -101,6 +101,9 @@ pub(crate) fn wait_for_supervisor(segment: &'static Segment) {
             );
             loop {
                 sleep(Duration::from_secs(1));
+                if process::leaves() {
+                    return;
+                }
                 if let Some(index) = segment.claim(getpid().0, forked_from) {
                     break index;
                 }
@@ -112,6 +115,10 @@ pub(crate) fn wait_for_supervisor(segment: &'static Segment) {
     PLACE.store(index.0 + 1, Release);
     loop {
         let seen = slot.control.wake_seq.load(Acquire);
+        if process::leaves() && slot.state() != ProcState::Engaged {
+            slot.set_state(ProcState::Detached);
+            return;
+        }
         if past_libc::is_held(slot) {
             // Nothing is out, and nothing will be while a thread forks.
             wait_for_wake(slot, seen);

@@ -391,6 +391,40 @@ pub(crate) fn detach() -> bool {
     true
 }
 
+/// The engine's threads end, or do not begin: this process is to have the program's alone.
+static LEAVES: AtomicBool = AtomicBool::new(false);
+
+/// True if the engine's threads are to end.
+pub(crate) fn leaves() -> bool {
+    LEAVES.load(Acquire)
+}
+
+/// In a forked child: it may be managed.
+pub(crate) fn forked_after_leaving() {
+    LEAVES.store(false, Relaxed);
+}
+
+/// Detaches this process for good, and tells the engine's threads to end. False where it cannot be.
+#[must_use]
+pub(crate) fn leave() -> bool {
+    if !is_own_process() || seccomp::is() {
+        return false;
+    }
+    LEAVES.store(true, Release);
+    if !detach() {
+        LEAVES.store(false, Release);
+        return false;
+    }
+    let this = getpid().0;
+    let slots = known_segment().into_iter().flat_map(Segment::claimed);
+    for (_, slot) in slots.filter(|(_, slot)| slot.pid.load(Relaxed) == this) {
+        slot.wake();
+        // The thread that waits for the first one's end looks again.
+        slot.signal_leader_exit();
+    }
+    true
+}
+
 /// The same without a system call of the program's thread: see [`seccomp`].
 pub(crate) fn detach_without_calls() {
     STAYS_UNMANAGED.store(true, Release);

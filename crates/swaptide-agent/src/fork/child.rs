@@ -17,7 +17,7 @@ use crate::lifecycle::{
     PARENT, salt, same_pid_namespace, serve, wait_for_supervisor, wait_for_wake,
 };
 use crate::log;
-use crate::process::{ENGINE, empty_table, inherited_engine, request_hold, segment};
+use crate::process::{self, ENGINE, empty_table, inherited_engine, request_hold, segment};
 use crate::threads::start_workers;
 
 /// Set to 1 by a forked child's handler when it serves faults; a futex word.
@@ -148,6 +148,10 @@ pub(crate) extern "C" fn child_handler_main(_: usize) {
     child_is_served();
     serve(handler);
     loop {
-        wait_for_wake(slot, slot.control.wake_seq.load(Acquire));
+        let seen = slot.control.wake_seq.load(Acquire);
+        if process::leaves() {
+            return;
+        }
+        wait_for_wake(slot, seen);
     }
 }

@@ -11,6 +11,7 @@ mod leak_check;
 mod mappings;
 pub(crate) mod memory;
 mod mremap;
+mod namespaces;
 mod sends;
 mod syscall;
 pub(crate) mod thread;

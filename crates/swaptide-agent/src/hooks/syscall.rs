@@ -34,6 +34,7 @@ use crate::hooks::environment;
 use crate::hooks::mappings;
 use crate::hooks::memory;
 use crate::hooks::mremap;
+use crate::hooks::namespaces;
 use crate::hooks::sends;
 use crate::pages::excluded;
 use crate::pages::kernel_words;
@@ -83,6 +84,8 @@ static KINDS: [u8; MAX_CALL_NUMBERS] = {
         SYS_PROCESS_MADVISE,
         SYS_PRCTL,
         SYS_SECCOMP,
+        namespaces::SYS_UNSHARE,
+        namespaces::SYS_SETNS,
         kernel_words::SYS_FUTEX,
     ];
     let before = [
@@ -304,6 +307,8 @@ unsafe extern "C" fn hooked(
         SYS_IOCTL => mappings::control_raw(a, b, c),
         SYS_SHMAT => mappings::attach(a, b, c),
         SYS_MLOCKALL => mappings::lock_all(a),
+        namespaces::SYS_UNSHARE => namespaces::unshare_from(a),
+        namespaces::SYS_SETNS => namespaces::enter(a, b),
         SYS_PROCESS_MADVISE => mappings::advise_process(a, b, c, d as c_int, e),
         // SAFETY: the program's own arguments; the environment is as execve(2) takes it.
         SYS_EXECVE => unsafe {
