@@ -63,12 +63,15 @@ pub(crate) fn end_if_alone() {
 /// gone, this thread looks for itself, now and then.
 ///
 /// It is also the one thread of the engine that never waits for another: `look` is called now and
-/// then, to see whether they are there.
-pub(crate) fn watch(slot: &ProcSlot, look: impl Fn()) {
+/// then, to see whether they are there. It ends when a retired engine's threads are to end.
+pub(crate) fn watch(slot: &ProcSlot, look: impl Fn(), is_retired: impl Fn() -> bool) {
     set_name(c"swaptide-end");
-    while !process::leaves() {
-        look();
+    loop {
         let told = slot.control.leader_exited.load(Acquire);
+        if process::leaves() && is_retired() {
+            return;
+        }
+        look();
         if leader_end().is_some() {
             sleep(Duration::from_millis(10));
         } else {

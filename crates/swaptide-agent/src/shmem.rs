@@ -157,9 +157,14 @@ pub(crate) fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<
     Some(at)
 }
 
+/// True if this process has a guard: a thread that stays.
+pub(crate) fn is_guarded() -> bool {
+    GUARDED.load(Relaxed) == getpid().0
+}
+
 /// Waits for the guard of this process that is on its way, if there is one, a while.
 fn wait_for_guard() {
-    if GUARDED.load(Relaxed) != getpid().0 {
+    if !is_guarded() {
         return;
     }
     for _ in 0..GUARD_WAITS {

@@ -1,7 +1,7 @@
 //! The threads of an engine other than the handler: workers, fault servers, readers of remote
 //! areas, and the one that watches for the end of the program.
 
-use std::sync::atomic::{Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 use swaptide_engine::reclaim::worker::Worker;
 use swaptide_engine::{Engine, serve_faults};
@@ -60,7 +60,8 @@ extern "C" fn hold_forks(_: usize) {
 
 extern "C" fn watch(_: usize) {
     if let Some(engine) = engine() {
-        exit_watch::watch(engine.slot(), || engine.look_after_threads());
+        let is_retired = || engine.retired.load(Acquire);
+        exit_watch::watch(engine.slot(), || engine.look_after_threads(), is_retired);
     }
 }
 

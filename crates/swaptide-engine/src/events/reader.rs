@@ -442,7 +442,7 @@ impl UffdReader {
         let is_fenced = engine.slot().past_libc.load(Relaxed) == 0;
         let began = now();
         let mut look = LateLook::default();
-        let mut first = None;
+        let (mut first, mut is_all_read) = (None, false);
         loop {
             let is_changing =
                 self.uffd.coverage(engine.handler_requests.range()) == Coverage::Changing;
@@ -453,7 +453,7 @@ impl UffdReader {
             // way, but after so long it had been read.
             let waited = now().since(began);
             let most = LATE_EVENT_TIMEOUT * if is_fenced { 1 } else { 2 };
-            if !is_changing || waited > most {
+            if !is_changing || waited > most && is_all_read {
                 apply_late(engine, &mut mm);
             }
             engine.publish_usage(&mm);
@@ -485,20 +485,21 @@ impl UffdReader {
                 LateStep::Wait => sleep(LOAD_PAUSE),
                 LateStep::Read => {
                     self.wait(Some(Duration::from_millis(1)));
-                    self.read_into(&mut engine.mm.lock(), &mut Message::buffer::<1>());
+                    let mut message = Message::buffer::<1>();
+                    is_all_read = self.read_into(&mut engine.mm.lock(), &mut message) == 0;
                 }
             }
         }
     }
 
-    /// Reads what there is and takes it in.
-    fn read_into(&mut self, mm: &mut Mm, messages: &mut [Message]) {
-        if let Ok(n) = self.uffd.read(messages) {
-            for message in &mut messages[..n] {
-                let event = message.decode();
-                self.take(mm, event);
-            }
+    /// Reads what there is and takes it in. Gives the number of messages.
+    fn read_into(&mut self, mm: &mut Mm, messages: &mut [Message]) -> usize {
+        let n = self.uffd.read(messages).unwrap_or(0);
+        for message in &mut messages[..n] {
+            let event = message.decode();
+            self.take(mm, event);
         }
+        n
     }
 
     /// Reads what there is, while everything that was not a fault is noted.

@@ -8,8 +8,9 @@
 //!    tells of it is on its way.
 //! 2. A program that waits at a fence after a move (rule 6 of [`crate::events::apply`]) goes on
 //!    when that was applied. What is read of the new place until then is of what was there before,
-//!    if something is listed there; with one thread, which waits at none, nothing is. Reading goes
-//!    on until nothing is late, or no change is on its way.
+//!    if something is listed there. Where it is only armed, that holds until the old place was left
+//!    (with one thread, which waits at no fence, it may then be what was moved there), and of more
+//!    than the new place. Reading goes on until nothing is late, or no change is on its way.
 //! 3. Any other program may go on as soon as it was read that the old place was left, which the
 //!    same thread says next. So it is looked first whether a thread is blocked in a call that takes
 //!    away what is in the way ([`LateChanges::next_step`]), and one message is read at a time. What
@@ -190,10 +191,16 @@ impl LateChanges {
                 // Rule 5: what comes later in the list may bring something there.
                 break;
             }
-            if target_of(&late.event).is_some_and(|target| overlap(target, source)) {
+            if let Some(target) = target_of(&late.event).filter(|to| overlap(*to, source)) {
                 let was_seen = at == 0 && self.in_the_way.iter().any(|call| tells(call, change));
-                let may_go_on = !to.is_fenced() && has_left(&self.list, at);
-                let is_before = was_seen || gives_up_place && !may_go_on && to.is_listed(source);
+                let has_left = has_left(&self.list, at);
+                let is_known = if to.is_fenced() {
+                    // With one thread it may be the mapping that was moved there.
+                    to.is_listed(source) || to.has(source) && !(has_left && target.covers(&source))
+                } else {
+                    to.is_listed(source) && !has_left
+                };
+                let is_before = was_seen || gives_up_place && is_known;
                 return if is_before { at } else { self.list.len() };
             }
         }
