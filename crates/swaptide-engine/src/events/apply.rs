@@ -216,7 +216,9 @@ pub(crate) fn apply_now(engine: &Engine, mm: &mut Mm, event: Event) {
     let mut newer = Vec::new();
     while let Some(at) = pending_unmap_of(mm, &event) {
         let owed = mm.changes.owed.swap_remove(at);
-        newer.extend(mm.armed.iter().filter_map(|armed| common(armed, owed)));
+        if engine.slot().past_libc.load(Relaxed) != 0 {
+            newer.extend(mm.armed.iter().filter_map(|armed| common(armed, owed)));
+        }
     }
     match event {
         Event::Remove(range) => drop_pages(mm, engine, range),

@@ -442,7 +442,8 @@ impl UffdReader {
         let is_fenced = engine.slot().past_libc.load(Relaxed) == 0;
         let began = now();
         let mut look = LateLook::default();
-        let (mut first, mut is_all_read) = (None, false);
+        // Past libc a moment without a change on its way may be short.
+        let (mut first, mut is_all_read) = (None, !is_fenced);
         loop {
             let is_changing =
                 self.uffd.coverage(engine.handler_requests.range()) == Coverage::Changing;
@@ -453,7 +454,7 @@ impl UffdReader {
             // way, but after so long it had been read.
             let waited = now().since(began);
             let most = LATE_EVENT_TIMEOUT * if is_fenced { 1 } else { 2 };
-            if !is_changing || waited > most && is_all_read {
+            if is_all_read && (!is_changing || waited > most) {
                 apply_late(engine, &mut mm);
             }
             engine.publish_usage(&mm);
