@@ -86,8 +86,8 @@ def run_forklock(case, mode, seconds=3, managed=True):
     lost = [line for line in agent_log(case).splitlines() if "bus error" in line]
     assert not lost, f"pages were lost: {lost[:3]}"
     unmanaged = [line for line in agent_log(case).splitlines() if "is not managed" in line]
-    # A fork may begin in the moment in which late changes of mappings are applied: that child has
-    # all its memory.
+    # The thread that forks may get its lock from another thread while the handler helps one: then
+    # that child has all its memory.
     most = 2 if case.name.startswith("fork-locks-moves") else 0
     assert not managed or len(unmanaged) <= most, f"children were not managed: {unmanaged[:3]}"
 

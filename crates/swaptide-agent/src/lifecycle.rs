@@ -213,6 +213,11 @@ pub(crate) fn report_panics() {
     }));
 }
 
+/// True if threads that move mappings wait for the handler.
+fn waits_at_fences() -> bool {
+    !past_libc::is_program() && process::has_threads()
+}
+
 fn prepare_engine(
     segment: &'static Segment,
     index: SlotIndex,
@@ -261,6 +266,7 @@ fn prepare_engine(
         log: log::line,
         main_object: is_main_object,
         excluded: excluded::is_excluded,
+        waits_at_fences,
         gives_fork_advice: excluded::is_fork_advice_given,
         pinned: thread_words::pages_that_stay,
         spawn_reader,

@@ -122,6 +122,19 @@ pub(crate) fn own_table() -> Option<()> {
     empty_table(None).ok()
 }
 
+static CLONED: AtomicBool = AtomicBool::new(false);
+
+/// A task that shares this memory is about to begin, of which libc may know nothing.
+pub(crate) fn will_have_threads() {
+    CLONED.store(true, Relaxed);
+}
+
+/// True if there may be several. Libc makes threads through other functions than `pthread_create`
+/// too, so it is asked.
+pub(crate) fn has_threads() -> bool {
+    CLONED.load(Relaxed) || crate::real::has_threads()
+}
+
 /// The segment, if it is mapped.
 pub(crate) fn known_segment() -> Option<&'static Segment> {
     // SAFETY: null, or a segment that stays mapped.

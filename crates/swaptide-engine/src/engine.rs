@@ -84,6 +84,9 @@ pub struct Start {
     pub main_object: fn(&[u8]) -> bool,
     /// True for a range that the program wants treated apart at a fork: it is never managed.
     pub excluded: fn(VirtRange) -> bool,
+    /// True while threads that move mappings wait for the handler
+    /// ([`crate::requests::HandlerRequests::fence`]): a program through libc with several.
+    pub waits_at_fences: fn() -> bool,
     /// True once the program has asked, through libc, for memory that its children are not to have.
     pub gives_fork_advice: fn() -> bool,
     /// Returns a bit for each page of a chunk that must stay: the kernel accesses it without a

@@ -24,7 +24,6 @@
 //! table.
 
 use std::ffi::c_int;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use linux_raw_sys::general as k;
 use swaptide_engine::requests::FaultRequest;
@@ -32,6 +31,7 @@ use swaptide_sys::maps::MapsFile;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 
+use crate::process::has_threads;
 use crate::shmem;
 
 const SYS_MMAP: u32 = k::__NR_mmap;
@@ -207,18 +207,6 @@ pub(crate) fn matter() -> bool {
         crate::process::engine()
     };
     managed.is_some() && has_threads()
-}
-
-/// A task that shares this memory is about to begin, of which libc may know nothing.
-pub(crate) fn will_have_threads() {
-    CLONED.store(true, Relaxed);
-}
-
-static CLONED: AtomicBool = AtomicBool::new(false);
-
-/// Libc makes threads through other functions than `pthread_create` too, so it is asked.
-fn has_threads() -> bool {
-    CLONED.load(Relaxed) || crate::real::has_threads()
 }
 
 /// True if the kernel moves several mappings to a fixed place in one call (Linux 6.17).

@@ -138,7 +138,7 @@ const CLONE_THREAD: u64 = k::CLONE_THREAD as u64;
 /// swapped any more. False where that cannot be had: no task may be made.
 fn before_clone(flags: u64) -> bool {
     if flags & CLONE_VM != 0 {
-        mremap::will_have_threads();
+        process::will_have_threads();
     }
     if seccomp::is() {
         // Only threads share all that there is.

@@ -139,7 +139,7 @@ impl KnownMappings for TableChanges<'_> {
     }
 
     fn is_fenced(&self) -> bool {
-        self.engine.slot().past_libc.load(Relaxed) == 0
+        (self.engine.start.waits_at_fences)()
     }
 
     fn apply_now(&mut self, event: Event) {
@@ -216,9 +216,7 @@ pub(crate) fn apply_now(engine: &Engine, mm: &mut Mm, event: Event) {
     let mut newer = Vec::new();
     while let Some(at) = pending_unmap_of(mm, &event) {
         let owed = mm.changes.owed.swap_remove(at);
-        if engine.slot().past_libc.load(Relaxed) != 0 {
-            newer.extend(mm.armed.iter().filter_map(|armed| common(armed, owed)));
-        }
+        newer.extend(mm.armed.iter().filter_map(|armed| common(armed, owed)));
     }
     match event {
         Event::Remove(range) => drop_pages(mm, engine, range),

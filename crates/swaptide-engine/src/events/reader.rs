@@ -281,10 +281,10 @@ impl UffdReader {
         let closed = (!was_alone).then(|| engine.serving.gate.close());
         let mut mm = engine.mm.lock();
         let has_taken = self.sets.is_some() && self.take_handed(&mut mm);
-        // What is read here servers cannot take.
-        // A thread that waits at no fence may go on while several are read.
-        let is_fenced = engine.slot().past_libc.load(Relaxed) == 0;
-        let most = if mm.handed.may_servers_read() || !is_fenced { 1 } else { MESSAGES_PER_READ };
+        // What is read here servers cannot take, and a thread that waits at no fence may go on
+        // while several are read.
+        let is_one = mm.handed.may_servers_read() || !(engine.start.waits_at_fences)();
+        let most = if is_one { 1 } else { MESSAGES_PER_READ };
         match self.uffd.read(&mut messages[..most]) {
             Ok(n) => {
                 for message in &mut messages[..n] {
@@ -439,10 +439,10 @@ impl UffdReader {
     pub(crate) fn read_late(&mut self) {
         let engine = self.engine;
         debug_assert!(self.is_alone);
-        let is_fenced = engine.slot().past_libc.load(Relaxed) == 0;
+        let is_fenced = (engine.start.waits_at_fences)();
         let began = now();
         let mut look = LateLook::default();
-        // Past libc a moment without a change on its way may be short.
+        // Without fences a moment in which no change is on its way may be short.
         let (mut first, mut is_all_read) = (None, !is_fenced);
         loop {
             let is_changing =

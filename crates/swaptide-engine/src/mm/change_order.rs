@@ -7,10 +7,8 @@
 //! 1. A move to where something is known is *late*: what was there left before, and the thread that
 //!    tells of it is on its way.
 //! 2. A program that waits at a fence after a move (rule 6 of [`crate::events::apply`]) goes on
-//!    when that was applied. What is read of the new place until then is of what was there before,
-//!    if something is listed there. Where it is only armed, that holds until the old place was left
-//!    (with one thread, which waits at no fence, it may then be what was moved there), and of more
-//!    than the new place. Reading goes on until nothing is late, or no change is on its way.
+//!    when that was applied. What gives something up at the new place until then is of what was
+//!    there before. Reading goes on until nothing is late, or no change is on its way.
 //! 3. Any other program may go on as soon as it was read that the old place was left, which the
 //!    same thread says next. So it is looked first whether a thread is blocked in a call that takes
 //!    away what is in the way ([`LateChanges::next_step`]), and one message is read at a time. What
@@ -59,7 +57,7 @@ pub(crate) trait KnownMappings {
     fn is_owed(&self, range: VirtRange) -> bool;
     /// The event says that such a place was left.
     fn fulfils(&self, event: &Event) -> bool;
-    /// Threads that move something wait until that is applied.
+    /// Threads that move something wait at a fence until that is applied.
     fn is_fenced(&self) -> bool;
     /// Applies a change that is the next.
     fn apply_now(&mut self, event: Event);
@@ -191,14 +189,12 @@ impl LateChanges {
                 // Rule 5: what comes later in the list may bring something there.
                 break;
             }
-            if let Some(target) = target_of(&late.event).filter(|to| overlap(*to, source)) {
+            if target_of(&late.event).is_some_and(|target| overlap(target, source)) {
                 let was_seen = at == 0 && self.in_the_way.iter().any(|call| tells(call, change));
-                let has_left = has_left(&self.list, at);
                 let is_known = if to.is_fenced() {
-                    // With one thread it may be the mapping that was moved there.
-                    to.is_listed(source) || to.has(source) && !(has_left && target.covers(&source))
+                    to.has(source)
                 } else {
-                    to.is_listed(source) && !has_left
+                    to.is_listed(source) && !has_left(&self.list, at)
                 };
                 let is_before = was_seen || gives_up_place && is_known;
                 return if is_before { at } else { self.list.len() };
@@ -211,8 +207,8 @@ impl LateChanges {
     /// read yet.
     fn must_wait(&self, to: &impl KnownMappings, event: &Event, n: usize) -> bool {
         let brings = |range: VirtRange| {
-            let targets = self.list[..n].iter().filter_map(|late| target_of(&late.event));
-            targets.into_iter().any(|target| overlap(target, range))
+            let mut targets = self.list[..n].iter().filter_map(|late| target_of(&late.event));
+            targets.any(|target| overlap(target, range))
         };
         let takes_away = |range: VirtRange| {
             let moves = self.list[..n].iter().filter(|late| is_move(&late.event));

@@ -280,6 +280,7 @@ fn set_up(wanted: u32) -> (Start, Program) {
         log: |line| eprintln!("{line}"),
         main_object: |_| false,
         excluded: is_outside,
+        waits_at_fences: || true,
         gives_fork_advice: || false,
         pinned: |_| 0,
         spawn_reader: || false,
