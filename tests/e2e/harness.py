@@ -466,8 +466,9 @@ class Case:
 FLAGS = {"filtered": ["-no-pie"], "openmp": ["-fopenmp"]}
 
 
-# Kinds of programs that load no library: their compiler, and how it links.
+# Kinds of programs into which the agent is put: their compiler, and how it links.
 FOREIGN = {
+    "dynamic": ("cc",),
     "static": ("cc", "-static"),
     "pie": ("cc", "-static-pie"),
     "musl": ("musl-gcc",),

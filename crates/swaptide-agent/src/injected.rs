@@ -33,6 +33,7 @@ use crate::own_pid::OWN_PID;
 use crate::pages::thread_words;
 use crate::past_libc;
 use crate::process::{HELPER, set_socket};
+use crate::withdrawal;
 
 fn range(range: InjectedRange) -> VirtRange {
     VirtRange::from_len(VirtAddr(range.start as usize), range.len as usize)
@@ -103,6 +104,7 @@ unsafe extern "C" fn begin(args: *const InjectedArgs) -> ! {
         let _ = now();
         mark_memory();
         past_libc::set_program();
+        withdrawal::set_image(range(args.image));
         report_panics();
         start_sleeper();
     }

@@ -6,6 +6,7 @@
 //! | [`constructor`] | the first code that runs in a program that has loaded it |
 //! | [`injected`] | the same where the supervisor has put it into the program; threads' words |
 //! | [`lifecycle`], [`threads`] | the thread that waits and becomes the handler; the other threads |
+//! | [`withdrawal`] | the end of it all in a program that lives on |
 //! | [`process`] | the engine, the segment, the slot, and requests to the supervisor |
 //! | [`fork`], [`forking`] | libc's fork handlers, and the start of a child; which thread forks |
 //! | [`hooks`] | the functions that stand in front of libc's |
@@ -54,3 +55,4 @@ mod serial_part;
 mod shmem;
 mod starting;
 mod threads;
+mod withdrawal;

@@ -34,6 +34,7 @@ use crate::process::{
 };
 use crate::seccomp;
 use crate::threads::{spawn_reader, spawn_server, start_workers};
+use crate::withdrawal;
 
 /// The path of the program, and its length.
 static MAIN_OBJECT: Lock<([u8; 512], usize)> = Lock::new(([0; 512], 0));
@@ -119,13 +120,16 @@ pub(crate) fn wait_for_supervisor(segment: &'static Segment) {
             slot.set_state(ProcState::Detached);
             return;
         }
-        if past_libc::is_held(slot) {
+        if withdrawal::is_due(slot) {
+            withdrawal::withdraw(slot);
+        } else if past_libc::is_held(slot) {
             // Nothing is out, and nothing will be while a thread forks.
             wait_for_wake(slot, seen);
             continue;
         }
         if slot.control.detach.load(Acquire) != 0 && slot.state() != ProcState::Detached {
             slot.set_state(ProcState::Detached);
+            continue;
         }
         if slot.control.engage.load(Acquire) != 0 && slot.state() != ProcState::Detached {
             engage(segment, index);

@@ -412,6 +412,11 @@ pub(crate) fn leaves() -> bool {
     LEAVES.load(Acquire)
 }
 
+/// Tells the engine's threads of a process that is detached to end.
+pub(crate) fn end_threads() {
+    LEAVES.store(true, Release);
+}
+
 /// In a forked child: it may be managed.
 pub(crate) fn forked_after_leaving() {
     LEAVES.store(false, Relaxed);

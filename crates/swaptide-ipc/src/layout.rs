@@ -192,6 +192,9 @@ pub struct ProcSlot {
     pub held: [AtomicU64; MAX_EXTENTS / 64],
 }
 
+/// In [`ProcControl::detach`]: the agent was put into the process while it ran, and leaves it.
+pub const WITHDRAW: u32 = 2;
+
 /// The supervisor's orders to a process. Written by the supervisor, but for
 /// [`ProcControl::preload`], which both write.
 #[repr(C)]
@@ -220,7 +223,7 @@ pub struct ProcControl {
     pub throttle_us: AtomicU32,
     /// Not 0: everything shall come in, whatever room there is, and the process be released.
     /// 0 again when the supervisor has changed its mind; the process has done it when its state is
-    /// [`ProcState::Detached`].
+    /// [`ProcState::Detached`]. [`WITHDRAW`]: nothing of swaptide's shall stay in it then.
     pub detach: AtomicU32,
     /// Not 0: much of its memory is another's, too, since a fork. Another number each time the
     /// supervisor has seen that.

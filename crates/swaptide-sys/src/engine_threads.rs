@@ -37,6 +37,11 @@ pub fn are_any() -> bool {
     IDS.iter().any(|place| place.load(Acquire) != 0)
 }
 
+/// True while there is another one than this, or one is being made.
+pub fn is_any_but(tid: Tid) -> bool {
+    IDS.iter().map(|place| place.load(Acquire)).any(|id| id != 0 && id != tid.0)
+}
+
 /// True for a thread of the engine.
 pub fn is_of_engine(tid: Tid) -> bool {
     IDS.iter().any(|place| place.load(Acquire) == tid.0)

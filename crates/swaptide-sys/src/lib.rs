@@ -44,6 +44,7 @@ pub mod thread;
 pub mod time;
 pub mod uffd;
 pub mod wait_set;
+pub mod withdraw;
 
 pub use errno::ErrnoName;
 pub use page::{PAGE_SHIFT, PAGE_SIZE, VirtAddr, VirtRange};

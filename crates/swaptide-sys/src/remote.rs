@@ -53,7 +53,7 @@ const TRAP_FLAG: u64 = 1 << 8;
 const PTRACE_GETSIGMASK: u32 = 0x420a;
 const PTRACE_SETSIGMASK: u32 = 0x420b;
 const PTRACE_GET_RSEQ_CONFIGURATION: u32 = 0x420f;
-/// While it runs, threads that it makes are its own affair.
+/// Once it is stopped. While it runs, threads that it makes are its own affair.
 const OPTIONS: u32 = p::PTRACE_O_TRACESYSGOOD | p::PTRACE_O_EXITKILL;
 /// In the place of a system call's number: there is none.
 const NO_CALL: u64 = u64::MAX;
@@ -272,14 +272,13 @@ fn abort_of_sequence(tid: u32, at: u64) -> Option<u64> {
 pub struct Seized(u32);
 
 impl Seized {
-    /// Traces a thread. It continues; if the calling thread ends before it is let go, it is killed.
+    /// Traces a thread. It continues, also if the calling thread ends.
     ///
     /// # Errors
     /// `PERM` where that is not permitted or it has another tracer, `SRCH` when it is gone.
     pub fn seize(tid: u32) -> Result<Seized, Errno> {
-        let options = OPTIONS;
         // SAFETY: the request changes nothing in memory, here or there.
-        unsafe { ptrace(p::PTRACE_SEIZE, tid, 0, options as usize) }?;
+        unsafe { ptrace(p::PTRACE_SEIZE, tid, 0, 0) }?;
         Ok(Seized(tid))
     }
 
@@ -330,6 +329,8 @@ impl Remote {
         // SAFETY: the kernel writes the eight bytes of a signal mask.
         unsafe { ptrace(PTRACE_GETSIGMASK, tid, 8, (&raw mut mask) as usize) }?;
         let call_at = call_instruction(tid)?;
+        // SAFETY: nothing is written.
+        unsafe { ptrace(p::PTRACE_SETOPTIONS, tid, 0, OPTIONS as usize) }?;
         set_mask(tid, u64::MAX)?;
         Ok(Remote { tid, saved, mask, call_at, is_late: Cell::new(false) })
     }

@@ -18,7 +18,7 @@ use swaptide_host::control::agent_api::Users;
 use swaptide_host::daemon::server::{self, DaemonConfig};
 use swaptide_host::memctl::stall::{OnStall, StallPolicy};
 use swaptide_host::run::doctor;
-use swaptide_host::run::supervise::{self, RunConfig, RunReach};
+use swaptide_host::run::supervise::{self, RunConfig, RunReach, RunSubject};
 
 /// Exit status of bad input, and of whatever keeps a command from starting.
 const BAD_INPUT: u8 = 2;
@@ -35,6 +35,8 @@ struct Cli {
 enum Command {
     /// Run a program within a memory budget; what does not fit is swapped out
     Run(RunArgs),
+    /// Put a running process and what it starts under a memory budget; Ctrl-C lets them go
+    Attach(AttachArgs),
     /// Manage all runs of a host: one budget, one set of swap areas, groups
     Daemon(DaemonArgs),
     /// Check kernel and system requirements, with the fix for anything missing
@@ -139,6 +141,35 @@ struct RunArgs {
     command: Vec<OsString>,
 }
 
+#[derive(Args)]
+struct AttachArgs {
+    /// Memory for the process and its descendants: 512M, 1.5G, or 50% of the machine's or
+    /// container's memory [default: 80%]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
+    ram: Option<String>,
+    /// A swap area, as for swaptide run; repeat for more, each with ,prio=N [default: compressed
+    /// memory, then an unlinked file in $TMPDIR or /var/tmp]
+    #[arg(long, value_name = "DEV", allow_hyphen_values = true)]
+    swap: Vec<String>,
+    /// Write a JSON report to this file at the end
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
+    /// Print no summary
+    #[arg(long)]
+    quiet: bool,
+    #[command(flatten)]
+    stall: StallArgs,
+    /// Names for priority ranges of --swap, as for swaptide run
+    #[arg(long, value_name = "SPEC", allow_hyphen_values = true)]
+    tiers: Option<String>,
+    /// Read memory, devices, tiers and groups from a TOML file; options given here override it
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// The process
+    #[arg(value_name = "PID")]
+    pid: u32,
+}
+
 /// What is done about a process that makes almost no progress.
 #[derive(Args)]
 struct StallArgs {
@@ -183,6 +214,7 @@ impl Cli {
     fn execute(self) -> ExitCode {
         match self.command {
             Command::Run(args) => run(args),
+            Command::Attach(args) => attach(args),
             Command::Daemon(DaemonArgs { config, state }) => {
                 match server::run(&DaemonConfig { config, state }) {
                     Ok(status) => ExitCode::from(status),
@@ -241,10 +273,28 @@ fn run(args: RunArgs) -> ExitCode {
         tiers,
         config,
         no_daemon,
-        command,
+        subject: RunSubject::Command(command),
     }) {
         Ok(status) => ExitCode::from(status),
         Err(error) => refuse("run", &error.to_string()),
+    }
+}
+
+fn attach(args: AttachArgs) -> ExitCode {
+    let AttachArgs { ram, swap, report, quiet, stall, tiers, config, pid } = args;
+    match supervise::run(&RunConfig {
+        ram,
+        swap,
+        report,
+        quiet,
+        stall: stall.policy(),
+        tiers,
+        config,
+        subject: RunSubject::Process(pid),
+        ..RunConfig::default()
+    }) {
+        Ok(status) => ExitCode::from(status),
+        Err(error) => refuse("attach", &error.to_string()),
     }
 }
 

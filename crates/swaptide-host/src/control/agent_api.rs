@@ -18,6 +18,7 @@ use swaptide_ipc::shared::SHARED_FEATURES;
 use swaptide_ipc::{AgentRequest, AreaId, INJECTING_SOCKET};
 use swaptide_sys::Errno;
 use swaptide_sys::affinity::go_normally;
+use swaptide_sys::process::start_time;
 use swaptide_sys::sock::{Listener, poll_readable};
 use swaptide_sys::uffd::{Features, Uffd};
 
@@ -87,6 +88,8 @@ pub struct AgentServer {
     listener: Listener,
     name: String,
     supervisor: u32,
+    /// Processes that were attached to, and when they began.
+    admitted: Vec<(u32, u64)>,
     holds: Holds,
     users: Users,
     waiting: Vec<Waiting>,
@@ -131,6 +134,7 @@ impl AgentServer {
             listener,
             name,
             supervisor: std::process::id(),
+            admitted: Vec::new(),
             users,
             waiting: Vec::new(),
             dials: Dials::default(),
@@ -139,6 +143,12 @@ impl AgentServer {
             filters: RefCell::default(),
             injects,
         })
+    }
+
+    /// A process that the agent was put into is served, whatever it descends from.
+    pub(crate) fn admit(&mut self, pid: u32) {
+        self.admitted.retain(|(pid, start)| start_time(*pid) == Some(*start));
+        self.admitted.extend(start_time(pid).map(|start| (pid, start)));
     }
 
     /// The filters of forks since the last call, each to be answered.
@@ -200,7 +210,7 @@ impl AgentServer {
             };
             let client = ClientConn::new(client);
             // One that is not ours is hung up on.
-            let Some(peer) = Peer::of(&client, self.supervisor) else { continue };
+            let Some(peer) = Peer::of(&client, self.supervisor, &self.admitted) else { continue };
             if self.waiting.len() == MAX_WAITING_CLIENTS {
                 self.waiting.remove(0);
             }

@@ -381,7 +381,7 @@ mod tests {
         let client = Conn::connect_abstract(name.as_bytes()).expect("connect");
         let (server, _) = listener.accept().expect("accept");
         let pid = std::process::id();
-        let peer = Peer::of(&server, pid).expect("this process");
+        let peer = Peer::of(&server, pid, &[]).expect("this process");
         let mut body = [0; 20];
         body[..4].copy_from_slice(&tid.to_le_bytes());
         let me = Sender { pid, uid: rustix::process::getuid().as_raw() };

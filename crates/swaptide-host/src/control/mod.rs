@@ -4,6 +4,8 @@
 pub mod agent_api;
 pub mod client;
 pub(crate) mod daemon_client;
+pub(crate) mod filter_client;
+pub(crate) mod filter_offers;
 pub mod fork_tracer;
 pub(crate) mod holds;
 mod orphans;

@@ -12,7 +12,7 @@
 use std::fs::Permissions;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -21,12 +21,13 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use swaptide_core::Tiers;
-use swaptide_sys::sock::peer_of;
+use swaptide_sys::sock::{Conn, peer_of};
 use thiserror::Error;
 
 use crate::cgroup::tree::GroupView;
 use crate::client_conn::clients;
 use crate::control::agent_api::Users;
+use crate::control::filter_offers::{FilterList, FilterOffers, KEPT_FILTERS, WantedFilters};
 use crate::memctl::controller::{self, MemoryController};
 use crate::memctl::stall::StallPolicy;
 use crate::report::totals::{Totals, View};
@@ -114,6 +115,8 @@ pub enum Question {
     Area(u8),
     /// Of a daemon: what the run did so far whose processes descend from the one that asks.
     Totals,
+    /// Of a supervisor that has let its processes go: the filters of their forks, one by one.
+    Filters(WantedFilters),
 }
 
 /// A run that would be kept by a daemon.
@@ -169,6 +172,7 @@ pub(crate) enum Answer {
     Budget(u64),
     Views(Vec<View>),
     Done,
+    Filters(FilterList),
     Tiers(TiersView),
     Readahead(Vec<(String, String)>),
     Groups(Vec<GroupView>),
@@ -280,6 +284,16 @@ pub struct ControlSocket {
     path: PathBuf,
 }
 
+impl ControlSocket {
+    /// No client finds it any more but one that takes filters over.
+    pub(crate) fn keep_filters(&mut self) {
+        let path = self.path.with_extension(KEPT_FILTERS);
+        if std::fs::rename(&self.path, &path).is_ok() {
+            self.path = path;
+        }
+    }
+}
+
 impl Drop for ControlSocket {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.path);
@@ -299,6 +313,8 @@ pub struct ServedRun {
     pub started: Instant,
     /// The tree's budget in bytes.
     pub budget: u64,
+    /// Where processes were attached to: what hands their filters over.
+    pub filters: Option<FilterOffers>,
 }
 
 /// Opens the control socket of a run and starts the thread that answers there.
@@ -363,6 +379,16 @@ fn converse(
                     Answer::Stats(Box::new(View { pid: run.pid, program, wall_s, ..view }))
                 }
                 None => ending(),
+            }
+        }
+        Ok(Question::Filters(WantedFilters { index: None, .. })) => {
+            run.filters.iter().for_each(FilterOffers::release);
+            Answer::Done
+        }
+        Ok(Question::Filters(WantedFilters { pid, index: Some(index) })) => {
+            match run.filters.as_ref().and_then(|offers| offers.get(pid, index)) {
+                Some((list, fd)) => return send_with(&client, &Answer::Filters(list), fd.as_fd()),
+                None => Answer::Error("not a filter of this run's".into()),
             }
         }
         Ok(question) => counter.answer(question, &client),
@@ -523,6 +549,18 @@ pub(crate) fn send_answer(mut client: &UnixStream, answer: &Answer) -> io::Resul
     let mut text = serde_json::to_vec(answer)?;
     text.push(b'\n');
     client.write_all(&text)
+}
+
+/// A line with a descriptor.
+pub(crate) fn send_with(
+    client: &UnixStream,
+    answer: &Answer,
+    fd: BorrowedFd<'_>,
+) -> io::Result<()> {
+    let mut text = serde_json::to_vec(answer)?;
+    text.push(b'\n');
+    Conn::from_fd(client.try_clone()?.into()).send(&text, &[fd])?;
+    Ok(())
 }
 
 fn done(result: Result<(), AreaError>) -> Answer {

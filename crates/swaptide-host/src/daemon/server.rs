@@ -27,7 +27,7 @@
 
 use std::fs::Permissions;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -37,7 +37,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use swaptide_core::Tiers;
 use swaptide_ipc::{AreaId, GroupIndex, MIN_BUDGET_BYTES, Segment};
-use swaptide_sys::sock::{Conn, PeerCred, peer_of, poll_readable};
+use swaptide_sys::sock::{PeerCred, peer_of, poll_readable};
 
 use crate::cgroup::tree::{GroupError, GroupPath, GroupTree, cgroup_of};
 use crate::client_conn::ACCEPT_PAUSE;
@@ -45,7 +45,7 @@ use crate::config::Config;
 use crate::control::agent_api::Users;
 use crate::control::server::{
     Answer, Join, Joined, MAX_CLIENTS, Question, REQUEST_TIMEOUT, RequestHandler, ending,
-    read_line, send_answer,
+    read_line, send_answer, send_with,
 };
 use crate::memctl::controller::{self, MemoryController, SayToRun};
 use crate::report::totals::View;
@@ -427,6 +427,7 @@ impl ClientShared {
                 max,
                 strict,
                 stall,
+                attached: false,
             });
             Ok(())
         };
@@ -558,14 +559,6 @@ fn view_of(controller: &MemoryController, run: controller::ManagedRun) -> View {
         wall_s: (now - run.started).max(0.0),
         ..controller.view(run.root)
     }
-}
-
-/// A line with a descriptor.
-fn send_with(client: &UnixStream, answer: &Answer, fd: BorrowedFd<'_>) -> io::Result<()> {
-    let mut text = serde_json::to_vec(answer)?;
-    text.push(b'\n');
-    Conn::from_fd(client.try_clone()?.into()).send(&text, &[fd])?;
-    Ok(())
 }
 
 /// Logs the controller's lines about runs in a thread of its own: a log that blocks must not block

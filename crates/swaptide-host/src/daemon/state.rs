@@ -621,6 +621,7 @@ mod tests {
             max: Some(5),
             strict: true,
             stall: StallPolicy { then: OnStall::Kill, percent: 70 },
+            attached: false,
         };
         controller.add_run(run);
         let text = serde_json::to_vec(&SavedState::of(&mut controller, 9, 1)).expect("JSON");

@@ -3,13 +3,14 @@
 //! Owns the processes that are watched: those that were named (`FinderRequest::Watch`) and what
 //! they start, for nothing else tells when such a program executes another one. In a run without
 //! them the thread sleeps. Orphans are looked at as well: a program that started one may have ended
-//! between two looks.
+//! between two looks. Where running processes were attached to, they and all that they start are
+//! named, whatever they load ([`Takes::All`]).
 //!
 //! Invariants
 //! 1. A program is given the agent once: it is known by its process's start, its stack and its
 //!    file.
-//! 2. A process that was forked and has executed nothing is left alone: its memory may be its
-//!    parent's.
+//! 2. A process that was forked and has executed nothing is left alone, unless it is attached to:
+//!    its memory may be its parent's.
 //! 3. A look costs at most a thirtieth of one CPU.
 //!
 //! Locks: none; threads talk through channels.
@@ -22,6 +23,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
+use swaptide_ipc::ENV_SOCKET;
 use swaptide_sys::AsFd;
 use swaptide_sys::elf::{ProgramKind, kind_of};
 use swaptide_sys::eventfd::EventFd;
@@ -39,6 +41,49 @@ const HOOKED_AGE: Duration = Duration::from_secs(2);
 const COST_DIVISOR: u32 = 30;
 /// How often a process is named that cannot be traced: it has another tracer, or stops by a signal.
 const MAX_TRIES: u32 = 1000;
+
+/// Which programs are given the agent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Takes {
+    /// Those that load no library.
+    LoadingNone,
+    /// All that are not swaptide's and have no agent.
+    All,
+}
+
+impl Takes {
+    /// True if the program that a process runs is one of them.
+    pub(super) fn has(self, pid: u32) -> bool {
+        match (self, kind_of_process(pid)) {
+            (_, None) => false,
+            (Takes::LoadingNone, Some(kind)) => kind.is_injected(),
+            (Takes::All, Some(_)) => !is_of_swaptide(pid),
+        }
+    }
+}
+
+/// True for a process with an agent, one that will load it, and one of a supervisor's.
+pub(crate) fn is_of_swaptide(pid: u32) -> bool {
+    let file = |pid: &str| {
+        let found = std::fs::metadata(format!("/proc/{pid}/exe")).ok()?;
+        Some((found.dev(), found.ino()))
+    };
+    let is_command = file(&pid.to_string()).is_some_and(|theirs| file("self") == Some(theirs));
+    let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+    let is_socket = |variable: &[u8]| {
+        variable.strip_prefix(ENV_SOCKET.as_bytes()).is_some_and(|rest| rest.starts_with(b"="))
+    };
+    is_command || environment.split(|byte| *byte == 0).any(is_socket) || has_agent(pid)
+}
+
+/// True for a process with threads of an agent.
+pub(crate) fn has_agent(pid: u32) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    threads.into_iter().any(|thread| {
+        let name = std::fs::read(thread.path().join("comm")).unwrap_or_default();
+        name == b"swaptide\n"
+    })
+}
 
 /// What names a program that a process runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,6 +109,8 @@ struct Watched {
     is_hooked: bool,
     /// A process without hooks has started it.
     is_of_injected: bool,
+    /// It was attached to.
+    is_attached: bool,
     /// A thread is about to put the agent into it.
     is_traced: bool,
     /// The program that was named last, and how often.
@@ -75,6 +122,8 @@ struct Watched {
 pub(super) enum FinderRequest {
     /// A process runs such a program, or it or one that it starts is about to.
     Watch(u32),
+    /// A running process is to be given the agent.
+    Attach(u32),
     /// The tracer has done with this one. `None`: it is to be named again.
     Done(u32, Option<ProgramIdentity>),
 }
@@ -90,9 +139,10 @@ pub(super) fn start(
     requests: Receiver<FinderRequest>,
     candidates: Sender<Candidate>,
     wake: Arc<EventFd>,
+    takes: Takes,
 ) {
-    let finder =
-        Finder { candidates, wake, watched: HashMap::new(), newest: None, has_named: false };
+    let watched = HashMap::new();
+    let finder = Finder { candidates, wake, takes, watched, newest: None, has_named: false };
     // Without the thread such programs stay unmanaged, which the summary tells.
     let _ = Builder::new().name("injector".into()).spawn(move || finder.run(requests));
 }
@@ -100,6 +150,7 @@ pub(super) fn start(
 struct Finder {
     candidates: Sender<Candidate>,
     wake: Arc<EventFd>,
+    takes: Takes,
     watched: HashMap<u32, Watched>,
     /// The number of the newest process at the last look at all of them.
     newest: Option<u32>,
@@ -122,6 +173,14 @@ impl Finder {
             match request {
                 Ok(FinderRequest::Watch(pid)) => {
                     self.begin(pid);
+                    next_look = next_look.min(earliest_look);
+                }
+                Ok(FinderRequest::Attach(pid)) => {
+                    self.begin(pid);
+                    if let Some(watched) = self.watched.get_mut(&pid) {
+                        (watched.is_attached, watched.is_of_injected) = (true, true);
+                        watched.is_hooked = false;
+                    }
                     next_look = next_look.min(earliest_look);
                 }
                 Ok(FinderRequest::Done(pid, program)) => self.note(pid, program),
@@ -149,6 +208,7 @@ impl Finder {
             done: None,
             is_hooked: true,
             is_of_injected: false,
+            is_attached: false,
             is_traced: false,
             named: None,
             tries: 0,
@@ -177,28 +237,24 @@ impl Finder {
                 return true;
             }
             // The child of one with hooks says by itself what it executes.
-            if !info.has_executed {
+            if !info.has_executed && !watched.is_attached {
                 return watched.is_of_injected || watched.since.elapsed() < HOOKED_AGE;
             }
             let Some(program) = ProgramIdentity::of(&info) else { return true };
             if watched.done == Some(program) {
                 return !watched.is_hooked || watched.since.elapsed() < HOOKED_AGE;
             }
-            match kind_of_process(*pid) {
-                Some(kind) if kind.is_injected() => {
-                    watched.is_hooked = false;
-                    watched.is_traced = true;
-                    watched.named = Some(program);
-                    found.push(Candidate { pid: *pid, program });
-                    true
-                }
+            if self.takes.has(*pid) {
+                watched.is_hooked = false;
+                watched.is_traced = true;
+                watched.named = Some(program);
+                found.push(Candidate { pid: *pid, program });
+            } else {
                 // What loads the agent says by itself when it executes something else.
-                _ => {
-                    watched.is_hooked = true;
-                    watched.done = Some(program);
-                    true
-                }
+                watched.is_hooked = self.takes == Takes::LoadingNone;
+                watched.done = Some(program);
             }
+            true
         });
         if !found.is_empty() {
             self.has_named = true;
@@ -227,7 +283,7 @@ impl Finder {
                 let (is_of_injected, is_hooked) = match self.watched.get(&info.ppid) {
                     Some(parent) => (!parent.is_hooked, parent.is_hooked),
                     // Its parent may have ended between two looks.
-                    None if info.ppid == own && self.has_named && may_be_foreign(info) => {
+                    None if info.ppid == own && self.has_named && self.may_take(info) => {
                         (true, true)
                     }
                     None => continue,
@@ -245,18 +301,20 @@ impl Finder {
     }
 }
 
+impl Finder {
+    /// False for a process that runs a program with hooks.
+    fn may_take(&self, info: &ProcInfo) -> bool {
+        !info.has_executed || self.takes.has(info.pid)
+    }
+}
+
 /// CPU time of the calling thread.
 fn cpu_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec.max(0) as u32)
 }
 
-/// False for a process that runs a program with hooks.
-fn may_be_foreign(info: &ProcInfo) -> bool {
-    !info.has_executed || kind_of_process(info.pid).is_some_and(ProgramKind::is_injected)
-}
-
-pub(super) fn kind_of_process(pid: u32) -> Option<ProgramKind> {
+fn kind_of_process(pid: u32) -> Option<ProgramKind> {
     kind_of(File::open(format!("/proc/{pid}/exe")).ok()?.as_fd())
 }
 

@@ -35,6 +35,7 @@ use swaptide_sys::wait_set::{WaitSet, Wakes};
 
 use crate::client_conn::{ClientConn, bounded};
 use crate::control::agent_api::NewFilter;
+use crate::control::filter_offers::OfferedFilters;
 use crate::memctl::controller::detach::fits_for_fork;
 
 /// The time in which everything of a process comes in.
@@ -172,6 +173,37 @@ impl HeldForks {
             let agent = FilteredAgent { client, serial: self.last_serial, order: None };
             self.agents.insert(pid, agent);
         }
+    }
+
+    /// Reads filters that another supervisor has had.
+    pub(crate) fn take_over(&mut self, offered: OfferedFilters) {
+        for filter in offered.filters.into_iter().map(ForkFilter::from_fd) {
+            if self.wait_for(&filter) {
+                self.filters.push(ReadFilter { filter: Arc::new(filter), in_vain: 0 });
+            }
+        }
+        self.filtered.extend(offered.processes);
+    }
+
+    /// The filters, for another supervisor.
+    ///
+    /// # Errors
+    /// Without descriptors for them.
+    pub(crate) fn offer(&self) -> Result<OfferedFilters, Errno> {
+        let copy = |read: &ReadFilter| rustix::io::fcntl_dupfd_cloexec(&*read.filter, 3);
+        let filters = self.filters.iter().map(copy).collect::<Result<_, Errno>>()?;
+        let processes = self.filtered.iter().map(|(pid, began)| (*pid, *began)).collect();
+        Ok(OfferedFilters { filters, processes })
+    }
+
+    /// True while a process may fork under a filter that this supervisor reads.
+    pub(crate) fn has_filters(&self) -> bool {
+        !self.filters.is_empty()
+    }
+
+    /// True while a thread waits for the answer to what was read.
+    pub(crate) fn has_forks(&self) -> bool {
+        !self.forks.is_empty()
     }
 
     fn wait_for(&mut self, filter: &ForkFilter) -> bool {

@@ -16,6 +16,7 @@ mod image;
 mod put_in;
 mod tracer;
 
+pub(crate) use finder::{Takes, has_agent, is_of_swaptide};
 pub(crate) use image::AgentFile;
 pub use image::ImageError;
-pub(crate) use tracer::Tracer;
+pub(crate) use tracer::{Tracer, is_confined, is_numbered_here};

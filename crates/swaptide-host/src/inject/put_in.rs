@@ -21,6 +21,7 @@ use swaptide_ipc::injected::{
     ARGS_BYTES, INJECTED_FRAME_BYTES, InjectedArgs, InjectedRange, TLS_BYTES,
 };
 use swaptide_sys::remote::Remote;
+use swaptide_sys::withdraw::LEFT_CODE;
 use swaptide_sys::{Errno, PAGE_SIZE};
 
 use super::image::{AgentImage, LibraryPart};
@@ -31,6 +32,8 @@ const TEXT_BYTES: u64 = 4 * PAGE_SIZE as u64;
 const MEMORY_BYTES: u64 = TEXT_BYTES + STACK_BYTES + TLS_BYTES as u64 + PAGE_SIZE as u64;
 /// `struct stat` of x86-64: device and inode are its first two words.
 const STAT_BYTES: usize = 144;
+/// Pages in a row that are looked at.
+const MAX_LEFT_PAGES: usize = 64;
 const AT_FDCWD: u64 = -100i64 as u64;
 const NO_FD: u64 = -1i64 as u64;
 
@@ -77,6 +80,7 @@ impl Drop for Unmapping<'_> {
 /// # Errors
 /// The error of a call that it was made to make; `SRCH` when it is gone.
 pub(super) fn put_in(remote: &Remote, image: &AgentImage, texts: &AgentTexts) -> Result<(), Errno> {
+    unmap_left(remote);
     let read_write = k::PROT_READ | k::PROT_WRITE;
     // SAFETY: the kernel chooses free addresses.
     let memory = unsafe { map(remote, 0, MEMORY_BYTES, read_write, k::MAP_NORESERVE, None) }?;
@@ -104,6 +108,25 @@ pub(super) fn put_in(remote: &Remote, image: &AgentImage, texts: &AgentTexts) ->
     unsafe { remote.start_thread(base + image.start, stack, thread_pointer) }?;
     std::mem::forget((unused_memory, unused_image));
     Ok(())
+}
+
+/// Unmaps the pages of code that agents before have left behind.
+fn unmap_left(remote: &Remote) {
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", remote.tid())).unwrap_or_default();
+    for line in maps.lines().filter(|line| line.contains(" r-xp 00000000 00:00 0")) {
+        let number = |text: &str| u64::from_str_radix(text, 16).ok();
+        let range = line.split_once(' ').and_then(|(range, _)| range.split_once('-'));
+        let range = range.and_then(|(start, end)| Some((number(start)?, number(end)?)));
+        let Some((start, end)) = range else { continue };
+        for at in (start..end).step_by(PAGE_SIZE).take(MAX_LEFT_PAGES) {
+            let mut code = [0u8; LEFT_CODE.len()];
+            if remote.read(at, &mut code).is_err() || code != LEFT_CODE {
+                break;
+            }
+            // SAFETY: a page of swaptide's own that no thread runs.
+            let _ = unsafe { remote.call(k::__NR_munmap, [at, PAGE_SIZE as u64, 0, 0, 0, 0]) };
+        }
+    }
 }
 
 /// Opens the library in the program. `None` where that finds no such file, or another one.

@@ -13,7 +13,8 @@
 //!
 //! Invariants
 //! 1. A program is traced and changed without `CAP_SYS_PTRACE`, so the kernel gives no rights by
-//!    it that its user has not.
+//!    it that its user has not; but for programs with the rights of a process that was attached to
+//!    by a user with that capability.
 //! 2. What a process is was looked at after it had stopped: until then it may execute another
 //!    program.
 //! 3. A process in another pid namespace is left alone, and so is one under filters of its own:
@@ -31,13 +32,12 @@ use std::time::{Duration, Instant};
 use rustix::thread::CapabilitySet;
 use swaptide_ipc::{ProcSlot, Segment};
 use swaptide_sys::Errno;
-use swaptide_sys::elf::ProgramKind;
 use swaptide_sys::eventfd::EventFd;
-use swaptide_sys::process::proc_info;
+use swaptide_sys::process::{ProcInfo, proc_info, same_memory};
 use swaptide_sys::ptrace::TraceeStop;
 use swaptide_sys::remote::{Remote, Seized, is_traced_here};
 
-use super::finder::{self, Candidate, FinderRequest, ProgramIdentity, kind_of_process};
+use super::finder::{self, Candidate, FinderRequest, ProgramIdentity, Takes};
 use super::forks::HeldForks;
 use super::image::AgentFile;
 use super::put_in::{AgentTexts, put_in};
@@ -69,6 +69,11 @@ struct Stopping {
 pub(crate) struct Tracer {
     agent: AgentFile,
     texts: AgentTexts,
+    /// The rights of the process that was attached to.
+    attached: Option<Credentials>,
+    takes: Takes,
+    /// No program is given the agent any more.
+    is_stopped: bool,
     finder: Sender<FinderRequest>,
     named: Receiver<Candidate>,
     wake: Arc<EventFd>,
@@ -77,9 +82,24 @@ pub(crate) struct Tracer {
     late: HashMap<u32, Remote>,
     /// Forks of programs that have the agent.
     pub(crate) forks: HeldForks,
+    /// What came of programs since the last call of [`Tracer::take_outcomes`].
+    outcomes: Vec<(u32, Result<(), Errno>)>,
     /// What is to be told, and whether it was.
     note: Option<String>,
     has_told: bool,
+}
+
+/// The rights of a process, as the kernel compares them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Credentials(Vec<String>);
+
+impl Credentials {
+    fn of(pid: u32) -> Option<Credentials> {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+        let is_one =
+            |line: &&str| ["Uid:", "Gid:", "CapPrm:"].iter().any(|key| line.starts_with(key));
+        Some(Credentials(status.lines().filter(is_one).map(str::to_owned).collect()))
+    }
 }
 
 impl Tracer {
@@ -91,14 +111,18 @@ impl Tracer {
         agent: AgentFile,
         socket: &str,
         log: Option<Vec<u8>>,
+        takes: Takes,
     ) -> Result<Tracer, Errno> {
         let wake = Arc::new(EventFd::new()?);
         let (finder, requests) = channel();
         let (candidates, named) = channel();
-        finder::start(requests, candidates, Arc::clone(&wake));
+        finder::start(requests, candidates, Arc::clone(&wake), takes);
         Ok(Tracer {
             agent,
             texts: AgentTexts { socket: socket.into(), log: log.unwrap_or_default() },
+            attached: None,
+            takes,
+            is_stopped: false,
             finder,
             named,
             wake,
@@ -106,9 +130,37 @@ impl Tracer {
             held: HashMap::new(),
             late: HashMap::new(),
             forks: HeldForks::default(),
+            outcomes: Vec::new(),
             note: None,
             has_told: false,
         })
+    }
+
+    /// A running process is to be given the agent, and what it has started. The first one's rights
+    /// are those that this process lends.
+    pub(crate) fn attach(&mut self, pid: u32) {
+        self.attached = self.attached.take().or_else(|| Credentials::of(pid));
+        let _ = self.finder.send(FinderRequest::Attach(pid));
+    }
+
+    /// Nothing is given the agent any more.
+    pub(crate) fn stop(&mut self) {
+        self.is_stopped = true;
+        // The finder ends.
+        self.finder = channel().0;
+    }
+
+    /// What came of programs since the last call, in order.
+    pub(crate) fn take_outcomes(&mut self) -> Vec<(u32, Result<(), Errno>)> {
+        std::mem::take(&mut self.outcomes)
+    }
+
+    /// Does something to a process with the rights that invariant 1 allows.
+    fn act<T>(&self, pid: u32, act: impl FnOnce() -> Result<T, Errno>) -> Result<T, Errno> {
+        if self.attached.is_some() && Credentials::of(pid) == self.attached {
+            return act();
+        }
+        without(CapabilitySet::SYS_PTRACE, act).unwrap_or(Err(Errno::PERM))
     }
 
     /// A process runs such a program, or it or one that it starts is about to.
@@ -190,11 +242,10 @@ impl Tracer {
     pub(crate) fn begin_named(&mut self) {
         self.wake.clear();
         while let Ok(Candidate { pid, program }) = self.named.try_recv() {
-            if !self.has_image() {
+            if self.is_stopped || !self.has_image() {
                 continue;
             }
-            let seized = without(CapabilitySet::SYS_PTRACE, || Seized::seize(pid));
-            match seized.unwrap_or(Err(Errno::PERM)) {
+            match self.act(pid, || Seized::seize(pid)) {
                 Ok(seized) => {
                     // The program that had this number is gone, or it would have a tracer.
                     self.held.remove(&pid);
@@ -251,10 +302,15 @@ impl Tracer {
         program: ProgramIdentity,
         segment: &Segment,
     ) -> Result<(), Errno> {
-        let info = proc_info(pid).filter(|info| info.has_executed);
+        let takes = self.takes;
+        let is_whole = |info: &ProcInfo| {
+            info.has_executed || takes == Takes::All && !same_memory(info.ppid, pid)
+        };
+        let info = proc_info(pid).filter(is_whole);
         let is_same = info.as_ref().and_then(ProgramIdentity::of) == Some(program);
-        let is_wanted = is_same
-            && kind_of_process(pid).is_some_and(ProgramKind::is_injected)
+        let is_wanted = !self.is_stopped
+            && is_same
+            && takes.has(pid)
             && !is_confined(pid, self.forks.is_filtered(pid))
             && is_numbered_here(pid);
         let Some(image) = self.agent.image().filter(|_| is_wanted) else {
@@ -267,8 +323,7 @@ impl Tracer {
         if let Some(before) = slots.find(|slot| slot.pid.load(Relaxed) == pid) {
             before.past_libc.store(0, Relaxed);
         }
-        let put = || put_in(&remote, image, &self.texts);
-        match without(CapabilitySet::SYS_PTRACE, put).unwrap_or(Err(Errno::PERM)) {
+        match self.act(pid, || put_in(&remote, image, &self.texts)) {
             Ok(()) => {
                 self.held.insert(pid, HeldProgram { remote, since: Instant::now() });
                 Ok(())
@@ -284,6 +339,9 @@ impl Tracer {
     fn done(&mut self, pid: u32, program: ProgramIdentity, result: Result<(), Errno>) {
         // Another program by then, or it is stopped, or a debugger has it.
         let is_again = matches!(result, Err(Errno::AGAIN | Errno::PERM));
+        if self.takes == Takes::All && result != Err(Errno::AGAIN) {
+            self.outcomes.push((pid, result));
+        }
         let _ = self.finder.send(FinderRequest::Done(pid, (!is_again).then_some(program)));
         if let Err(errno) = result
             && !matches!(errno, Errno::AGAIN | Errno::SRCH)
@@ -291,8 +349,7 @@ impl Tracer {
             && proc_info(pid).as_ref().and_then(ProgramIdentity::of) == Some(program)
         {
             self.tell(format!(
-                "process {pid} loads no library and cannot be given the agent ({errno}): it is \
-                not managed"
+                "process {pid} cannot be given the agent ({errno}): it is not managed"
             ));
         }
     }
@@ -317,7 +374,7 @@ impl Tracer {
 
 /// True for a process in the pid namespace of this one: the number of a thread that it makes in
 /// another one means another thread here.
-fn is_numbered_here(pid: u32) -> bool {
+pub(crate) fn is_numbered_here(pid: u32) -> bool {
     let namespace = |path: String| std::fs::read_link(path).ok();
     let theirs = namespace(format!("/proc/{pid}/ns/pid"));
     theirs.is_some() && theirs == namespace("/proc/self/ns/pid".into())
@@ -326,7 +383,7 @@ fn is_numbered_here(pid: u32) -> bool {
 /// True for a process under more filters of system calls than this one: they could end it for what
 /// it is made to call. The one that tells the supervisor of forks lets all pass that it is made to
 /// call (`has_ours`).
-fn is_confined(pid: u32, has_ours: bool) -> bool {
+pub(crate) fn is_confined(pid: u32, has_ours: bool) -> bool {
     let filters = |path: String| {
         let status = std::fs::read_to_string(path).ok()?;
         let word = |name| {

@@ -166,6 +166,11 @@ impl MemoryController {
         self.runs.add(run);
     }
 
+    /// A running process of a run that is kept.
+    pub(crate) fn attach(&mut self, pid: u32, root: u32) {
+        self.tree.attach(pid, root);
+    }
+
     /// The thread: ticks until it is told to stop or no client is left.
     pub fn run(mut self, requests: Receiver<ControllerRequest>) {
         // It only looks, but it must look in time.

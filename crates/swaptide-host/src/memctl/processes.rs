@@ -152,6 +152,14 @@ impl ProcessTree {
         self.members.contains_key(&pid) || self.insert(pid, self.root_above(pid).unwrap_or(0))
     }
 
+    /// Adds a running process that was attached to, as one of the tree below `root`. Returns false
+    /// if it is gone.
+    pub(crate) fn attach(&mut self, pid: u32, root: u32) -> bool {
+        (self.newest_pid, self.scanned) = (None, None);
+        self.outsiders.remove(&pid);
+        self.insert(pid, root)
+    }
+
     fn insert(&mut self, pid: u32, root: u32) -> bool {
         if let std::collections::btree_map::Entry::Vacant(vacant) = self.members.entry(pid) {
             let Some(member) = Member::open(pid, root) else { return false };

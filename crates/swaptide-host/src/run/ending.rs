@@ -39,7 +39,7 @@ fn bit(signal: i32) -> u64 {
 }
 
 /// True if a signal is meant to end a run.
-fn ends(signal: i32) -> bool {
+pub(super) fn ends(signal: i32) -> bool {
     matches!(signal, libc::SIGTERM | libc::SIGINT | libc::SIGHUP | libc::SIGQUIT)
 }
 

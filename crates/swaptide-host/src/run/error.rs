@@ -10,6 +10,7 @@ use thiserror::Error;
 use crate::cgroup::tree::GroupError;
 use crate::config::ConfigError;
 use crate::inject::ImageError;
+use crate::run::attach::AttachError;
 use crate::run::target::TargetError;
 use crate::swap::areas::AreaError;
 use crate::swap::spec::DeviceError;
@@ -60,6 +61,9 @@ pub enum RunError {
     /// The program cannot be run managed.
     #[error("{0}")]
     Target(TargetError),
+    /// The process cannot be attached to.
+    #[error("{0}")]
+    Attach(AttachError),
     /// The preloaded library is not where it should be.
     #[error(
         "{AGENT_NAME} not found ({list}); build it with cargo build, or set {ENV_AGENT}",

@@ -18,6 +18,8 @@ pub(super) struct Launcher {
     pub(super) channel: Channel,
     pub(super) signals: Signals,
     pub(super) program: Option<u32>,
+    /// No program was started: running processes were attached to.
+    pub(super) is_attached: bool,
 }
 
 impl Launcher {
@@ -75,6 +77,13 @@ impl Launcher {
     /// The supervisor was killed. The program is this process's child now and keeps the limits it
     /// has.
     fn wait_alone(mut self) -> Result<u8, RunError> {
+        if self.is_attached {
+            report_line(
+                "the supervisor was killed: the processes keep their limits, their forks fail, and \
+                there is no report",
+            );
+            return Ok(1);
+        }
         let Some(program) = self.program else {
             return Err(RunError::Start("the supervisor was killed".into()));
         };

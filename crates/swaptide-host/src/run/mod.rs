@@ -1,6 +1,7 @@
 //! A run from its first check to its exit status.
 
 pub mod agent;
+pub mod attach;
 mod channel;
 mod container;
 pub(crate) mod descriptors;

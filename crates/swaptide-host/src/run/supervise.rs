@@ -56,8 +56,8 @@ use crate::run::doctor::{self, Forks};
 use crate::run::inheritance::Inheritance;
 use crate::run::launcher::Launcher;
 use crate::run::segment::{set_up_header, wanted_failure};
-use crate::run::supervisor::{Prepared, RunMode, RunPlace, Supervisor};
-use crate::run::target;
+use crate::run::supervisor::{Prepared, RunMode, RunPlace, Subject, Supervisor};
+use crate::run::{attach, target};
 use crate::signals;
 use crate::swap::areas::Areas;
 use crate::swap::mirror;
@@ -112,8 +112,23 @@ pub struct RunConfig {
     pub config: Option<PathBuf>,
     /// `--no-daemon`: no daemon is joined, should one be there.
     pub no_daemon: bool,
-    /// The program and its arguments.
-    pub command: Vec<OsString>,
+    /// Whose memory is limited.
+    pub subject: RunSubject,
+}
+
+/// Whose memory a run limits.
+#[derive(Clone, Debug)]
+pub enum RunSubject {
+    /// A program that is started, with its arguments.
+    Command(Vec<OsString>),
+    /// A running process, and what it has started and starts. No daemon is joined.
+    Process(u32),
+}
+
+impl Default for RunSubject {
+    fn default() -> RunSubject {
+        RunSubject::Command(Vec::new())
+    }
 }
 
 /// Runs a program under a budget; answers with the exit status.
@@ -163,6 +178,7 @@ pub fn run(config: &RunConfig) -> Result<u8, RunError> {
                 channel: Channel::new(launcher_end),
                 signals,
                 program: None,
+                is_attached: matches!(config.subject, RunSubject::Process(_)),
             }
             .run()
         }
@@ -190,11 +206,8 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
     for device in &mut devices {
         device.leave_directory().map_err(|e| RunError::System("the current directory", e))?;
     }
-    let (name, arguments) = config.command.split_first().ok_or(RunError::NoCommand)?;
-    let target =
-        target::find(name, std::env::var_os("PATH").as_deref()).map_err(RunError::Target)?;
     let agent = find_agent()?;
-    let preload = preload(&agent)?;
+    let subject = subject(&config.subject, &agent)?;
     let report = match &config.report {
         Some(path) => Some((
             path.clone(),
@@ -206,15 +219,21 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
     if forks == Forks::Followed && config.reach.shared {
         return Err(RunError::SharedNeedsEvents);
     }
-    if !config.reach.inject {
-        target.check_loads().map_err(RunError::Target)?;
-    }
+    let (program, injects, is_needed) = match &subject {
+        Subject::Program { target, .. } => {
+            if !config.reach.inject {
+                target.check_loads().map_err(RunError::Target)?;
+            }
+            (program_name(&target.name), config.reach.inject, target.kind.is_injected())
+        }
+        Subject::Process(target) => (target.name(), true, true),
+    };
     if config.reach.shared && !may_write_files_of(MAX_REGION_BYTES) {
         return Err(RunError::SharedFileSize);
     }
-    let program = program_name(name);
-    let alone =
-        config.no_daemon || std::env::var_os(ENV_NO_DAEMON).is_some_and(|set| !set.is_empty());
+    let alone = config.no_daemon
+        || matches!(subject, Subject::Process(_))
+        || std::env::var_os(ENV_NO_DAEMON).is_some_and(|set| !set.is_empty());
     let joined = if alone { None } else { look_for_daemon(config, ram.map(|_| budget), &program)? };
     let mut users = config.userfaultfd.or(file.userfaultfd).unwrap_or_default();
     let mut follows_forks = forks == Forks::Followed;
@@ -229,12 +248,10 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         }
         None => place_of_its_own(config, &file, budget, &mut devices, program)?,
     };
-    let agent = || AgentFile::new(agent, target.kind.is_injected());
-    let agent = config.reach.inject.then(agent).transpose().map_err(RunError::Agent)?;
+    let agent = injects.then(|| AgentFile::new(agent, is_needed));
+    let agent = agent.transpose().map_err(RunError::Agent)?;
     Ok(Prepared {
-        target,
-        arguments: arguments.to_vec(),
-        preload,
+        subject,
         agent,
         place,
         report,
@@ -248,6 +265,21 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         started,
         inherited_fds,
     })
+}
+
+/// Looks at whose memory is to be limited, and changes nothing.
+fn subject(wanted: &RunSubject, agent: &Path) -> Result<Subject, RunError> {
+    let command = match wanted {
+        RunSubject::Command(command) => command,
+        RunSubject::Process(pid) => {
+            return attach::look(*pid).map(Subject::Process).map_err(RunError::Attach);
+        }
+    };
+    let (name, arguments) = command.split_first().ok_or(RunError::NoCommand)?;
+    let target =
+        target::find(name, std::env::var_os("PATH").as_deref()).map_err(RunError::Target)?;
+    let preload = preload(agent)?;
+    Ok(Subject::Program { target, arguments: arguments.to_vec(), preload })
 }
 
 /// The daemon's segment and areas.

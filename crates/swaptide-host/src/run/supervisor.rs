@@ -25,13 +25,15 @@ use swaptide_sys::sock::{MAX_POLL, poll_readable};
 use crate::cgroup::tree::GroupTree;
 use crate::control::agent_api::{AgentServer, Users};
 use crate::control::daemon_client::{self as client, RemoteAreas};
+use crate::control::filter_offers::FilterOffers;
 use crate::control::fork_tracer::{self, TracedForks};
 use crate::control::server::{self, ControlSocket, Join, ServedRun};
-use crate::inject::{AgentFile, Tracer};
+use crate::inject::{AgentFile, Takes, Tracer};
 use crate::memctl::controller::{self, MemoryController, SayToRun};
 use crate::memctl::shared_pager::SharedPager;
 use crate::memctl::stall::{OnStall, StallPolicy};
 use crate::report::totals::{Report, ReportFile, Sink, summary};
+use crate::run::attach::AttachTarget;
 use crate::run::channel::{Channel, LauncherMessage, PassOn};
 use crate::run::descriptors::{
     leave_directory, raise_descriptor_limit, raise_file_size_limit, release_streams,
@@ -42,6 +44,10 @@ use crate::run::target::Target;
 use crate::signals::{self, ChildStatus, Inherited, Signals};
 use crate::swap::areas::{AreaOpener, Areas};
 use crate::units::human;
+
+mod attached;
+
+use self::attached::AttachedRun;
 
 /// Two signals from one sender within this time, one here and one at the launcher, are one sent to
 /// the group. The launcher may have to wait for its turn on a busy machine before it passes its own
@@ -77,11 +83,17 @@ pub(super) struct RunPlace {
     pub(super) frame: ReportFile,
 }
 
+/// Whose memory is limited.
+pub(super) enum Subject {
+    /// A program that is started.
+    Program { target: Target, arguments: Vec<OsString>, preload: OsString },
+    /// A running process, and what it has started.
+    Process(AttachTarget),
+}
+
 /// Everything that is checked and opened before the fork.
 pub(super) struct Prepared {
-    pub(super) target: Target,
-    pub(super) arguments: Vec<OsString>,
-    pub(super) preload: OsString,
+    pub(super) subject: Subject,
     /// What is put into programs that load no library, where that is wanted.
     pub(super) agent: Option<AgentFile>,
     pub(super) place: RunPlace,
@@ -127,12 +139,21 @@ impl Prepared {
         let log = std::env::var_os(ENV_AGENT_LOG).filter(|path| !path.is_empty());
         let log = log.and_then(|path| std::path::absolute(path).ok());
         let log = log.map(|path| path.into_os_string().into_encoded_bytes());
-        Tracer::start(agent, socket, log).ok()
+        let takes = match self.subject {
+            Subject::Program { .. } => Takes::LoadingNone,
+            Subject::Process(_) => Takes::All,
+        };
+        Tracer::start(agent, socket, log, takes).ok()
     }
 
     /// Starts the controller of a run that is alone, and opens its control socket; and what a pager
     /// of shared memory needs.
-    fn keep(&mut self, launcher: u32, channel: &Channel) -> SideServices {
+    fn keep(
+        &mut self,
+        launcher: u32,
+        channel: &Channel,
+        filters: Option<FilterOffers>,
+    ) -> SideServices {
         raise_descriptor_limit();
         if self.shared {
             raise_file_size_limit();
@@ -166,6 +187,7 @@ impl Prepared {
             max: None,
             strict: self.strict,
             stall: self.stall,
+            attached: matches!(self.subject, Subject::Process(_)),
         };
         thread.add_run(run);
         let thread = std::thread::Builder::new()
@@ -178,6 +200,7 @@ impl Prepared {
             program,
             started: self.started,
             budget: self.place.frame.budget,
+            filters,
         };
         // Without a control socket no client can ask, and that is all.
         let socket = server::open(run, areas.clone(), controller.clone()).ok();
@@ -190,7 +213,7 @@ pub(super) struct Supervisor {
     prepared: Prepared,
     launcher: u32,
     /// Its name goes with the last process of the tree.
-    _socket: Option<ControlSocket>,
+    socket: Option<ControlSocket>,
     /// The launcher, while it is there.
     channel: Option<Channel>,
     signals: Signals,
@@ -203,8 +226,10 @@ pub(super) struct Supervisor {
     shared: Option<&'static SharedPager>,
     /// Where there is no daemon that does it.
     controller: Option<mpsc::Sender<controller::ControllerRequest>>,
-    /// The program; `None` once it has ended.
+    /// The program; `None` once it has ended, and where none was started.
     program: Option<u32>,
+    /// The state of a run of processes that were attached to.
+    attached: Option<AttachedRun>,
     /// The sender of each signal to this process, and when: what is sent to the group arrives
     /// here as well.
     seen: HashMap<i32, (u32, Instant)>,
@@ -230,23 +255,32 @@ impl Supervisor {
             Err(error) => {
                 channel.send(&LauncherMessage::Failed(format!(
                     "{}: cannot be started: {error}",
-                    prepared.target.path.display()
+                    prepared.place.frame.program
                 )));
                 std::process::exit(0);
             }
         };
         release_streams(&prepared.inherited_fds, &[0, 1, 2]);
         leave_directory();
-        let kept = prepared.keep(launcher, &channel);
-        let tracer = prepared.tracer(counter.name());
-        if prepared.target.kind.is_injected() {
-            let _ = tracer.as_ref().map(|tracer| tracer.watch(program));
+        let attached = match &mut prepared.subject {
+            Subject::Process(target) => AttachedRun::new(target).ok(),
+            Subject::Program { .. } => None,
+        };
+        let offers = attached.as_ref().map(AttachedRun::offers);
+        let kept = prepared.keep(launcher, &channel, offers);
+        let mut tracer = prepared.tracer(counter.name());
+        match (&mut prepared.subject, &mut tracer) {
+            (Subject::Program { target, .. }, Some(tracer)) if target.kind.is_injected() => {
+                program.into_iter().for_each(|pid| tracer.watch(pid));
+            }
+            (Subject::Process(target), Some(tracer)) => target.begin(tracer),
+            _ => {}
         }
         let followed = TracedForks::new(prepared.follows_forks);
         let supervisor = Supervisor {
             prepared,
             launcher,
-            _socket: kept.socket,
+            socket: kept.socket,
             channel: Some(channel),
             signals,
             counter,
@@ -254,7 +288,8 @@ impl Supervisor {
             tracer,
             shared: kept.shared,
             controller: kept.controller,
-            program: Some(program),
+            program,
+            attached,
             seen: HashMap::new(),
             ending: Ending::default(),
         };
@@ -280,11 +315,13 @@ impl Supervisor {
             fds.extend(self.counter.awaited());
             fds.extend(self.followed.awaited());
             fds.extend(self.tracer.iter().flat_map(|tracer| tracer.forks.awaited()));
+            fds.extend(self.attached.iter().map(AttachedRun::awaited));
             let held = self.tracer.as_ref().and_then(Tracer::timeout);
             let forking = self.tracer.as_ref().and_then(|tracer| tracer.forks.timeout());
+            let attached = self.attached.as_ref().and_then(AttachedRun::timeout);
             let timeout = [self.counter.timeout(), self.followed.timeout(), self.ending.timeout()]
                 .into_iter()
-                .chain([held, forking])
+                .chain([held, forking, attached])
                 .flatten()
                 .min();
             // Those for which there is no place are looked at all the same, a little later.
@@ -323,7 +360,9 @@ impl Supervisor {
             for note in self.counter.take_notes() {
                 self.say(note);
             }
-            if !self.look_at_children() {
+            let has_children = self.look_at_children();
+            let lives = if self.attached.is_some() { self.attend_attached() } else { has_children };
+            if !lives {
                 // The controller ends with its channel.
                 let _ = self
                     .controller
@@ -377,9 +416,17 @@ impl Supervisor {
         }
     }
 
+    /// A program is told by the signal itself; processes that were attached to are let go.
+    fn told_to_end(&mut self, signal: i32) {
+        match &mut self.attached {
+            Some(attached) => attached.note_signal(signal),
+            None => self.ending.begin(signal),
+        }
+    }
+
     fn note_signals(&mut self) {
         while let Some(arrived) = self.signals.next() {
-            self.ending.begin(arrived.signal);
+            self.told_to_end(arrived.signal);
             if let Some(sender) = arrived.sender {
                 self.seen.insert(arrived.signal, (sender, Instant::now()));
             }
@@ -394,7 +441,7 @@ impl Supervisor {
             return;
         };
         for message in messages {
-            self.ending.begin(message.signal);
+            self.told_to_end(message.signal);
             let whole_group = self.seen.remove(&message.signal).is_some_and(|(sender, when)| {
                 sender == message.sender && when.elapsed() < SAME_SIGNAL_TIME
             });
@@ -474,6 +521,7 @@ impl Supervisor {
             _ if totals.strict_kill => 137,
             // A program that came to its end just before keeps its status.
             137 if totals.waits.is_killed => STALL_STATUS,
+            _ if totals.waits.is_killed && self.attached.is_some() => STALL_STATUS,
             _ => status,
         };
         let frame = &self.prepared.place.frame;
@@ -503,7 +551,9 @@ impl Supervisor {
             lines.push(format!("{}: {line}", frame.program));
         }
         let is_killed = totals.strict_kill || totals.waits.is_killed || status >= 128;
-        let is_alone = matches!(self.prepared.place.mode, RunMode::Alone { .. });
+        let is_alone = matches!(self.prepared.place.mode, RunMode::Alone { .. })
+            // The time before is not known.
+            && self.attached.is_none();
         let advice = (is_alone && !is_killed)
             .then(|| totals.waits.advice(frame.budget, wall_s, least_seconds()))
             .flatten();
@@ -551,19 +601,23 @@ fn least_seconds() -> f64 {
     ticks as f64 / rustix::param::clock_ticks_per_second().max(1) as f64 / cpus as f64
 }
 
-/// Starts the program, which tells the launcher its own number before it begins: however early this
-/// process is killed, the launcher knows what to wait for.
+/// Opens the socket of the agents, and starts the program if there is one. It tells the launcher
+/// its own number before it begins: however early this process is killed, the launcher knows what
+/// to wait for.
 fn start(
     prepared: &Prepared,
     inherited: Inherited,
     inheritance: Inheritance,
     channel: &Channel,
-) -> io::Result<(AgentServer, u32)> {
+) -> io::Result<(AgentServer, Option<u32>)> {
     let counter = AgentServer::open(prepared.users, prepared.agent.is_some())?;
-    let mut command = Command::new(&prepared.target.path);
-    command.arg0(&prepared.target.name).args(&prepared.arguments);
+    let Subject::Program { target, arguments, preload } = &prepared.subject else {
+        return Ok((counter, None));
+    };
+    let mut command = Command::new(&target.path);
+    command.arg0(&target.name).args(arguments);
     let mut to_launcher = Channel::new(channel.stream.try_clone()?);
-    let (preload, socket) = (prepared.preload.clone(), OsString::from(counter.name()));
+    let (preload, socket) = (preload.clone(), OsString::from(counter.name()));
     let before_exec = move || {
         to_launcher.send(&LauncherMessage::Started(std::process::id()));
         inheritance.restore(&[("LD_PRELOAD", &preload), (ENV_SOCKET, &socket)])?;
@@ -573,5 +627,5 @@ fn start(
     // comes, is consistent; the rest makes system calls only.
     unsafe { command.pre_exec(before_exec) };
     let child = command.spawn()?;
-    Ok((counter, child.id()))
+    Ok((counter, Some(child.id())))
 }

@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering::Relaxed;
 
-use swaptide_ipc::{NO_LIMIT, ProcSlot, ProcState};
+use swaptide_ipc::{NO_LIMIT, ProcSlot, ProcState, WITHDRAW};
 use swaptide_sys::process::mem_available;
 
 use crate::memctl::controller::MemoryController;
@@ -30,6 +30,19 @@ pub(crate) struct Detaching {
     /// There is too little memory to continue.
     pub short: bool,
 }
+
+/// The processes of a run that was attached to.
+pub(crate) struct AttachState {
+    /// All that live.
+    pub pids: BTreeSet<u32>,
+    /// Those that are managed, or will be.
+    pub managed: usize,
+    /// Those that are not any more, or never were.
+    pub released: usize,
+}
+
+/// In `ProcControl::detach`: the agent stays.
+const RELEASE: u32 = 1;
 
 /// Bytes of a process that are out.
 fn out(slot: &ProcSlot) -> u64 {
@@ -80,11 +93,41 @@ impl MemoryController {
             return Err(format!("detach: {} runs with --strict, which would end it", run.program));
         }
         for slot in slots {
-            slot.control.detach.store(1, Relaxed);
+            let is_attached = self.run_of(slot.pid.load(Relaxed)).is_some_and(|run| run.attached);
+            let order = if is_attached { WITHDRAW } else { RELEASE };
+            slot.control.detach.store(order, Relaxed);
             slot.control.limit_bytes.store(NO_LIMIT, Relaxed);
             slot.wake();
         }
         Ok(())
+    }
+
+    /// How the processes of a run are that was attached to.
+    pub(crate) fn attach_state(&self, root: u32) -> AttachState {
+        let pids = self.tree.pids().filter(|pid| self.tree.root_of(*pid) == root).collect();
+        let mut state = AttachState { pids, managed: 0, released: 0 };
+        let slots = self.segment.claimed().map(|(_, slot)| slot);
+        for slot in slots.filter(|slot| state.pids.contains(&slot.pid.load(Relaxed))) {
+            match slot.state() {
+                ProcState::Watching | ProcState::Engaged => state.managed += 1,
+                ProcState::Refused | ProcState::Detached => state.released += 1,
+                ProcState::Free => {}
+            }
+        }
+        state
+    }
+
+    /// Nothing of swaptide's shall stay in the processes of a run: also in those that have just got
+    /// an agent, and those that were refused.
+    pub(crate) fn withdraw(&self, root: u32) {
+        for (_, slot) in self.segment.claimed() {
+            if self.tree.root_of(slot.pid.load(Relaxed)) == root
+                && slot.control.detach.swap(WITHDRAW, Relaxed) != WITHDRAW
+            {
+                slot.control.limit_bytes.store(NO_LIMIT, Relaxed);
+                slot.wake();
+            }
+        }
     }
 
     /// How far it has got.

@@ -46,6 +46,9 @@ pub struct ManagedRun {
     /// What is done when one of them makes almost no progress for lack of memory.
     #[serde(default)]
     pub stall: StallPolicy,
+    /// Its processes ran before: nothing of swaptide's stays in those that are let go.
+    #[serde(default)]
+    pub attached: bool,
 }
 
 /// A run, and what it did so far.

@@ -34,6 +34,7 @@ fn controller(
         max: None,
         strict,
         stall: Default::default(),
+        attached: false,
     });
     controller
 }

@@ -1,0 +1,212 @@
+//! A running process, and what it has started, under a budget: what is looked at before anything is
+//! changed.
+//!
+//! Owns the rules of what cannot be taken. What only the attempt tells (a security module, a
+//! process that may not be dumped) is the tracer's answer, and changes nothing either.
+//!
+//! Locks: none.
+
+use std::fs::File;
+
+use swaptide_sys::AsFd;
+use swaptide_sys::elf::kind_of;
+use swaptide_sys::process::{ProcInfo, proc_info, processes, same_memory};
+use thiserror::Error;
+
+use crate::control::filter_client::{FilterKeeper, take_over};
+use crate::control::filter_offers::OfferedFilters;
+use crate::inject::{Tracer, has_agent, is_confined, is_numbered_here, is_of_swaptide};
+use crate::memctl::processes::descends;
+
+/// Why a process cannot be attached to.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum AttachError {
+    /// No process has this number.
+    #[error("no process {0}; see ps")]
+    Missing(u32),
+    /// It has ended, or is about to.
+    #[error("process {0} has ended; its parent has not looked yet")]
+    Ended(u32),
+    /// It has started this command, or is it.
+    #[error("process {0} has started this command; attach from outside of its tree")]
+    Ancestor(u32),
+    /// One of the kernel's, or its program cannot be seen.
+    #[error(
+        "process {0}: its program cannot be read: it is the kernel's, or another user's; only root \
+        attaches to those of others"
+    )]
+    Unreadable(u32),
+    /// Another user's.
+    #[error("process {0} is another user's (user id {1}); only root attaches to those of others")]
+    OtherUser(u32, u32),
+    /// For another machine.
+    #[error("process {0} does not run a program for 64-bit x86")]
+    Machine(u32),
+    /// It has an agent.
+    #[error("process {0} is under swaptide already; see swaptide ctl list")]
+    Managed(u32),
+    /// A debugger has it.
+    #[error("process {0} is traced by process {1}; end that first")]
+    Traced(u32, u32),
+    /// By a signal.
+    #[error("process {0} is stopped; continue it first (kill -CONT {0})")]
+    Stopped(u32),
+    /// Of a container.
+    #[error("process {0} is in another pid namespace; attach from within it")]
+    Namespace(u32),
+    /// It runs on its parent's memory.
+    #[error("process {0} shares its memory with its parent {1}; attach to that")]
+    SharesMemory(u32, u32),
+    /// It is under filters of its own.
+    #[error(
+        "process {0} is under seccomp filters that this command is not under: they could end it \
+        for what the agent does"
+    )]
+    Confined(u32),
+}
+
+/// A process that is attached to.
+pub(crate) struct AttachTarget {
+    pub(super) pid: u32,
+    /// It, and what it has started, the oldest first.
+    tree: Vec<u32>,
+    /// What an earlier supervisor has left.
+    filters: Option<(FilterKeeper, OfferedFilters)>,
+}
+
+impl AttachTarget {
+    /// The program's name, for lists.
+    pub(super) fn name(&self) -> String {
+        let name = std::fs::read_to_string(format!("/proc/{}/comm", self.pid));
+        name.map_or_else(|_| self.pid.to_string(), |name| name.trim_end().to_owned())
+    }
+
+    /// Has the tree given the agent.
+    pub(super) fn begin(&mut self, tracer: &mut Tracer) {
+        if let Some((keeper, offered)) = self.filters.take() {
+            tracer.forks.take_over(offered);
+            keeper.release();
+        }
+        self.tree.iter().for_each(|pid| tracer.attach(*pid));
+    }
+}
+
+fn word_of_status(status: &str, key: &str) -> Option<u32> {
+    let line = status.lines().find_map(|line| line.strip_prefix(key))?;
+    line.split_ascii_whitespace().next()?.parse().ok()
+}
+
+/// The user ids of a process that are not `user`.
+fn other_user(status: &str, user: u32) -> Option<u32> {
+    let line = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    let mut ids = line.split_ascii_whitespace().filter_map(|id| id.parse().ok());
+    ids.find(|id| *id != user)
+}
+
+/// Looks whether a process can be attached to. Nothing is changed.
+///
+/// # Errors
+/// See [`AttachError`].
+pub(super) fn look(pid: u32) -> Result<AttachTarget, AttachError> {
+    let info = proc_info(pid).filter(|info| info.pid == pid && pid != 0);
+    let info = info.ok_or(AttachError::Missing(pid))?;
+    let own = std::process::id();
+    if pid == own || descends(own, pid) {
+        return Err(AttachError::Ancestor(pid));
+    }
+    if info.zombie {
+        return Err(AttachError::Ended(pid));
+    }
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"));
+    let status = status.map_err(|_| AttachError::Missing(pid))?;
+    let user = rustix::process::geteuid();
+    if let Some(other) = other_user(&status, user.as_raw()).filter(|_| !user.is_root()) {
+        return Err(AttachError::OtherUser(pid, other));
+    }
+    let program = File::open(format!("/proc/{pid}/exe"));
+    let program = program.map_err(|_| AttachError::Unreadable(pid))?;
+    if kind_of(program.as_fd()).is_none() {
+        return Err(AttachError::Machine(pid));
+    }
+    if has_agent(pid) {
+        return Err(AttachError::Managed(pid));
+    }
+    if let Some(tracer) = word_of_status(&status, "TracerPid:").filter(|tracer| *tracer != 0) {
+        return Err(AttachError::Traced(pid, tracer));
+    }
+    if info.stopped {
+        return Err(AttachError::Stopped(pid));
+    }
+    if !is_numbered_here(pid) {
+        return Err(AttachError::Namespace(pid));
+    }
+    if !info.has_executed && same_memory(info.ppid, pid) {
+        return Err(AttachError::SharesMemory(pid, info.ppid));
+    }
+    let filters = if is_confined(pid, false) { take_over(pid) } else { None };
+    if filters.is_none() && is_confined(pid, false) || is_confined(pid, filters.is_some()) {
+        return Err(AttachError::Confined(pid));
+    }
+    Ok(AttachTarget { pid, tree: tree_of(&info), filters })
+}
+
+/// A process and those below it that can have the agent.
+fn tree_of(root: &ProcInfo) -> Vec<u32> {
+    let all = processes().unwrap_or_default();
+    let mut tree = vec![root.pid];
+    let mut at = 0;
+    while let Some(parent) = tree.get(at).copied() {
+        at += 1;
+        tree.extend(all.iter().filter(|info| info.ppid == parent && !info.zombie).map(|i| i.pid));
+    }
+    let is_whole = |pid: &u32| *pid == root.pid || !is_of_swaptide(*pid);
+    tree.into_iter().filter(is_whole).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Child, Command};
+
+    struct Killed(Child);
+
+    impl Drop for Killed {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_taken_is_refused() {
+        let refused = |pid: u32| look(pid).map(drop).expect_err("it is refused");
+        assert!(matches!(refused(0), AttachError::Missing(0)));
+        assert!(matches!(refused(u32::MAX), AttachError::Missing(_)));
+        assert!(matches!(refused(std::process::id()), AttachError::Ancestor(_)));
+        assert!(matches!(refused(std::os::unix::process::parent_id()), AttachError::Ancestor(_)));
+    }
+
+    #[test]
+    fn a_tree_is_taken_whole() {
+        let parent = Killed(Command::new("sh").args(["-c", "sleep 60 & wait"]).spawn().unwrap());
+        let pid = parent.0.id();
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
+        loop {
+            let found = look(pid).expect("it can be attached to");
+            assert!(found.pid == pid && found.tree[0] == pid && found.filters.is_none());
+            if let [_, child] = found.tree[..] {
+                let _ = Command::new("kill").arg(child.to_string()).status();
+                break;
+            }
+            assert!(std::time::Instant::now() < deadline, "{:?}", found.tree);
+        }
+    }
+
+    #[test]
+    fn one_of_another_user_is_known_by_any_of_its_ids() {
+        assert_eq!(other_user("Name:\tx\nUid:\t5\t5\t5\t5\n", 5), None);
+        assert_eq!(other_user("Uid:\t5\t5\t0\t5\n", 5), Some(0));
+        assert_eq!(word_of_status("TracerPid:\t17\n", "TracerPid:"), Some(17));
+    }
+}
