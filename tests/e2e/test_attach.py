@@ -118,7 +118,8 @@ def cycles(case, kind, seconds):
     while started.process.poll() is None:
         attached = Attached(case, started.pid)
         while attached.process.poll() is None and started.process.poll() is None:
-            if attached.is_swapped(megabytes=2):
+            view = attached.processes().get(started.pid, {"swapped_pool_bytes": 0})
+            if view["swapped_pool_bytes"] > 2 * MIB:
                 attached.process.send_signal(signal.SIGINT)
                 break
             time.sleep(0.02)

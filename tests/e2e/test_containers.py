@@ -83,6 +83,9 @@ def test_container_foreign(case, profile):
         program = compiled_as(kind, "torture", case.suite.root / "bin")
         done = case.run([program, 96, 1, case.seed, "threads"], options=INJECT)
         assert done.text() == "OK torture threads\n", done.text()
+    program = compiled_as("static", "foreign", case.suite.root / "bin")
+    done = case.run([program, 96, 1, case.seed, "children"], options=INJECT)
+    assert done.text() == "OK foreign children\n", done.text()
 
 
 # In real containers.

@@ -77,6 +77,13 @@ def test_foreign_forks(case, mode, megabytes):
     run(case, "foreign", "static", megabytes, 1, mode)
 
 
+@pytest.mark.swaptide(budget=32, allowance=192, forks=True)
+@pytest.mark.parametrize("kind", ["static", "musl-static"])
+def test_foreign_children(case, kind):
+    """Children that execute nothing come under the budget when they stay."""
+    run(case, "foreign", kind, 96, 1, "children")
+
+
 @pytest.mark.swaptide(budget=32, allowance=UNTIL_MANAGED, forks=True)
 def test_foreign_refused(case):
     """A child that would not fit into the cgroup is refused, and the cgroup kills nothing."""
@@ -228,6 +235,7 @@ def openly(case, name, kind):
     [
         ("foreign", "static", "all"),
         ("foreign", "musl", "daemon"),
+        ("foreign", "static", "children"),
         ("torture", "musl-static", "threads"),
         ("forkmove", "static", "libc"),
     ],

@@ -11,6 +11,7 @@ use swaptide_engine::requests::HandlerRequest;
 use swaptide_ipc::{AgentRequest, ProcSlot};
 use swaptide_sys::fork_filter::{self, ForkFilter};
 use swaptide_sys::lock::futex;
+use swaptide_sys::mem::keep_from_children;
 use swaptide_sys::sock::Conn;
 use swaptide_sys::{AsFd, Errno, FromRawFd, IntoRawFd, OwnedFd};
 
@@ -41,6 +42,10 @@ pub(crate) fn is_program() -> bool {
 pub(crate) fn prepare(are_followed: bool) -> Result<(), String> {
     if !is_program() || IS_PREPARED.load(Relaxed) {
         return Ok(());
+    }
+    if !are_followed {
+        // Elsewhere that advice is what managed memory bears.
+        keep_from_children();
     }
     let asked = match fork_filter::set() {
         Ok(filter) => {

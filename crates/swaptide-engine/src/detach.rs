@@ -105,6 +105,7 @@ pub(crate) fn detach(path: &mut FaultPath) -> bool {
     }
     path.installer.discard_fresh();
     engine.devices.areas.device.clear();
+    engine.devices.areas.device.close();
     engine.devices.pool.compact(usize::MAX);
     engine.devices.pool.trim();
     engine.publish_slot();

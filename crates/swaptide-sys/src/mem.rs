@@ -23,7 +23,7 @@
 use core::ffi::CStr;
 use core::ops::Deref;
 use core::ptr::NonNull;
-use core::sync::atomic::{AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use core::time::Duration;
 
 use linux_raw_sys::general as k;
@@ -58,6 +58,8 @@ static SLOTS: [RegistrySlot; MAX_OWN_RANGES] =
 static HIGH_WATER: AtomicUsize = AtomicUsize::new(0);
 /// The place of the last free slot found; a hint only.
 static NEXT_FREE_HINT: AtomicUsize = AtomicUsize::new(0);
+/// Forked children have no use for the engine's mappings.
+static IS_KEPT_FROM_CHILDREN: AtomicBool = AtomicBool::new(false);
 /// Held from before a mapping is made until it is in the registry.
 static CHANGES: Lock<()> = Lock::new(());
 /// How often, and with what pauses, [`hold_still`] tries: a thread that makes a mapping may be
@@ -159,6 +161,10 @@ fn map_registered(
     let registration = Registration::claim()?;
     let _change = CHANGES.lock();
     let range = map()?;
+    if IS_KEPT_FROM_CHILDREN.load(Ordering::Relaxed) {
+        // SAFETY: no data changes. Where it is refused, a child has a copy that nothing uses.
+        let _ = unsafe { advise(range, Advice::DontFork) };
+    }
     registration.publish(range);
     Ok((range, registration))
 }
@@ -254,6 +260,21 @@ fn unlock(range: VirtRange) {
 /// own. Takes no lock and allocates nothing.
 pub fn unlock_own_ranges() {
     own_ranges(unlock);
+}
+
+/// Mappings of this crate do not come along at a fork: for a program in which no forked child runs
+/// any of the engine's code.
+pub fn keep_from_children() {
+    IS_KEPT_FROM_CHILDREN.store(true, Ordering::Relaxed);
+    own_ranges(|range| {
+        // SAFETY: no data changes.
+        let _ = unsafe { advise(range, Advice::DontFork) };
+    });
+}
+
+/// True if mappings of the engine's are to stay out of children.
+pub fn is_kept_from_children() -> bool {
+    IS_KEPT_FROM_CHILDREN.load(Ordering::Relaxed)
 }
 
 /// Enters a range that something else has mapped for the engine, for the life of the process.

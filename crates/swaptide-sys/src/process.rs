@@ -334,11 +334,22 @@ fn makes_a_process(call: u64) -> bool {
     MAKERS.iter().any(|maker| u64::from(*maker) == call)
 }
 
+/// The time unit of /proc.
+const TICK: Duration = Duration::from_millis(10);
+
+fn since_boot() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec.max(0) as u32)
+}
+
+/// Clock ticks since boot, as [`ProcInfo::start_time`] has them.
+pub fn ticks_since_boot() -> u64 {
+    (since_boot().as_nanos() / TICK.as_nanos()) as u64
+}
+
 /// Whether a thread of this process has a child that began within the last `age`, whatever that is
 /// now; `None` where the kernel does not tell of threads' children, or there are too many.
 pub fn has_young_child(tid: u32, age: Duration) -> Option<bool> {
-    /// The time unit of /proc.
-    const TICK: Duration = Duration::from_millis(10);
     /// Both times are rounded.
     const MARGIN: u64 = 2;
     let mut buf = [0; 4096];
@@ -346,10 +357,7 @@ pub fn has_young_child(tid: u32, age: Duration) -> Option<bool> {
     if text.len() == 4096 {
         return None;
     }
-    let since_boot = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
-    let since_boot =
-        Duration::new(since_boot.tv_sec.max(0) as u64, since_boot.tv_nsec.max(0) as u32);
-    let ticks = since_boot.saturating_sub(age).as_nanos() / TICK.as_nanos();
+    let ticks = since_boot().saturating_sub(age).as_nanos() / TICK.as_nanos();
     let oldest = (ticks as u64).saturating_sub(MARGIN);
     let start_of = |pid: &[u8]| Some(proc_info(parse_u64(pid)? as u32)?.start_time);
     Some(procfs::words(text).filter_map(start_of).any(|started| started >= oldest))
@@ -365,6 +373,14 @@ pub fn same_memory(a: u32, b: u32) -> bool {
         Err(Errno::SRCH) => false,
         Err(_) => waits_for_vfork(a, b),
     }
+}
+
+/// True if the kernel compares processes for this one.
+pub fn can_compare() -> bool {
+    const KCMP_VM: usize = 1;
+    let own = rustix::process::getpid().as_raw_nonzero().get();
+    // SAFETY: the call only compares.
+    unsafe { syscall!(k::__NR_kcmp, own, own, KCMP_VM, 0usize, 0usize) }.is_ok()
 }
 
 /// True if a process waits for its child to execute a program or to end.

@@ -6,7 +6,7 @@
 use linux_raw_sys::general as k;
 use rustix::io::Errno;
 
-use crate::mem::{own_ranges, unmap};
+use crate::mem::{Advice, advise, own_ranges, unmap};
 use crate::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use crate::raw::syscall;
 
@@ -39,6 +39,8 @@ fn map_code() -> Result<VirtRange, Errno> {
     unsafe {
         core::ptr::copy_nonoverlapping(LEFT_CODE.as_ptr(), at as *mut u8, LEFT_CODE.len());
         let access = k::PROT_READ | k::PROT_EXEC;
+        // A child has nothing to leave behind.
+        let _ = advise(page, Advice::DontFork);
         match syscall!(k::__NR_mprotect, at, PAGE_SIZE, access) {
             Ok(_) => Ok(page),
             Err(errno) => {

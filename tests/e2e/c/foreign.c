@@ -5,6 +5,8 @@
  * daemon   starts a program whose child verifies what it had, while that ends at once (ends FD)
  * refused  a child that does not fit into memory is refused, and nothing is lost
  * execs    forks, and executes itself, four times; the last time by a second thread
+ * children two children that execute nothing keep what they had and as much again, until most of it
+ *          is out
  * signals  forks under a timer whose handler restarts nothing
  */
 #include "common.h"
@@ -209,10 +211,46 @@ static int fork_under_signals(const struct arguments *given) {
     return ok("foreign", given->mode);
 }
 
+static size_t resident_pages(void) {
+    size_t resident = 0, shared = 0;
+    FILE *statm = fopen("/proc/self/statm", "r");
+    MUST(statm != NULL && fscanf(statm, "%*u %zu %zu", &resident, &shared) == 2);
+    fclose(statm);
+    return resident - shared;
+}
+
+static int keep_children(const struct arguments *given) {
+    size_t half = given->pages / 2;
+    unsigned char *base = map(half * PAGE);
+    write_pages(base, half, 11, 0);
+    pid_t children[2];
+    for (int at = 0; at < 2; at++) {
+        MUST((children[at] = fork()) >= 0);
+        if (children[at] != 0) continue;
+        unsigned char *own = map(half * PAGE);
+        write_pages(own, half, 22 + (uint64_t)at, 0);
+        double end = now() + 15;
+        while (resident_pages() > half) {
+            if (now() > end) die("a child keeps %zu pages in memory", resident_pages());
+            usleep(20000);
+        }
+        verify_pages(base, half, 11, 0, "a page that a child has from its parent");
+        verify_pages(own, half, 22 + (uint64_t)at, 0, "a page of a child's own");
+        _exit(0);
+    }
+    for (int at = 0; at < 2; at++) {
+        int status;
+        MUST(waitpid(children[at], &status, 0) == children[at] && status == 0);
+    }
+    verify_pages(base, half, 11, 0, "a page of a parent");
+    return ok("foreign", given->mode);
+}
+
 int main(int count, char **words) {
     struct arguments given = parse(count, words, "all");
     if (strcmp(given.mode, "execs") == 0)
         return execute_again(&given, words, count > 5 ? atoi(words[5]) : 0);
+    if (strcmp(given.mode, "children") == 0) return keep_children(&given);
     if (strcmp(given.mode, "signals") == 0) return fork_under_signals(&given);
     if (strcmp(given.mode, "daemon") == 0) return await_daemon(&given, words);
     if (strcmp(given.mode, "ends") == 0) end_before_child(&given, atoi(words[5]));

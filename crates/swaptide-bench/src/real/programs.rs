@@ -54,7 +54,7 @@ const NONE: RealProgram = RealProgram {
 };
 
 /// All of them.
-pub(crate) const PROGRAMS: [RealProgram; 13] = [
+pub(crate) const PROGRAMS: [RealProgram; 14] = [
     RealProgram {
         name: "objects",
         what: "CPython: a graph of objects",
@@ -166,6 +166,16 @@ pub(crate) const PROGRAMS: [RealProgram; 13] = [
         ..NONE
     },
     RealProgram {
+        name: "go",
+        what: "Go, static: a graph of objects",
+        packages: &[("go", "golang-go")],
+        text: Some(("graph.go", include_str!("texts/graph.go"))),
+        prepare: &["go", "build", "-o", "{dir}/graph-go", "{dir}/graph.go"],
+        words: &["{dir}/graph-go", "2000000", "1000000"],
+        options: &["--inject"],
+        ..NONE
+    },
+    RealProgram {
         name: "redis",
         what: "Redis: GET and SET",
         packages: &[("redis-server", "redis-server")],
@@ -272,8 +282,9 @@ mod tests {
             assert!(!program.what.is_empty() && !program.words.is_empty(), "{}", program.name);
             let text = program.words.join(" ");
             if let Some((file, _)) = program.text {
-                // A class of Java is named without its suffix.
-                let stem = file.strip_suffix(".java").unwrap_or(file);
+                // What is compiled first is named without its suffix.
+                let stem = file.strip_suffix(".java").or_else(|| file.strip_suffix(".go"));
+                let stem = stem.unwrap_or(file);
                 assert!(text.contains(stem), "{} does not run {file}", program.name);
             }
             if let Some((file, _)) = program.input {

@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -40,16 +39,8 @@ fn timeout(question: &Question) -> Duration {
 
 /// Asks the daemon; answers with its line and the descriptor that came with it.
 fn ask(question: &Question) -> io::Result<(Answer, Option<OwnedFd>)> {
-    ask_at(&daemon_path(), question)
-}
-
-/// Asks a supervisor or daemon of this user or of root.
-///
-/// # Errors
-/// That none answers there, or is not trusted.
-pub(crate) fn ask_at(socket: &Path, question: &Question) -> io::Result<(Answer, Option<OwnedFd>)> {
     let timeout = timeout(question);
-    let mut stream = trust::connect(socket, PeerPurpose::Join)?;
+    let mut stream = trust::connect(&daemon_path(), PeerPurpose::Join)?;
     stream.set_write_timeout(Some(REQUEST_TIMEOUT))?;
     let mut text = serde_json::to_vec(question)?;
     text.push(b'\n');

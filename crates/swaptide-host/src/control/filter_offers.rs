@@ -4,8 +4,10 @@
 //! Owns: the connection between the thread that a client talks to and the one that has filters.
 //! The socket has a name of its own then ([`KEPT_FILTERS`]): for other clients the run is over.
 //!
-//! Invariant: a filter has a reader at any time. Both supervisors read until the first one has
-//! answered what it has read.
+//! Invariants
+//! 1. One supervisor reads a filter. While filters are lent, the one that has them reads none: forks
+//!    wait. The next one reads them when this one has confirmed that they are its.
+//! 2. They are lent for as long as the client's connection is open, [`LEASE_TIMEOUT`] at most.
 //!
 //! Locks: none; threads talk through channels.
 
@@ -18,42 +20,57 @@ use serde::{Deserialize, Serialize};
 use swaptide_sys::Errno;
 use swaptide_sys::eventfd::EventFd;
 
-/// The time in which the thread that has the filters answers.
-const OFFER_TIMEOUT: Duration = Duration::from_secs(1);
 /// How the name of the socket ends.
 pub(crate) const KEPT_FILTERS: &str = "forks";
+/// The time in which a supervisor that was given filters confirms that it reads them.
+pub(super) const LEASE_TIMEOUT: Duration = Duration::from_secs(30);
+/// What it says then, and what it is answered.
+pub(super) const TAKEN: &[u8] = b"taken\n";
+/// The time in which the thread that has the filters answers.
+const OFFER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What a client asks for.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct WantedFilters {
-    /// A process that is under one of them.
+/// A process that is under a filter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct FilteredProcess {
     pub pid: u32,
-    /// Which of them, from 0 on; `None`: they have been taken over.
-    pub index: Option<usize>,
+    /// When it began, in clock ticks since boot.
+    pub began: u64,
+    /// What it has started from then on is under the filter, too.
+    pub since: u64,
 }
 
-/// The answer to it; a filter comes along.
+/// The answer to a client; as many filters follow.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct FilterList {
     /// How many there are.
     pub count: usize,
-    /// The processes that are known to be under one, and when they began.
-    pub processes: Vec<(u32, u64)>,
+    /// The processes that are known to be under one.
+    pub processes: Vec<FilteredProcess>,
 }
 
 /// Filters, and the processes under them.
 pub(crate) struct OfferedFilters {
     pub filters: Vec<OwnedFd>,
-    pub processes: Vec<(u32, u64)>,
+    pub processes: Vec<FilteredProcess>,
+}
+
+/// What there is of filters that a process may be under.
+pub(crate) enum FilterOffer {
+    /// It is under none of these.
+    None,
+    /// They are in use: processes under them are managed, or another client has them.
+    InUse,
+    Lent(OfferedFilters),
 }
 
 /// A request to the thread that has them.
 pub(crate) enum FilterRequest {
     /// Those of a run with this process.
-    Offer(u32, Sender<Option<OfferedFilters>>),
-    /// They were taken over.
+    Lend(u32, Sender<FilterOffer>),
+    /// They are the client's.
     Taken,
+    /// The client has not taken them.
+    Returned,
 }
 
 /// Reaches the thread that has the filters.
@@ -74,23 +91,23 @@ impl FilterOffers {
         Ok((FilterOffers { requests, wake: Arc::clone(&wake) }, received, wake))
     }
 
-    fn send(&self, request: FilterRequest) {
+    /// Tells what has become of filters that were lent.
+    pub(super) fn send(&self, request: FilterRequest) {
         let _ = self.requests.send(request);
         self.wake.signal();
     }
 
-    /// Filter number `index` of those that a process may be under; `None` where there is none.
-    pub(super) fn get(&self, pid: u32, index: usize) -> Option<(FilterList, OwnedFd)> {
+    /// The filters that a process may be under.
+    pub(super) fn lend(&self, pid: u32) -> FilterOffer {
         let (answer, offered) = channel();
-        self.send(FilterRequest::Offer(pid, answer));
-        let mut offered = offered.recv_timeout(OFFER_TIMEOUT).ok()??;
-        let count = offered.filters.len();
-        let filter = (index < count).then(|| offered.filters.swap_remove(index))?;
-        Some((FilterList { count, processes: offered.processes }, filter))
-    }
-
-    /// They have been taken over.
-    pub(super) fn release(&self) {
-        self.send(FilterRequest::Taken);
+        self.send(FilterRequest::Lend(pid, answer));
+        match offered.recv_timeout(OFFER_TIMEOUT) {
+            Ok(offer) => offer,
+            Err(_) => {
+                // Should the answer come later, they are with no client.
+                self.send(FilterRequest::Returned);
+                FilterOffer::InUse
+            }
+        }
     }
 }

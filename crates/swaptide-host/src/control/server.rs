@@ -11,7 +11,7 @@
 
 use std::fs::Permissions;
 use std::io::{self, Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -27,7 +27,9 @@ use thiserror::Error;
 use crate::cgroup::tree::GroupView;
 use crate::client_conn::clients;
 use crate::control::agent_api::Users;
-use crate::control::filter_offers::{FilterList, FilterOffers, KEPT_FILTERS, WantedFilters};
+use crate::control::filter_offers::{
+    FilterList, FilterOffer, FilterOffers, FilterRequest, KEPT_FILTERS, LEASE_TIMEOUT, TAKEN,
+};
 use crate::memctl::controller::{self, MemoryController};
 use crate::memctl::stall::StallPolicy;
 use crate::report::totals::{Totals, View};
@@ -115,8 +117,9 @@ pub enum Question {
     Area(u8),
     /// Of a daemon: what the run did so far whose processes descend from the one that asks.
     Totals,
-    /// Of a supervisor that has let its processes go: the filters of their forks, one by one.
-    Filters(WantedFilters),
+    /// Of a supervisor that has let its processes go: the filters of their forks, of which this
+    /// process may be under one.
+    Filters(u32),
 }
 
 /// A run that would be kept by a daemon.
@@ -173,6 +176,7 @@ pub(crate) enum Answer {
     Views(Vec<View>),
     Done,
     Filters(FilterList),
+    FiltersInUse,
     Tiers(TiersView),
     Readahead(Vec<(String, String)>),
     Groups(Vec<GroupView>),
@@ -287,7 +291,9 @@ pub struct ControlSocket {
 impl ControlSocket {
     /// No client finds it any more but one that takes filters over.
     pub(crate) fn keep_filters(&mut self) {
-        let path = self.path.with_extension(KEPT_FILTERS);
+        // Of a process that lives as long as the name.
+        let name = std::process::id().to_string();
+        let path = self.path.with_file_name(name).with_extension(KEPT_FILTERS);
         if std::fs::rename(&self.path, &path).is_ok() {
             self.path = path;
         }
@@ -381,20 +387,51 @@ fn converse(
                 None => ending(),
             }
         }
-        Ok(Question::Filters(WantedFilters { index: None, .. })) => {
-            run.filters.iter().for_each(FilterOffers::release);
-            Answer::Done
-        }
-        Ok(Question::Filters(WantedFilters { pid, index: Some(index) })) => {
-            match run.filters.as_ref().and_then(|offers| offers.get(pid, index)) {
-                Some((list, fd)) => return send_with(&client, &Answer::Filters(list), fd.as_fd()),
-                None => Answer::Error("not a filter of this run's".into()),
-            }
+        Ok(Question::Filters(pid)) => {
+            return lend_filters(&client, run.filters.as_ref(), pid);
         }
         Ok(question) => counter.answer(question, &client),
         Err(error) => Answer::Error(format!("malformed request: {error}")),
     };
     send_answer(&client, &answer)
+}
+
+/// Lends filters of forks to a client, until it says that they are its, or goes.
+fn lend_filters(client: &UnixStream, offers: Option<&FilterOffers>, pid: u32) -> io::Result<()> {
+    let offer = offers.map(|offers| (offers, offers.lend(pid)));
+    let (offers, lent) = match offer {
+        Some((offers, FilterOffer::Lent(lent))) => (offers, lent),
+        Some((_, FilterOffer::InUse)) => return send_answer(client, &Answer::FiltersInUse),
+        _ => return send_answer(client, &Answer::Error("not a filter of this run's".into())),
+    };
+    let lend = || {
+        let list = FilterList { count: lent.filters.len(), processes: lent.processes };
+        send_answer(client, &Answer::Filters(list))?;
+        let conn = Conn::from_fd(client.try_clone()?.into());
+        for filter in &lent.filters {
+            conn.send(b" ", &[filter.as_fd()])?;
+        }
+        client.set_read_timeout(Some(LEASE_TIMEOUT))?;
+        let mut said = [0u8; TAKEN.len()];
+        (&mut &*client).read_exact(&mut said)?;
+        if said != TAKEN {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        // Before this process may end.
+        (&mut &*client).write_all(TAKEN)
+    };
+    match lend() {
+        Ok(()) => {
+            offers.send(FilterRequest::Taken);
+            Ok(())
+        }
+        Err(error) => {
+            // The client is not to read them any more: it sees that this end is closed.
+            let _ = client.shutdown(Shutdown::Both);
+            offers.send(FilterRequest::Returned);
+            Err(error)
+        }
+    }
 }
 
 /// Handles the questions that runs and daemons share.

@@ -9,8 +9,8 @@
 //! Invariants
 //! 1. A program is given the agent once: it is known by its process's start, its stack and its
 //!    file.
-//! 2. A process that was forked and has executed nothing is left alone, unless it is attached to:
-//!    its memory may be its parent's.
+//! 2. A process that was forked and has executed nothing is left alone for a while: most execute
+//!    something. The tracer looks whether it has memory of its own.
 //! 3. A look costs at most a thirtieth of one CPU.
 //!
 //! Locks: none; threads talk through channels.
@@ -27,7 +27,7 @@ use swaptide_ipc::ENV_SOCKET;
 use swaptide_sys::AsFd;
 use swaptide_sys::elf::{ProgramKind, kind_of};
 use swaptide_sys::eventfd::EventFd;
-use swaptide_sys::process::{ProcInfo, newest_in, proc_info, processes};
+use swaptide_sys::process::{ProcInfo, newest_in, proc_info, processes, same_memory};
 
 /// Between two looks at processes that are watched, at least.
 const LOOK_INTERVAL: Duration = Duration::from_millis(5);
@@ -37,6 +37,8 @@ const YOUNG_AGE: Duration = Duration::from_millis(20);
 /// How long a process is watched that has hooks and said that it is about to execute a program
 /// without.
 const HOOKED_AGE: Duration = Duration::from_secs(2);
+/// A forked child that executes nothing for so long is taken for one that goes on so.
+const FORKED_AGE: Duration = Duration::from_millis(200);
 /// Part of one CPU that looks take.
 const COST_DIVISOR: u32 = 30;
 /// How often a process is named that cannot be traced: it has another tracer, or stops by a signal.
@@ -94,6 +96,11 @@ pub(super) struct ProgramIdentity {
 }
 
 impl ProgramIdentity {
+    /// True for the process that has run it, whatever it runs now.
+    pub(super) fn is_of(&self, info: &ProcInfo) -> bool {
+        self.start == info.start_time
+    }
+
     pub(super) fn of(info: &ProcInfo) -> Option<ProgramIdentity> {
         let inode = std::fs::metadata(format!("/proc/{}/exe", info.pid)).ok()?.ino();
         Some(ProgramIdentity { start: info.start_time, stack: info.stack_start, inode })
@@ -109,8 +116,8 @@ struct Watched {
     is_hooked: bool,
     /// A process without hooks has started it.
     is_of_injected: bool,
-    /// It was attached to.
-    is_attached: bool,
+    /// It was attached to, as the process that began then.
+    attached: Option<u64>,
     /// A thread is about to put the agent into it.
     is_traced: bool,
     /// The program that was named last, and how often.
@@ -122,8 +129,8 @@ struct Watched {
 pub(super) enum FinderRequest {
     /// A process runs such a program, or it or one that it starts is about to.
     Watch(u32),
-    /// A running process is to be given the agent.
-    Attach(u32),
+    /// A running process that began then is to be given the agent.
+    Attach(u32, u64),
     /// The tracer has done with this one. `None`: it is to be named again.
     Done(u32, Option<ProgramIdentity>),
 }
@@ -175,10 +182,10 @@ impl Finder {
                     self.begin(pid);
                     next_look = next_look.min(earliest_look);
                 }
-                Ok(FinderRequest::Attach(pid)) => {
+                Ok(FinderRequest::Attach(pid, start)) => {
                     self.begin(pid);
                     if let Some(watched) = self.watched.get_mut(&pid) {
-                        (watched.is_attached, watched.is_of_injected) = (true, true);
+                        (watched.attached, watched.is_of_injected) = (Some(start), true);
                         watched.is_hooked = false;
                     }
                     next_look = next_look.min(earliest_look);
@@ -208,7 +215,7 @@ impl Finder {
             done: None,
             is_hooked: true,
             is_of_injected: false,
-            is_attached: false,
+            attached: None,
             is_traced: false,
             named: None,
             tries: 0,
@@ -221,6 +228,7 @@ impl Finder {
         let Some(watched) = self.watched.get_mut(&pid) else { return };
         watched.is_traced = false;
         watched.tries += 1;
+        self.newest = None;
         if program.is_some() || watched.tries >= MAX_TRIES {
             watched.done = program.or(watched.named);
             watched.tries = 0;
@@ -237,8 +245,14 @@ impl Finder {
                 return true;
             }
             // The child of one with hooks says by itself what it executes.
-            if !info.has_executed && !watched.is_attached {
-                return watched.is_of_injected || watched.since.elapsed() < HOOKED_AGE;
+            let age = watched.since.elapsed();
+            if watched.attached.is_some_and(|start| start != info.start_time) {
+                return false;
+            }
+            let is_settled =
+                watched.attached.is_some() || watched.is_of_injected && age > FORKED_AGE;
+            if !info.has_executed && (!is_settled || same_memory(info.ppid, *pid)) {
+                return watched.is_of_injected || age < HOOKED_AGE;
             }
             let Some(program) = ProgramIdentity::of(&info) else { return true };
             if watched.done == Some(program) {
@@ -281,6 +295,8 @@ impl Finder {
                     continue;
                 }
                 let (is_of_injected, is_hooked) = match self.watched.get(&info.ppid) {
+                    // If it cannot be taken, nothing of it is.
+                    Some(parent) if parent.attached.is_some() && parent.done.is_none() => continue,
                     Some(parent) => (!parent.is_hooked, parent.is_hooked),
                     // Its parent may have ended between two looks.
                     None if info.ppid == own && self.has_named && self.may_take(info) => {

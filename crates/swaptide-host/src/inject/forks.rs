@@ -29,13 +29,15 @@ use std::time::{Duration, Instant};
 use swaptide_ipc::{ProcSlot, ProcState, Segment, SlotIndex};
 use swaptide_sys::Errno;
 use swaptide_sys::fork_filter::{FilterState, ForkFilter, WaitingFork};
-use swaptide_sys::process::{CallOfThread, call_of, proc_info, process_of, same_memory};
+use swaptide_sys::process::{
+    CallOfThread, call_of, proc_info, process_of, processes, same_memory, ticks_since_boot,
+};
 use swaptide_sys::sock::poll_readable;
 use swaptide_sys::wait_set::{WaitSet, Wakes};
 
 use crate::client_conn::{ClientConn, bounded};
 use crate::control::agent_api::NewFilter;
-use crate::control::filter_offers::OfferedFilters;
+use crate::control::filter_offers::{FilteredProcess, OfferedFilters};
 use crate::memctl::controller::detach::fits_for_fork;
 
 /// The time in which everything of a process comes in.
@@ -147,10 +149,12 @@ pub(crate) struct HeldForks {
     filters: Vec<ReadFilter>,
     forks: Vec<HeldFork>,
     agents: HashMap<u32, FilteredAgent>,
-    /// Processes that are under a filter, and when they began: so is what they start.
-    filtered: HashMap<u32, u64>,
+    /// Processes that are under a filter: so is what they have started since.
+    filtered: HashMap<u32, FilteredProcess>,
     last_serial: u64,
     last_order: u32,
+    /// Another supervisor is about to read the filters.
+    is_lent: bool,
 }
 
 impl HeldForks {
@@ -165,7 +169,8 @@ impl HeldForks {
             }
             _ => return,
         }
-        self.note_filtered(pid);
+        // One more: it was set a moment ago.
+        self.note_filtered(pid, Some(ticks_since_boot() + 1));
         // One that is gone needs no answer.
         if client.send(&[swaptide_ipc::AgentRequest::Filter as u8], &[]).is_ok() {
             self.agents.retain(|_, agent| agent.lives());
@@ -176,24 +181,56 @@ impl HeldForks {
     }
 
     /// Reads filters that another supervisor has had.
-    pub(crate) fn take_over(&mut self, offered: OfferedFilters) {
-        for filter in offered.filters.into_iter().map(ForkFilter::from_fd) {
-            if self.wait_for(&filter) {
-                self.filters.push(ReadFilter { filter: Arc::new(filter), in_vain: 0 });
-            }
-        }
-        self.filtered.extend(offered.processes);
-    }
-
-    /// The filters, for another supervisor.
     ///
     /// # Errors
-    /// Without descriptors for them.
-    pub(crate) fn offer(&self) -> Result<OfferedFilters, Errno> {
+    /// Without a descriptor to wait for them.
+    pub(crate) fn take_over(&mut self, offered: OfferedFilters) -> Result<(), Errno> {
+        for filter in offered.filters.into_iter().map(ForkFilter::from_fd) {
+            if !self.wait_for(&filter) {
+                return Err(Errno::MFILE);
+            }
+            self.filters.push(ReadFilter { filter: Arc::new(filter), in_vain: 0 });
+        }
+        self.filtered.extend(offered.processes.into_iter().map(|known| (known.pid, known)));
+        Ok(())
+    }
+
+    /// The filters, for another supervisor. They are not read any more.
+    ///
+    /// # Errors
+    /// Without descriptors for them: they are read as before.
+    pub(crate) fn lend(&mut self) -> Result<OfferedFilters, Errno> {
         let copy = |read: &ReadFilter| rustix::io::fcntl_dupfd_cloexec(&*read.filter, 3);
         let filters = self.filters.iter().map(copy).collect::<Result<_, Errno>>()?;
-        let processes = self.filtered.iter().map(|(pid, began)| (*pid, *began)).collect();
+        let processes = self.filtered.values().copied().collect();
+        self.is_lent = true;
         Ok(OfferedFilters { filters, processes })
+    }
+
+    /// True while another supervisor has them and has not confirmed that it reads them.
+    pub(crate) fn is_lent(&self) -> bool {
+        self.is_lent
+    }
+
+    /// The other supervisor has not taken them.
+    pub(crate) fn take_back(&mut self) {
+        self.is_lent = false;
+    }
+
+    /// They are another supervisor's. What was read of them is answered.
+    pub(crate) fn give_up(&mut self) {
+        (self.set, self.is_lent) = (None, false);
+        self.filters.clear();
+        self.filtered.clear();
+    }
+
+    /// Notes all processes that descend from one under a filter: their parents may end.
+    pub(crate) fn note_descendants(&mut self) {
+        for info in processes().unwrap_or_default() {
+            if !self.filtered.contains_key(&info.pid) && self.is_filtered(info.pid) {
+                self.note_filtered(info.pid, None);
+            }
+        }
     }
 
     /// True while a process may fork under a filter that this supervisor reads.
@@ -213,35 +250,42 @@ impl HeldForks {
         self.set.as_ref().is_some_and(|set| set.add(filter.as_fd(), 0, Wakes::All).is_ok())
     }
 
-    fn note_filtered(&mut self, pid: u32) {
+    /// A process is under a filter, since the tick `since`; without, as long as it is there.
+    fn note_filtered(&mut self, pid: u32, since: Option<u64>) {
         if self.filtered.len() > MAX_FILTERS {
-            let lives = |pid: &u32, began: &mut u64| {
-                proc_info(*pid).is_some_and(|info| info.start_time == *began)
+            let lives = |pid: &u32, known: &mut FilteredProcess| {
+                proc_info(*pid).is_some_and(|info| info.start_time == known.began)
             };
             self.filtered.retain(lives);
         }
         if let Some(info) = proc_info(pid) {
-            self.filtered.insert(pid, info.start_time);
+            let began = info.start_time;
+            let new = FilteredProcess { pid, began, since: since.unwrap_or(began) };
+            let known = self.filtered.entry(pid).or_insert(new);
+            if known.began != began {
+                *known = new;
+            }
         }
     }
 
     /// True for a process that is under one of the filters, as far as is known: it, or one that it
     /// descends from, has set it or has forked under it.
     pub(crate) fn is_filtered(&self, pid: u32) -> bool {
-        let mut at = pid;
+        let (mut at, mut began) = (pid, u64::MAX);
         for _ in 0..MAX_GENERATIONS {
             let Some(info) = proc_info(at) else { return false };
-            if self.filtered.get(&at) == Some(&info.start_time) {
-                return true;
+            let known = self.filtered.get(&at).filter(|known| known.began == info.start_time);
+            if let Some(known) = known {
+                return began >= known.since;
             }
-            at = info.ppid;
+            (at, began) = (info.ppid, info.start_time);
         }
         false
     }
 
     /// Readable when a thread waits.
     pub(crate) fn awaited(&self) -> Option<BorrowedFd<'_>> {
-        self.set.as_ref().map(|set| set.as_fd())
+        self.set.as_ref().filter(|_| !self.is_lent).map(|set| set.as_fd())
     }
 
     /// The longest time until the next [`HeldForks::attend`].
@@ -253,7 +297,8 @@ impl HeldForks {
 
     /// Takes in the threads that wait, and lets those go that may fork, and those that have.
     pub(crate) fn attend(&mut self, segment: &Segment) {
-        if self.set.as_ref().is_some_and(|set| set.wait(Some(Duration::ZERO)) != Ok(0)) {
+        let set = self.set.as_ref().filter(|_| !self.is_lent);
+        if set.is_some_and(|set| set.wait(Some(Duration::ZERO)) != Ok(0)) {
             self.read(segment);
         }
         for fork in &mut self.forks {
@@ -315,7 +360,7 @@ impl HeldForks {
             let _ = filter.refuse(waiting, Errno::AGAIN);
             return;
         }
-        self.note_filtered(pid);
+        self.note_filtered(pid, None);
         for fork in &mut self.forks {
             // Its last fork is over.
             fork.is_over |= fork.waiting.tid == waiting.tid;
@@ -354,7 +399,7 @@ impl HeldForks {
             if let HoldStage::Made(before) = &fork.stage {
                 let children = fork.children();
                 let new = children.into_iter().filter(|child| !before.contains(child));
-                new.for_each(|child| self.note_filtered(child));
+                new.for_each(|child| self.note_filtered(child, None));
             }
             let HeldFork { host, serial, slot, .. } = fork;
             if self.forks.iter().any(|other| other.serial == serial) {
@@ -392,7 +437,7 @@ mod tests {
         assert!(forks.agents.is_empty() && !forks.is_filtered(pid));
         // One whose parent is under a filter is so, too.
         let parent = std::os::unix::process::parent_id();
-        forks.note_filtered(parent);
+        forks.note_filtered(parent, None);
         let (client, peer) = Conn::pair().unwrap();
         forks.add(NewFilter { pid, filter: None, client: ClientConn::new(client) });
         assert_eq!(peer.recv(&mut [0u8; 8], &mut []).unwrap().0, 1, "it is answered");

@@ -19,4 +19,4 @@ mod tracer;
 pub(crate) use finder::{Takes, has_agent, is_of_swaptide};
 pub(crate) use image::AgentFile;
 pub use image::ImageError;
-pub(crate) use tracer::{Tracer, is_confined, is_numbered_here};
+pub(crate) use tracer::{Credentials, Tracer, is_confined, is_numbered_here, shares_memory};

@@ -20,6 +20,7 @@ use linux_raw_sys::general as k;
 use swaptide_ipc::injected::{
     ARGS_BYTES, INJECTED_FRAME_BYTES, InjectedArgs, InjectedRange, TLS_BYTES,
 };
+use swaptide_sys::process::{ProcInfo, can_compare, processes};
 use swaptide_sys::remote::Remote;
 use swaptide_sys::withdraw::LEFT_CODE;
 use swaptide_sys::{Errno, PAGE_SIZE};
@@ -75,12 +76,21 @@ impl Drop for Unmapping<'_> {
     }
 }
 
-/// Puts the agent into a stopped program.
+/// Puts the agent into a stopped program. `is_forked`: the process has executed nothing.
 ///
 /// # Errors
-/// The error of a call that it was made to make; `SRCH` when it is gone.
-pub(super) fn put_in(remote: &Remote, image: &AgentImage, texts: &AgentTexts) -> Result<(), Errno> {
+/// The error of a call that it was made to make; `SRCH` when it is gone; `BUSY` when it runs on
+/// another process's memory.
+pub(super) fn put_in(
+    remote: &Remote,
+    image: &AgentImage,
+    texts: &AgentTexts,
+    is_forked: bool,
+) -> Result<(), Errno> {
     unmap_left(remote);
+    if is_forked && !can_compare() {
+        look_for_sharers(remote)?;
+    }
     let read_write = k::PROT_READ | k::PROT_WRITE;
     // SAFETY: the kernel chooses free addresses.
     let memory = unsafe { map(remote, 0, MEMORY_BYTES, read_write, k::MAP_NORESERVE, None) }?;
@@ -108,6 +118,25 @@ pub(super) fn put_in(remote: &Remote, image: &AgentImage, texts: &AgentTexts) ->
     unsafe { remote.start_thread(base + image.start, stack, thread_pointer) }?;
     std::mem::forget((unused_memory, unused_image));
     Ok(())
+}
+
+/// Fails if what is mapped in a process is in another one, too.
+fn look_for_sharers(remote: &Remote) -> Result<(), Errno> {
+    let mut random = [0u8; 8];
+    rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())?;
+    // Half of the address space: what is in the other half lies together near its end.
+    let at = (u64::from_le_bytes(random) >> 18).max(1 << 32) & !(PAGE_SIZE as u64 - 1);
+    let flags = k::MAP_NORESERVE | k::MAP_FIXED_NOREPLACE;
+    // SAFETY: nothing is replaced.
+    unsafe { map(remote, at, PAGE_SIZE as u64, k::PROT_NONE, flags, None) }?;
+    let _mapped = Unmapping { remote, start: at, len: PAGE_SIZE as u64 };
+    let start = format!("{at:08x}-");
+    let has = |info: &ProcInfo| {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", info.pid));
+        maps.is_ok_and(|maps| maps.lines().any(|line| line.starts_with(&start)))
+    };
+    let mut others = processes()?.into_iter().filter(|info| info.pid != remote.tid());
+    if others.any(|info| has(&info)) { Err(Errno::BUSY) } else { Ok(()) }
 }
 
 /// Unmaps the pages of code that agents before have left behind.

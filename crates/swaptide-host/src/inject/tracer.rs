@@ -13,11 +13,13 @@
 //!
 //! Invariants
 //! 1. A program is traced and changed without `CAP_SYS_PTRACE`, so the kernel gives no rights by
-//!    it that its user has not; but for programs with the rights of a process that was attached to
-//!    by a user with that capability.
+//!    it that its user has not. Where a process was attached to, that capability is used, and only
+//!    programs with the same rights as that process are given the agent.
 //! 2. What a process is was looked at after it had stopped: until then it may execute another
 //!    program.
-//! 3. A process in another pid namespace is left alone, and so is one under filters of its own:
+//! 3. A process that runs on another's memory is left alone ([`shares_memory`]; where the kernel
+//!    does not compare them, what is mapped in it is looked for in all others).
+//! 4. A process in another pid namespace is left alone, and so is one under filters of its own:
 //!    they could end it for what it is made to call.
 //!
 //! Locks: none; threads talk through channels.
@@ -33,7 +35,7 @@ use rustix::thread::CapabilitySet;
 use swaptide_ipc::{ProcSlot, Segment};
 use swaptide_sys::Errno;
 use swaptide_sys::eventfd::EventFd;
-use swaptide_sys::process::{ProcInfo, proc_info, same_memory};
+use swaptide_sys::process::{proc_info, processes, same_memory};
 use swaptide_sys::ptrace::TraceeStop;
 use swaptide_sys::remote::{Remote, Seized, is_traced_here};
 
@@ -72,8 +74,8 @@ pub(crate) struct Tracer {
     /// The rights of the process that was attached to.
     attached: Option<Credentials>,
     takes: Takes,
-    /// No program is given the agent any more.
-    is_stopped: bool,
+    /// Programs that wait, while none is given the agent.
+    postponed: Option<Vec<Candidate>>,
     finder: Sender<FinderRequest>,
     named: Receiver<Candidate>,
     wake: Arc<EventFd>,
@@ -89,16 +91,20 @@ pub(crate) struct Tracer {
     has_told: bool,
 }
 
-/// The rights of a process, as the kernel compares them.
+/// The rights of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Credentials(Vec<String>);
+pub(crate) struct Credentials(Vec<String>);
 
 impl Credentials {
-    fn of(pid: u32) -> Option<Credentials> {
+    /// Those of a process; `None` when it is gone.
+    pub(crate) fn of(pid: u32) -> Option<Credentials> {
+        const KEYS: [&str; 5] = ["Uid:", "Gid:", "Groups:", "CapPrm:", "CapEff:"];
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-        let is_one =
-            |line: &&str| ["Uid:", "Gid:", "CapPrm:"].iter().any(|key| line.starts_with(key));
-        Some(Credentials(status.lines().filter(is_one).map(str::to_owned).collect()))
+        let is_one = |line: &&str| KEYS.iter().any(|key| line.starts_with(key));
+        let mut rights: Vec<String> = status.lines().filter(is_one).map(str::to_owned).collect();
+        let namespace = std::fs::read_link(format!("/proc/{pid}/ns/user")).ok()?;
+        rights.push(namespace.to_string_lossy().into_owned());
+        Some(Credentials(rights))
     }
 }
 
@@ -122,7 +128,7 @@ impl Tracer {
             texts: AgentTexts { socket: socket.into(), log: log.unwrap_or_default() },
             attached: None,
             takes,
-            is_stopped: false,
+            postponed: None,
             finder,
             named,
             wake,
@@ -136,18 +142,28 @@ impl Tracer {
         })
     }
 
-    /// A running process is to be given the agent, and what it has started. The first one's rights
-    /// are those that this process lends.
-    pub(crate) fn attach(&mut self, pid: u32) {
-        self.attached = self.attached.take().or_else(|| Credentials::of(pid));
-        let _ = self.finder.send(FinderRequest::Attach(pid));
+    /// A running process that began at `start` is to be given the agent, and what it starts. Only
+    /// programs with the same rights are.
+    pub(crate) fn attach(&mut self, pid: u32, start: u64, rights: &Credentials) {
+        self.attached.get_or_insert_with(|| rights.clone());
+        let _ = self.finder.send(FinderRequest::Attach(pid, start));
     }
 
-    /// Nothing is given the agent any more.
-    pub(crate) fn stop(&mut self) {
-        self.is_stopped = true;
-        // The finder ends.
+    /// No program is given the agent, until [`Tracer::resume`].
+    pub(crate) fn pause(&mut self) {
+        self.postponed.get_or_insert_default();
+    }
+
+    /// No program is given the agent any more: the finder ends.
+    pub(crate) fn end(&mut self) {
+        self.pause();
         self.finder = channel().0;
+    }
+
+    /// Programs are given the agent again.
+    pub(crate) fn resume(&mut self) {
+        let postponed = self.postponed.take();
+        postponed.into_iter().flatten().for_each(|candidate| self.begin_one(candidate));
     }
 
     /// What came of programs since the last call, in order.
@@ -155,9 +171,14 @@ impl Tracer {
         std::mem::take(&mut self.outcomes)
     }
 
-    /// Does something to a process with the rights that invariant 1 allows.
-    fn act<T>(&self, pid: u32, act: impl FnOnce() -> Result<T, Errno>) -> Result<T, Errno> {
-        if self.attached.is_some() && Credentials::of(pid) == self.attached {
+    /// True for a process with the rights that invariant 1 wants.
+    fn is_permitted(&self, pid: u32) -> bool {
+        self.attached.is_none() || Credentials::of(pid) == self.attached
+    }
+
+    /// Does something to a process that [is permitted](Tracer::is_permitted).
+    fn act<T>(&self, act: impl FnOnce() -> Result<T, Errno>) -> Result<T, Errno> {
+        if self.attached.is_some() {
             return act();
         }
         without(CapabilitySet::SYS_PTRACE, act).unwrap_or(Err(Errno::PERM))
@@ -241,22 +262,32 @@ impl Tracer {
     /// Traces and interrupts the programs that the finder has named.
     pub(crate) fn begin_named(&mut self) {
         self.wake.clear();
-        while let Ok(Candidate { pid, program }) = self.named.try_recv() {
-            if self.is_stopped || !self.has_image() {
-                continue;
+        while let Ok(candidate) = self.named.try_recv() {
+            match &mut self.postponed {
+                Some(postponed) => postponed.push(candidate),
+                None => self.begin_one(candidate),
             }
-            match self.act(pid, || Seized::seize(pid)) {
-                Ok(seized) => {
-                    // The program that had this number is gone, or it would have a tracer.
-                    self.held.remove(&pid);
-                    self.late.remove(&pid);
-                    // One that is gone is told of by the wait.
-                    let _ = seized.interrupt();
-                    let checked = Instant::now();
-                    self.stopping.insert(pid, Stopping { seized, program, checked });
-                }
-                Err(errno) => self.done(pid, program, Err(errno)),
+        }
+    }
+
+    fn begin_one(&mut self, Candidate { pid, program }: Candidate) {
+        if !self.has_image() {
+            return;
+        }
+        if !self.is_permitted(pid) {
+            return self.done(pid, program, Err(Errno::ACCESS));
+        }
+        match self.act(|| Seized::seize(pid)) {
+            Ok(seized) => {
+                // The program that had this number is gone, or it would have a tracer.
+                self.held.remove(&pid);
+                self.late.remove(&pid);
+                // One that is gone is told of by the wait.
+                let _ = seized.interrupt();
+                let checked = Instant::now();
+                self.stopping.insert(pid, Stopping { seized, program, checked });
             }
+            Err(errno) => self.done(pid, program, Err(errno)),
         }
     }
 
@@ -302,20 +333,25 @@ impl Tracer {
         program: ProgramIdentity,
         segment: &Segment,
     ) -> Result<(), Errno> {
-        let takes = self.takes;
-        let is_whole = |info: &ProcInfo| {
-            info.has_executed || takes == Takes::All && !same_memory(info.ppid, pid)
-        };
-        let info = proc_info(pid).filter(is_whole);
+        let info = proc_info(pid);
         let is_same = info.as_ref().and_then(ProgramIdentity::of) == Some(program);
-        let is_wanted = !self.is_stopped
+        let is_forked = info.is_some_and(|info| !info.has_executed);
+        let is_shared = is_forked && shares_memory(pid);
+        let is_postponed = self.postponed.is_some();
+        let is_wanted = !is_postponed
             && is_same
-            && takes.has(pid)
+            && self.is_permitted(pid)
+            && !is_shared
+            && self.takes.has(pid)
             && !is_confined(pid, self.forks.is_filtered(pid))
             && is_numbered_here(pid);
         let Some(image) = self.agent.image().filter(|_| is_wanted) else {
             seized.release();
-            return if is_same { Err(Errno::ACCESS) } else { Err(Errno::AGAIN) };
+            return Err(match is_same && !is_postponed {
+                true if is_shared => Errno::BUSY,
+                true => Errno::ACCESS,
+                false => Errno::AGAIN,
+            });
         };
         // What it reads of /proc may need the capability, before Linux 6.15.
         let remote = seized.stopped()?;
@@ -323,7 +359,7 @@ impl Tracer {
         if let Some(before) = slots.find(|slot| slot.pid.load(Relaxed) == pid) {
             before.past_libc.store(0, Relaxed);
         }
-        match self.act(pid, || put_in(&remote, image, &self.texts)) {
+        match self.act(|| put_in(&remote, image, &self.texts, is_forked)) {
             Ok(()) => {
                 self.held.insert(pid, HeldProgram { remote, since: Instant::now() });
                 Ok(())
@@ -337,6 +373,10 @@ impl Tracer {
     }
 
     fn done(&mut self, pid: u32, program: ProgramIdentity, result: Result<(), Errno>) {
+        // Another thread of it has executed a program.
+        let is_same = || proc_info(pid).is_some_and(|info| program.is_of(&info) && !info.zombie);
+        let result =
+            if result == Err(Errno::SRCH) && is_same() { Err(Errno::AGAIN) } else { result };
         // Another program by then, or it is stopped, or a debugger has it.
         let is_again = matches!(result, Err(Errno::AGAIN | Errno::PERM));
         if self.takes == Takes::All && result != Err(Errno::AGAIN) {
@@ -344,7 +384,9 @@ impl Tracer {
         }
         let _ = self.finder.send(FinderRequest::Done(pid, (!is_again).then_some(program)));
         if let Err(errno) = result
-            && !matches!(errno, Errno::AGAIN | Errno::SRCH)
+            && !matches!(errno, Errno::AGAIN | Errno::SRCH | Errno::BUSY)
+            // It is tried again, and the run says so where that is in vain.
+            && !(errno == Errno::PERM && self.takes == Takes::All)
             // One that ends cannot be traced, either.
             && proc_info(pid).as_ref().and_then(ProgramIdentity::of) == Some(program)
         {
@@ -370,6 +412,12 @@ impl Tracer {
             self.note = Some(what);
         }
     }
+}
+
+/// True for a process that runs on the memory of another one, as far as the kernel tells.
+pub(crate) fn shares_memory(pid: u32) -> bool {
+    let others = processes().unwrap_or_default().into_iter().filter(|info| info.pid != pid);
+    others.into_iter().any(|info| same_memory(info.pid, pid))
 }
 
 /// True for a process in the pid namespace of this one: the number of a thread that it makes in

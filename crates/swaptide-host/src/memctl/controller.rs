@@ -249,7 +249,7 @@ impl MemoryController {
             self.audit();
         }
         self.areas.measure();
-        self.runs.note_peaks(self.segment, &members, &processes);
+        self.runs.note_peaks(self.segment, &members, &processes, self.budget);
         let counted = self.watches.counted(&members, &processes);
         let decision = policy::decide(&bounds, &counted, elapsed);
         let sharing: Vec<Sharing> = members

@@ -7,15 +7,18 @@
 //! Locks: none.
 
 use std::fs::File;
+use std::path::PathBuf;
 
 use swaptide_sys::AsFd;
 use swaptide_sys::elf::kind_of;
-use swaptide_sys::process::{ProcInfo, proc_info, processes, same_memory};
+use swaptide_sys::process::{ProcInfo, proc_info, processes};
 use thiserror::Error;
 
-use crate::control::filter_client::{FilterKeeper, take_over};
+use crate::control::filter_client::{FilterKeeper, FoundFilters, find};
 use crate::control::filter_offers::OfferedFilters;
-use crate::inject::{Tracer, has_agent, is_confined, is_numbered_here, is_of_swaptide};
+use crate::inject::{
+    Credentials, Tracer, is_confined, is_numbered_here, is_of_swaptide, shares_memory,
+};
 use crate::memctl::processes::descends;
 
 /// Why a process cannot be attached to.
@@ -55,13 +58,22 @@ pub enum AttachError {
     /// Of a container.
     #[error("process {0} is in another pid namespace; attach from within it")]
     Namespace(u32),
-    /// It runs on its parent's memory.
-    #[error("process {0} shares its memory with its parent {1}; attach to that")]
-    SharesMemory(u32, u32),
+    /// Only its first thread has.
+    #[error("process {0} goes on without its first thread, which has ended: it cannot be taken")]
+    Leaderless(u32),
+    /// It runs on another process's memory.
+    #[error("process {0} has no memory of its own; attach to the process whose memory it is")]
+    SharesMemory(u32),
+    /// Its forks are another run's business.
+    #[error(
+        "process {0}: another swaptide attach has its forks ({path}); let that go first",
+        path = .1.display()
+    )]
+    HasFilters(u32, PathBuf),
     /// It is under filters of its own.
     #[error(
-        "process {0} is under seccomp filters that this command is not under: they could end it \
-        for what the agent does"
+        "process {0} is under seccomp filters that this command is not under, and that no swaptide \
+        of this user answers: they could end it for what the agent does"
     )]
     Confined(u32),
 }
@@ -69,10 +81,10 @@ pub enum AttachError {
 /// A process that is attached to.
 pub(crate) struct AttachTarget {
     pub(super) pid: u32,
-    /// It, and what it has started, the oldest first.
-    tree: Vec<u32>,
-    /// What an earlier supervisor has left.
-    filters: Option<(FilterKeeper, OfferedFilters)>,
+    start: u64,
+    rights: Credentials,
+    /// What earlier supervisors have left.
+    filters: Vec<(FilterKeeper, OfferedFilters)>,
 }
 
 impl AttachTarget {
@@ -82,13 +94,17 @@ impl AttachTarget {
         name.map_or_else(|_| self.pid.to_string(), |name| name.trim_end().to_owned())
     }
 
-    /// Has the tree given the agent.
-    pub(super) fn begin(&mut self, tracer: &mut Tracer) {
-        if let Some((keeper, offered)) = self.filters.take() {
-            tracer.forks.take_over(offered);
-            keeper.release();
+    /// Has the process given the agent, and then what it has started.
+    ///
+    /// # Errors
+    /// Why its forks cannot be had; nothing was changed then.
+    pub(super) fn begin(&mut self, tracer: &mut Tracer) -> Result<(), String> {
+        for (keeper, offered) in std::mem::take(&mut self.filters) {
+            tracer.forks.take_over(offered).map_err(|errno| format!("its forks: {errno}"))?;
+            keeper.release().map_err(|error| format!("its forks: {error}"))?;
         }
-        self.tree.iter().for_each(|pid| tracer.attach(*pid));
+        tracer.attach(self.pid, self.start, &self.rights);
+        Ok(())
     }
 }
 
@@ -116,7 +132,10 @@ pub(super) fn look(pid: u32) -> Result<AttachTarget, AttachError> {
         return Err(AttachError::Ancestor(pid));
     }
     if info.zombie {
-        return Err(AttachError::Ended(pid));
+        let threads = std::fs::read_dir(format!("/proc/{pid}/task"));
+        let is_alive = threads.is_ok_and(|threads| threads.count() > 1);
+        let error = if is_alive { AttachError::Leaderless } else { AttachError::Ended };
+        return Err(error(pid));
     }
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"));
     let status = status.map_err(|_| AttachError::Missing(pid))?;
@@ -125,11 +144,16 @@ pub(super) fn look(pid: u32) -> Result<AttachTarget, AttachError> {
         return Err(AttachError::OtherUser(pid, other));
     }
     let program = File::open(format!("/proc/{pid}/exe"));
-    let program = program.map_err(|_| AttachError::Unreadable(pid))?;
+    let has_ended = || proc_info(pid).is_none_or(|info| info.zombie);
+    let unreadable = |_| match has_ended() {
+        true => AttachError::Ended(pid),
+        false => AttachError::Unreadable(pid),
+    };
+    let program = program.map_err(unreadable)?;
     if kind_of(program.as_fd()).is_none() {
         return Err(AttachError::Machine(pid));
     }
-    if has_agent(pid) {
+    if is_of_swaptide(pid) {
         return Err(AttachError::Managed(pid));
     }
     if let Some(tracer) = word_of_status(&status, "TracerPid:").filter(|tracer| *tracer != 0) {
@@ -141,27 +165,45 @@ pub(super) fn look(pid: u32) -> Result<AttachTarget, AttachError> {
     if !is_numbered_here(pid) {
         return Err(AttachError::Namespace(pid));
     }
-    if !info.has_executed && same_memory(info.ppid, pid) {
-        return Err(AttachError::SharesMemory(pid, info.ppid));
+    if !info.has_executed && shares_memory(pid) {
+        return Err(AttachError::SharesMemory(pid));
     }
-    let filters = if is_confined(pid, false) { take_over(pid) } else { None };
-    if filters.is_none() && is_confined(pid, false) || is_confined(pid, filters.is_some()) {
+    let rights = Credentials::of(pid).ok_or(AttachError::Unreadable(pid))?;
+    let mut filters: Vec<(FilterKeeper, OfferedFilters)> = Vec::new();
+    let below = tree_below(pid);
+    for one in std::iter::once(pid).chain(below.iter().map(|info| info.pid)) {
+        let is_known = |(_, offered): &(FilterKeeper, OfferedFilters)| {
+            offered.processes.iter().any(|known| known.pid == one)
+        };
+        if !is_confined(one, false) || filters.iter().any(is_known) {
+            continue;
+        }
+        match find(one) {
+            FoundFilters::Lent(keeper, offered) => filters.push((keeper, offered)),
+            FoundFilters::InUse(socket) => return Err(AttachError::HasFilters(one, socket)),
+            FoundFilters::None if one == pid => return Err(AttachError::Confined(pid)),
+            // That one stays unmanaged.
+            FoundFilters::None => {}
+        }
+    }
+    if is_confined(pid, !filters.is_empty()) {
         return Err(AttachError::Confined(pid));
     }
-    Ok(AttachTarget { pid, tree: tree_of(&info), filters })
+    Ok(AttachTarget { pid, start: info.start_time, rights, filters })
 }
 
-/// A process and those below it that can have the agent.
-fn tree_of(root: &ProcInfo) -> Vec<u32> {
+/// The processes below one that can have the agent, parents before their children.
+fn tree_below(root: u32) -> Vec<ProcInfo> {
     let all = processes().unwrap_or_default();
-    let mut tree = vec![root.pid];
-    let mut at = 0;
-    while let Some(parent) = tree.get(at).copied() {
-        at += 1;
-        tree.extend(all.iter().filter(|info| info.ppid == parent && !info.zombie).map(|i| i.pid));
+    let (mut parents, mut below) = (vec![root], Vec::new());
+    while let Some(parent) = parents.pop() {
+        let children = all.iter().filter(|info| info.ppid == parent && !info.zombie);
+        let children: Vec<ProcInfo> = children.copied().collect();
+        parents.extend(children.iter().map(|info| info.pid));
+        below.extend(children);
     }
-    let is_whole = |pid: &u32| *pid == root.pid || !is_of_swaptide(*pid);
-    tree.into_iter().filter(is_whole).collect()
+    below.retain(|info| !is_of_swaptide(info.pid));
+    below
 }
 
 #[cfg(test)]
@@ -194,12 +236,14 @@ mod tests {
         let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
         loop {
             let found = look(pid).expect("it can be attached to");
-            assert!(found.pid == pid && found.tree[0] == pid && found.filters.is_none());
-            if let [_, child] = found.tree[..] {
-                let _ = Command::new("kill").arg(child.to_string()).status();
+            assert!(found.pid == pid && found.filters.is_empty());
+            let below = tree_below(pid);
+            if let [child] = below[..] {
+                assert!(child.ppid == pid, "{child:?}");
+                let _ = Command::new("kill").arg(child.pid.to_string()).status();
                 break;
             }
-            assert!(std::time::Instant::now() < deadline, "{:?}", found.tree);
+            assert!(std::time::Instant::now() < deadline, "{below:?}");
         }
     }
 

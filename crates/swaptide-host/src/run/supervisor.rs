@@ -273,7 +273,14 @@ impl Supervisor {
             (Subject::Program { target, .. }, Some(tracer)) if target.kind.is_injected() => {
                 program.into_iter().for_each(|pid| tracer.watch(pid));
             }
-            (Subject::Process(target), Some(tracer)) => target.begin(tracer),
+            (Subject::Process(target), Some(tracer)) => {
+                if let Err(why) = target.begin(tracer) {
+                    channel
+                        .send(&LauncherMessage::Failed(format!("process {}: {why}", target.pid)));
+                    drop(kept);
+                    std::process::exit(0);
+                }
+            }
             _ => {}
         }
         let followed = TracedForks::new(prepared.follows_forks);

@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use io_uring::{IoUring, opcode, types};
 use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl, fcntl_setfl};
 use swaptide_sys::lock::Lock;
+use swaptide_sys::mem::is_kept_from_children;
 use swaptide_sys::{AsRawFd, Errno, OwnedFd};
 
 use super::opened::HandedOver;
@@ -76,6 +77,9 @@ pub(crate) trait BlockIo: Send + Sync {
     fn shared(&self) -> Vec<HandedOver> {
         Vec::new()
     }
+
+    /// See [`super::FileDevice::close`].
+    fn close(&self) {}
 
     /// See [`super::FileDevice::abandon`].
     fn abandon(&self, _handed: Vec<HandedOver>) {}
@@ -230,7 +234,11 @@ struct OwnRing {
 impl OwnRing {
     fn new() -> std::io::Result<OwnRing> {
         let counted = Counted::new();
-        Ok(OwnRing { ring: Box::new(IoUring::new(MAX_RING_READS)?), _counted: counted })
+        let mut builder = IoUring::builder();
+        if is_kept_from_children() {
+            builder.dontfork();
+        }
+        Ok(OwnRing { ring: Box::new(builder.build(MAX_RING_READS)?), _counted: counted })
     }
 }
 

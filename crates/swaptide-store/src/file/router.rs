@@ -339,6 +339,10 @@ impl BlockIo for Router {
         })
     }
 
+    fn close(&self) {
+        self.open.iter().for_each(|open| *open.lock() = None);
+    }
+
     fn shared(&self) -> Vec<HandedOver> {
         let open = (0..).zip(&self.open);
         let shared = open.filter_map(|(area, open)| {

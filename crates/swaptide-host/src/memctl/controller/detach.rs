@@ -32,13 +32,14 @@ pub(crate) struct Detaching {
 }
 
 /// The processes of a run that was attached to.
+#[derive(Default)]
 pub(crate) struct AttachState {
     /// All that live.
     pub pids: BTreeSet<u32>,
-    /// Those that are managed, or will be.
-    pub managed: usize,
+    /// Those that are managed or will be, or were before they executed another program.
+    pub managed: BTreeSet<u32>,
     /// Those that are not any more, or never were.
-    pub released: usize,
+    pub released: BTreeSet<u32>,
 }
 
 /// In `ProcControl::detach`: the agent stays.
@@ -105,21 +106,24 @@ impl MemoryController {
     /// How the processes of a run are that was attached to.
     pub(crate) fn attach_state(&self, root: u32) -> AttachState {
         let pids = self.tree.pids().filter(|pid| self.tree.root_of(*pid) == root).collect();
-        let mut state = AttachState { pids, managed: 0, released: 0 };
+        let mut state = AttachState { pids, ..AttachState::default() };
         let slots = self.segment.claimed().map(|(_, slot)| slot);
-        for slot in slots.filter(|slot| state.pids.contains(&slot.pid.load(Relaxed))) {
+        for slot in slots {
+            let pid = slot.pid.load(Relaxed);
             match slot.state() {
-                ProcState::Watching | ProcState::Engaged => state.managed += 1,
-                ProcState::Refused | ProcState::Detached => state.released += 1,
+                _ if !state.pids.contains(&pid) => {}
+                ProcState::Watching | ProcState::Engaged => drop(state.managed.insert(pid)),
+                ProcState::Refused | ProcState::Detached => drop(state.released.insert(pid)),
                 ProcState::Free => {}
             }
         }
         state
     }
 
-    /// Nothing of swaptide's shall stay in the processes of a run: also in those that have just got
-    /// an agent, and those that were refused.
-    pub(crate) fn withdraw(&self, root: u32) {
+    /// Lets all processes of a run that was attached to go, also those that have just got an agent,
+    /// or were refused. For as long as that takes, for a process may execute another program.
+    pub(crate) fn withdraw(&mut self, root: u32) {
+        self.runs.note_letting_go(root, true);
         for (_, slot) in self.segment.claimed() {
             if self.tree.root_of(slot.pid.load(Relaxed)) == root
                 && slot.control.detach.swap(WITHDRAW, Relaxed) != WITHDRAW
@@ -128,6 +132,13 @@ impl MemoryController {
                 slot.wake();
             }
         }
+    }
+
+    /// Those of a run that are not let go yet are managed as before.
+    pub(crate) fn keep_all(&mut self, root: u32) {
+        let pids = self.attach_state(root).pids;
+        self.runs.note_letting_go(root, false);
+        self.keep_after_all(&pids);
     }
 
     /// How far it has got.

@@ -62,6 +62,18 @@ pub(super) struct RunRecord {
     pub(super) swap_full: u64,
     pub(super) excess: Excess,
     pub(super) stalls: StallWatch,
+    peaks: PeakNotes,
+}
+
+/// Which peaks are a run's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PeakNotes {
+    /// Its processes were above its budget before it began, and still are: what they had by then
+    /// counts as long as they have not come down.
+    ComingDown,
+    Within,
+    /// Its processes are let go.
+    Over,
 }
 
 /// The runs, by the process whose descendants theirs are.
@@ -84,6 +96,7 @@ impl Runs {
             swap_full: 0,
             excess: Excess::default(),
             stalls: StallWatch::default(),
+            peaks: if run.attached { PeakNotes::ComingDown } else { PeakNotes::Within },
             run,
         };
         self.records.insert(record.run.root, record);
@@ -111,6 +124,13 @@ impl Runs {
         self.records.keys().next().copied().filter(|_| self.records.len() == 1)
     }
 
+    /// The processes of a run are let go; or they are managed after all.
+    pub(super) fn note_letting_go(&mut self, root: u32, is_over: bool) {
+        if let Some(record) = self.records.get_mut(&root) {
+            record.peaks = if is_over { PeakNotes::Over } else { PeakNotes::ComingDown };
+        }
+    }
+
     /// The memory cgroups leave less than the budget: `left` bytes.
     pub(super) fn note_cgroup_left(&mut self, left: u64) {
         for record in self.records.values_mut() {
@@ -125,6 +145,7 @@ impl Runs {
         segment: &Segment,
         members: &[TickMember],
         processes: &[Process],
+        budget: u64,
     ) {
         #[derive(Default)]
         struct Sum {
@@ -149,7 +170,14 @@ impl Runs {
             sum.pool += own[0];
         }
         for (run, sum) in sums {
-            if let Some(RunRecord { totals, .. }) = self.records.get_mut(&run) {
+            if let Some(RunRecord { totals, peaks, .. }) = self.records.get_mut(&run) {
+                match peaks {
+                    PeakNotes::ComingDown if sum.resident <= budget => {
+                        (*peaks, totals.peak_resident) = (PeakNotes::Within, 0);
+                    }
+                    PeakNotes::Over => continue,
+                    _ => {}
+                }
                 totals.peak_resident = totals.peak_resident.max(sum.resident);
                 totals.peak_footprint = totals.peak_footprint.max(sum.footprint);
                 totals.peak_pool = totals.peak_pool.max(sum.pool);

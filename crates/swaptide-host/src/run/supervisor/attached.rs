@@ -16,7 +16,7 @@
 //!
 //! Locks: none.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
@@ -24,10 +24,13 @@ use std::time::{Duration, Instant};
 
 use swaptide_sys::Errno;
 use swaptide_sys::eventfd::EventFd;
+use swaptide_sys::process::proc_info;
 
 use super::Supervisor;
-use crate::control::filter_offers::{FilterOffers, FilterRequest};
-use crate::inject::has_agent;
+use crate::control::filter_offers::{FilterOffer, FilterOffers, FilterRequest};
+use crate::control::server::ControlSocket;
+use crate::inject::{Tracer, has_agent};
+use crate::memctl::controller::detach::AttachState;
 use crate::memctl::controller::{self, ControllerRequest, MemoryController};
 use crate::run::attach::AttachTarget;
 use crate::run::channel::LauncherMessage;
@@ -36,18 +39,22 @@ use crate::units::human;
 
 /// The time in which the first process is to stop for the agent.
 const BEGIN_TIMEOUT: Duration = Duration::from_secs(10);
+/// The same where it cannot be traced: another thread of it may be executing a program.
+const TRACE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Without a page that comes back, processes are managed as before.
 const BACK_TIMEOUT: Duration = Duration::from_secs(30);
 /// The time in which agents leave: that of their threads, and some more.
 const WITHDRAW_TIMEOUT: Duration = Duration::from_secs(15);
 /// Between two looks at the processes.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+/// Between two looks at what processes under a filter have started.
+const NOTE_INTERVAL: Duration = Duration::from_secs(1);
 
 enum AttachStage {
     Beginning,
     Attached,
-    /// These are let go; the least that was left of them, and since when.
-    LettingGo(BTreeSet<u32>, (usize, u64)),
+    /// The least that was left: processes, and bytes that are out.
+    LettingGo(usize, u64),
     Withdrawing,
     Keeping,
 }
@@ -59,11 +66,12 @@ pub(super) struct AttachedRun {
     /// When the stage began, or came a step further.
     since: Instant,
     looked: Instant,
+    noted: Instant,
+    /// Processes that were given the agent, and the stack of the program that was.
+    given: BTreeMap<u32, u64>,
     is_told_to_end: bool,
     /// It has not come about, which the user knows.
     has_failed: bool,
-    /// The filters have another reader.
-    is_relieved: bool,
     offers: FilterOffers,
     requests: Receiver<FilterRequest>,
     wake: Arc<EventFd>,
@@ -80,9 +88,10 @@ impl AttachedRun {
             stage: AttachStage::Beginning,
             since: now,
             looked: now,
+            noted: now,
+            given: BTreeMap::new(),
             is_told_to_end: false,
             has_failed: false,
-            is_relieved: false,
             offers,
             requests,
             wake,
@@ -101,8 +110,9 @@ impl AttachedRun {
 
     /// The time until the next look.
     pub(super) fn timeout(&self) -> Option<Duration> {
-        let is_looking = !matches!(self.stage, AttachStage::Keeping);
-        is_looking.then(|| LOOK_INTERVAL.saturating_sub(self.looked.elapsed()))
+        let interval =
+            if matches!(self.stage, AttachStage::Keeping) { NOTE_INTERVAL } else { LOOK_INTERVAL };
+        Some(interval.saturating_sub(self.looked.elapsed()))
     }
 
     /// One that ends other programs has processes let go.
@@ -113,6 +123,22 @@ impl AttachedRun {
     fn enter(&mut self, stage: AttachStage) {
         (self.stage, self.since) = (stage, Instant::now());
     }
+
+    /// Processes that have the agent still: not those that have executed another program.
+    fn left(&self, state: &AttachState) -> Vec<u32> {
+        let has_it = |(pid, stack): (&u32, &u64)| {
+            let info = proc_info(*pid).filter(|info| !info.zombie && info.stack_start == *stack)?;
+            let is_over = state.released.contains(pid) && !has_agent(*pid);
+            (!is_over).then_some(info.pid)
+        };
+        self.given.iter().filter_map(has_it).collect()
+    }
+}
+
+/// Those of some processes that have an agent: what others have said before they executed another
+/// program counts no more.
+fn with_agent(pids: BTreeSet<u32>) -> BTreeSet<u32> {
+    pids.into_iter().filter(|pid| has_agent(*pid)).collect()
 }
 
 impl Supervisor {
@@ -128,6 +154,10 @@ impl Supervisor {
         self.serve_offers();
         self.note_outcomes();
         let Some(run) = &mut self.attached else { return false };
+        if run.noted.elapsed() >= NOTE_INTERVAL {
+            run.noted = Instant::now();
+            let _ = self.tracer.as_mut().map(|tracer| tracer.forks.note_descendants());
+        }
         let is_due = run.looked.elapsed() >= LOOK_INTERVAL;
         if is_due {
             run.looked = Instant::now();
@@ -135,12 +165,7 @@ impl Supervisor {
         match run.stage {
             AttachStage::Keeping => {
                 let forks = self.tracer.as_ref().map(|tracer| &tracer.forks);
-                let is_needed = |run: &AttachedRun| match forks {
-                    None => false,
-                    Some(forks) if run.is_relieved => forks.has_forks(),
-                    Some(forks) => forks.has_filters(),
-                };
-                self.attached.as_ref().is_some_and(is_needed)
+                forks.is_some_and(|forks| forks.has_filters() || forks.has_forks())
             }
             _ if !is_due => true,
             AttachStage::Beginning => self.look_beginning(),
@@ -153,15 +178,16 @@ impl Supervisor {
     /// Processes that have the agent are served and counted.
     fn note_outcomes(&mut self) {
         let root = std::process::id();
-        let outcomes = self.tracer.as_mut().map(|tracer| tracer.take_outcomes());
+        let outcomes = self.tracer.as_mut().map(Tracer::take_outcomes);
         for (pid, result) in outcomes.into_iter().flatten() {
+            let Some(run) = &mut self.attached else { return };
             if result.is_ok() {
+                run.given.extend(proc_info(pid).map(|info| (pid, info.stack_start)));
                 self.counter.admit(pid);
                 let attach = move |controller: &mut MemoryController| controller.attach(pid, root);
                 let request = ControllerRequest::Do(Box::new(attach));
                 let _ = self.controller.as_ref().map(|controller| controller.send(request));
             }
-            let Some(run) = &mut self.attached else { continue };
             if pid != run.target || !matches!(run.stage, AttachStage::Beginning) {
                 continue;
             }
@@ -176,14 +202,16 @@ impl Supervisor {
                         ));
                     }
                 }
+                Err(Errno::PERM) if run.since.elapsed() < TRACE_TIMEOUT => {}
                 Err(errno) => {
                     let why = match errno {
                         Errno::PERM => {
-                            "it cannot be traced (it may not be dumped, or \
-                            /proc/sys/kernel/yama/ptrace_scope forbids it)"
+                            "it cannot be traced: another tracer has it, it may not be dumped, or \
+                            /proc/sys/kernel/yama/ptrace_scope forbids it"
                         }
                         Errno::SRCH => "it has ended",
                         Errno::NOMEM => "it has no memory left",
+                        Errno::BUSY => "it has no memory of its own",
                         _ => "it cannot be given the agent",
                     };
                     self.fail(format!("process {pid}: {why}; nothing was changed"));
@@ -192,7 +220,7 @@ impl Supervisor {
         }
     }
 
-    /// The run has not come about.
+    /// The run has not come about: no process was given the agent.
     fn fail(&mut self, why: String) {
         if let Some(mut channel) = self.channel.take() {
             channel.send(&LauncherMessage::Failed(why));
@@ -204,7 +232,7 @@ impl Supervisor {
     }
 
     fn begin_withdrawal(&mut self) {
-        let _ = self.tracer.as_mut().map(crate::inject::Tracer::stop);
+        let _ = self.tracer.as_mut().map(Tracer::pause);
         if let Some(run) = &mut self.attached {
             run.enter(AttachStage::Withdrawing);
         }
@@ -213,15 +241,24 @@ impl Supervisor {
     fn look_beginning(&mut self) -> bool {
         let Some(run) = &self.attached else { return false };
         let pid = run.target;
-        if run.is_told_to_end {
-            self.fail(format!("process {pid}: told to end before the agent was in it"));
-        } else if run.since.elapsed() > BEGIN_TIMEOUT {
-            self.fail(format!(
-                "process {pid}: it does not stop for the agent: it waits in the kernel, for a disk \
-                or for a child that is about to execute a program; nothing was changed"
-            ));
-        }
+        let info = proc_info(pid).filter(|info| !info.zombie);
+        let why = match info {
+            _ if run.is_told_to_end => "told to end before the agent was in it",
+            None => "it has ended",
+            Some(info) if info.stopped && !self.is_stopping(pid) => "it is stopped",
+            _ if run.since.elapsed() > BEGIN_TIMEOUT => {
+                "it does not stop for the agent: it waits in the kernel, for a disk or for a child \
+                that is about to execute a program"
+            }
+            _ => return true,
+        };
+        self.fail(format!("process {pid}: {why}; nothing was changed"));
         true
+    }
+
+    /// True for a process that is stopped by the tracer.
+    fn is_stopping(&self, pid: u32) -> bool {
+        self.tracer.as_ref().is_some_and(|tracer| tracer.has(pid))
     }
 
     fn look_attached(&mut self) -> bool {
@@ -229,50 +266,55 @@ impl Supervisor {
         let Some(state) = self.ask(move |controller| controller.attach_state(root)) else {
             return false;
         };
+        let managed = with_agent(state.managed);
         let Some(run) = &mut self.attached else { return false };
-        let is_over = state.pids.is_empty() || state.managed == 0 && state.released > 0;
-        if is_over {
+        if state.pids.is_empty() || managed.is_empty() && !state.released.is_empty() {
             self.begin_withdrawal();
-        } else if run.is_told_to_end {
-            run.is_told_to_end = false;
-            let pids = state.pids;
-            let detach =
-                move |controller: &mut MemoryController| controller.detach(&pids).map(|()| pids);
-            match self.ask(detach) {
-                Some(Ok(pids)) => {
-                    if let Some(run) = &mut self.attached {
-                        run.enter(AttachStage::LettingGo(pids, (usize::MAX, u64::MAX)));
-                    }
+        } else if std::mem::take(&mut run.is_told_to_end) {
+            let asked = managed.clone();
+            let has_begun = match self.ask(move |controller| controller.detach(&asked)) {
+                _ if managed.is_empty() => None,
+                Some(begun) => Some(begun),
+                None => return false,
+            };
+            match (has_begun, &mut self.attached) {
+                (None, _) => self.begin_withdrawal(),
+                (Some(Ok(())), Some(run)) => {
+                    run.enter(AttachStage::LettingGo(usize::MAX, u64::MAX));
+                    let _ = self.tracer.as_mut().map(Tracer::pause);
                 }
-                Some(Err(why)) if state.managed > 0 => self.say(why),
-                _ => self.begin_withdrawal(),
+                (Some(Err(why)), _) => self.say(why),
+                _ => return false,
             }
         }
         true
     }
 
     fn look_letting_go(&mut self) -> bool {
-        let Some(AttachedRun { stage: AttachStage::LettingGo(pids, least), since, .. }) =
+        let root = std::process::id();
+        // A process may have executed another program since, or have just got the agent.
+        let look = move |controller: &mut MemoryController| {
+            controller.withdraw(root);
+            let managed = with_agent(controller.attach_state(root).managed);
+            controller.detaching(&managed)
+        };
+        let Some(now) = self.ask(look) else { return false };
+        let Some(AttachedRun { stage: AttachStage::LettingGo(processes, out), since, .. }) =
             &mut self.attached
         else {
             return false;
         };
-        let (asked, kept) = (pids.clone(), pids.clone());
-        let Some(controller) = &self.controller else { return false };
-        let Some(now) = controller::ask(controller, move |controller| controller.detaching(&asked))
-        else {
-            return false;
-        };
-        if (now.processes, now.out) < *least {
-            (*least, *since) = ((now.processes, now.out), Instant::now());
+        if (now.processes, now.out) < (*processes, *out) {
+            (*processes, *out, *since) = (now.processes, now.out, Instant::now());
         }
         let is_stuck = since.elapsed() > BACK_TIMEOUT;
         if now.processes == 0 {
             self.begin_withdrawal();
         } else if now.short || is_stuck {
-            let _ = self.ask(move |controller| controller.keep_after_all(&kept));
+            let _ = self.ask(move |controller| controller.keep_all(root));
             let why = if now.short { "memory ran short" } else { "no more pages came in" };
             self.say(format!("{why}: {} processes stay within their budget", now.processes));
+            let _ = self.tracer.as_mut().map(Tracer::resume);
             if let Some(run) = &mut self.attached {
                 run.enter(AttachStage::Attached);
             }
@@ -286,42 +328,63 @@ impl Supervisor {
             controller.withdraw(root);
             controller.attach_state(root)
         };
-        let pids = self.ask(withdraw).map_or_else(BTreeSet::new, |state| state.pids);
-        let left: Vec<u32> = pids.into_iter().filter(|pid| has_agent(*pid)).collect();
-        let is_late =
-            self.attached.as_ref().is_some_and(|run| run.since.elapsed() > WITHDRAW_TIMEOUT);
-        if !left.is_empty() && !is_late {
+        let Some(state) = self.ask(withdraw) else { return false };
+        let Some(run) = &self.attached else { return false };
+        let left = run.left(&state);
+        let has_failed = run.has_failed;
+        if !left.is_empty() && run.since.elapsed() <= WITHDRAW_TIMEOUT {
             return true;
         }
         for pid in left {
-            self.say(format!("process {pid}: a thread of swaptide's stays in it"));
+            let is_stopped = proc_info(pid).is_some_and(|info| info.stopped);
+            let why = if is_stopped { "; it is stopped" } else { "" };
+            self.say(format!("process {pid}: a thread of swaptide's stays in it{why}"));
         }
         let is_needed = self.tracer.as_ref().is_some_and(|tracer| tracer.forks.has_filters());
-        if self.attached.as_ref().is_some_and(|run| !run.has_failed) {
+        if !has_failed {
             self.finish(0, is_needed);
         }
         if is_needed {
-            let _ = self.socket.as_mut().map(crate::control::server::ControlSocket::keep_filters);
-            if let Some(run) = &mut self.attached {
-                run.enter(AttachStage::Keeping);
-            }
+            self.keep_filters();
         }
         is_needed
     }
 
+    /// From here on only forks of processes that are under a filter are answered.
+    fn keep_filters(&mut self) {
+        let _ = self.socket.as_mut().map(ControlSocket::keep_filters);
+        let _ = self.tracer.as_mut().map(Tracer::end);
+        if let Some(controller) = self.controller.take() {
+            let _ = controller.send(ControllerRequest::Stop);
+        }
+        // What ends the user's session is not to end what processes of the system need.
+        let _ = rustix::process::setsid();
+        if let Some(run) = &mut self.attached {
+            run.enter(AttachStage::Keeping);
+        }
+    }
+
     /// Answers supervisors that attach to processes which were let go.
     fn serve_offers(&mut self) {
-        let Some(run) = &mut self.attached else { return };
+        let (Some(run), Some(tracer)) = (&mut self.attached, &mut self.tracer) else { return };
         run.wake.clear();
+        let is_keeping = matches!(run.stage, AttachStage::Keeping);
         while let Ok(request) = run.requests.try_recv() {
-            let is_keeping = matches!(run.stage, AttachStage::Keeping);
-            let forks = self.tracer.as_ref().map(|tracer| &tracer.forks);
             match request {
-                FilterRequest::Offer(pid, answer) => {
-                    let forks = forks.filter(|forks| is_keeping && forks.is_filtered(pid));
-                    let _ = answer.send(forks.and_then(|forks| forks.offer().ok()));
+                FilterRequest::Lend(pid, answer) => {
+                    tracer.forks.note_descendants();
+                    let is_under = tracer.forks.has_filters() && tracer.forks.is_filtered(pid);
+                    let offer = match is_under {
+                        false => FilterOffer::None,
+                        true if !is_keeping || tracer.forks.is_lent() => FilterOffer::InUse,
+                        true => tracer.forks.lend().map_or(FilterOffer::InUse, FilterOffer::Lent),
+                    };
+                    if answer.send(offer).is_err() {
+                        tracer.forks.take_back();
+                    }
                 }
-                FilterRequest::Taken => run.is_relieved |= is_keeping,
+                FilterRequest::Taken => tracer.forks.give_up(),
+                FilterRequest::Returned => tracer.forks.take_back(),
             }
         }
     }
