@@ -81,7 +81,7 @@ def assert_clean(pid):
     flags = [line for line in smaps if line.startswith("VmFlags:") and " um" in line]
     assert not flags, "memory is registered still"
     maps = Path(f"/proc/{pid}/maps").read_text()
-    assert "libswaptide" not in maps and "memfd:swaptide" not in maps, maps
+    assert not any(name in maps for name in ("libswaptide", "memfd:swaptide", "io_uring")), maps
 
 
 def running(case, name, kind, *arguments):
@@ -150,8 +150,10 @@ def test_full_attach_cycles(case, kind):
 
 @pytest.mark.swaptide(budget=32, native=False)
 def test_attach_leaves_one_page(case):
-    """Each attachment unmaps the page of code that the one before has left."""
+    """Each attachment unmaps the page of code that the one before has left; nothing else stays,
+    also of reading a swap file."""
     started, pid = pressure(case, 64)
+    file = ["--swap", f"file:{case.directory}"]
 
     def mappings():
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
@@ -159,7 +161,7 @@ def test_attach_leaves_one_page(case):
 
     before = mappings()
     for _ in range(3):
-        Attached(case, pid).until_swapped(megabytes=16).lets_go()
+        Attached(case, pid, *file).until_swapped(megabytes=16).lets_go()
         assert_clean(pid)
         left = [line for line in mappings() if line not in before]
         assert len(left) == 1, f"pages of code that stay: {left}"
@@ -226,6 +228,50 @@ def test_attach_tree(case):
     attached.lets_go()
     for one in (pid, child):
         assert_clean(one)
+    told(started)
+    assert "OK tree" in started.finish().text()
+
+
+EXECS = """
+import os, signal, sys, time
+data = bytearray(os.urandom(4096) * 256 * 64)
+words = [sys.executable, "-c", sys.argv[1], sys.argv[1]]
+signal.signal(signal.SIGUSR1, lambda *_: os.execv(sys.executable, words))
+print("ready", os.getpid(), flush=True)
+while True:
+    time.sleep(1)
+"""
+
+
+@pytest.mark.swaptide(budget=32, native=False)
+def test_attach_exec(case):
+    """A process that executes another program while it is let go is let go."""
+    started = case.start([case.python, "-c", EXECS, EXECS], native=True)
+    pid = int(wait_for_line(case, started, "ready").split()[1])
+    attached = Attached(case, pid).until_swapped(megabytes=16)
+    attached.process.send_signal(signal.SIGINT)
+    time.sleep(0.03)
+    os.kill(pid, signal.SIGUSR1)
+    attached.ends(seconds=20)
+    assert_clean(pid)
+    os.kill(pid, signal.SIGKILL)
+    started.finish(status=None)
+
+
+@pytest.mark.swaptide(budget=32, native=False)
+def test_attach_twice(case):
+    """Of two at once one has the forks of a tree that was let go; the other one is refused, or
+    takes over from it later. A fork has all of its memory."""
+    started = case.start([case.python, "-c", TREE, "tree"], native=True, stdin=subprocess.PIPE)
+    pid = int(wait_for_line(case, started, "ready").split()[1])
+    Attached(case, pid).until_swapped(megabytes=16).lets_go()
+    both = [Attached(case, pid) for _ in range(2)]
+    until(case, "one is refused", lambda: any(one.process.poll() == 2 for one in both))
+    winner = next(one for one in both if one.process.poll() is None)
+    winner.until_swapped(megabytes=16)
+    told(started)
+    wait_for_line(case, started, "child")
+    winner.lets_go()
     told(started)
     assert "OK tree" in started.finish().text()
 

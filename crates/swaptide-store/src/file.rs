@@ -325,8 +325,8 @@ impl FileDevice {
         self.store.clear();
     }
 
-    /// Closes the areas, and with them what was mapped to read them. They are opened again when they
-    /// are needed.
+    /// Closes the areas, and with them what was mapped to read them. They are opened again when
+    /// they are needed.
     pub fn close(&self) {
         self.store.io.close();
     }

@@ -19,9 +19,9 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const MAX_LIST_BYTES: usize = 1 << 20;
 
 /// A supervisor that has lent its filters, for as long as this is there.
-pub(crate) struct FilterKeeper(Conn);
+pub(crate) struct FilterLender(Conn);
 
-impl FilterKeeper {
+impl FilterLender {
     /// They have a new reader from now on.
     ///
     /// # Errors
@@ -48,7 +48,7 @@ pub(crate) enum FoundFilters {
     None,
     /// The run of this process's has them, and goes on.
     InUse(PathBuf),
-    Lent(FilterKeeper, OfferedFilters),
+    Lent(FilterLender, OfferedFilters),
 }
 
 /// Asks the supervisor at a socket.
@@ -81,7 +81,7 @@ fn ask(socket: &Path, pid: u32) -> io::Result<FoundFilters> {
         }
     }
     let processes = list.map(|list| list.processes).unwrap_or_default();
-    Ok(FoundFilters::Lent(FilterKeeper(conn), OfferedFilters { filters, processes }))
+    Ok(FoundFilters::Lent(FilterLender(conn), OfferedFilters { filters, processes }))
 }
 
 /// The filters of a process that a supervisor of this user has.

@@ -5,8 +5,8 @@
 //! The socket has a name of its own then ([`KEPT_FILTERS`]): for other clients the run is over.
 //!
 //! Invariants
-//! 1. One supervisor reads a filter. While filters are lent, the one that has them reads none: forks
-//!    wait. The next one reads them when this one has confirmed that they are its.
+//! 1. One supervisor reads a filter. While filters are lent, the one that has them reads none:
+//!    forks wait. The next one reads them when this one has confirmed that they are its.
 //! 2. They are lent for as long as the client's connection is open, [`LEASE_TIMEOUT`] at most.
 //!
 //! Locks: none; threads talk through channels.

@@ -14,7 +14,7 @@ use swaptide_sys::elf::kind_of;
 use swaptide_sys::process::{ProcInfo, proc_info, processes};
 use thiserror::Error;
 
-use crate::control::filter_client::{FilterKeeper, FoundFilters, find};
+use crate::control::filter_client::{FilterLender, FoundFilters, find};
 use crate::control::filter_offers::OfferedFilters;
 use crate::inject::{
     Credentials, Tracer, is_confined, is_numbered_here, is_of_swaptide, shares_memory,
@@ -84,7 +84,7 @@ pub(crate) struct AttachTarget {
     start: u64,
     rights: Credentials,
     /// What earlier supervisors have left.
-    filters: Vec<(FilterKeeper, OfferedFilters)>,
+    filters: Vec<(FilterLender, OfferedFilters)>,
 }
 
 impl AttachTarget {
@@ -99,9 +99,9 @@ impl AttachTarget {
     /// # Errors
     /// Why its forks cannot be had; nothing was changed then.
     pub(super) fn begin(&mut self, tracer: &mut Tracer) -> Result<(), String> {
-        for (keeper, offered) in std::mem::take(&mut self.filters) {
+        for (lender, offered) in std::mem::take(&mut self.filters) {
             tracer.forks.take_over(offered).map_err(|errno| format!("its forks: {errno}"))?;
-            keeper.release().map_err(|error| format!("its forks: {error}"))?;
+            lender.release().map_err(|error| format!("its forks: {error}"))?;
         }
         tracer.attach(self.pid, self.start, &self.rights);
         Ok(())
@@ -169,17 +169,17 @@ pub(super) fn look(pid: u32) -> Result<AttachTarget, AttachError> {
         return Err(AttachError::SharesMemory(pid));
     }
     let rights = Credentials::of(pid).ok_or(AttachError::Unreadable(pid))?;
-    let mut filters: Vec<(FilterKeeper, OfferedFilters)> = Vec::new();
+    let mut filters: Vec<(FilterLender, OfferedFilters)> = Vec::new();
     let below = tree_below(pid);
     for one in std::iter::once(pid).chain(below.iter().map(|info| info.pid)) {
-        let is_known = |(_, offered): &(FilterKeeper, OfferedFilters)| {
+        let is_known = |(_, offered): &(FilterLender, OfferedFilters)| {
             offered.processes.iter().any(|known| known.pid == one)
         };
         if !is_confined(one, false) || filters.iter().any(is_known) {
             continue;
         }
         match find(one) {
-            FoundFilters::Lent(keeper, offered) => filters.push((keeper, offered)),
+            FoundFilters::Lent(lender, offered) => filters.push((lender, offered)),
             FoundFilters::InUse(socket) => return Err(AttachError::HasFilters(one, socket)),
             FoundFilters::None if one == pid => return Err(AttachError::Confined(pid)),
             // That one stays unmanaged.

@@ -67,7 +67,7 @@ pub(super) struct RunRecord {
 
 /// Which peaks are a run's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum PeakNotes {
+enum PeakNotes {
     /// Its processes were above its budget before it began, and still are: what they had by then
     /// counts as long as they have not come down.
     ComingDown,
