@@ -76,6 +76,7 @@ fn keep(
         max: None,
         strict: true,
         stall: Default::default(),
+        attached: false,
     };
     thread.add_run(run);
     let (controller, requests) = mpsc::channel();

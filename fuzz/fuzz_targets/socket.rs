@@ -18,7 +18,7 @@ fuzz_target!(|data: &[u8]| {
     static COUNTER: OnceLock<(Mutex<AgentServer>, Arc<dyn AreaOpener>)> = OnceLock::new();
     let (counter, areas) = COUNTER.get_or_init(|| {
         let areas: Arc<dyn AreaOpener> = Arc::new(Areas::new(empty_segment().0));
-        (Mutex::new(AgentServer::open(Users::All, true).expect("a socket")), areas)
+        (Mutex::new(AgentServer::open(Users::All, true, true).expect("a socket")), areas)
     });
     let mut counter = counter.lock().expect("one thread");
     let (_, segment) = empty_segment();

@@ -206,7 +206,7 @@ def test_bare_container(case):
     words += [*limits, "--memory", "400m", "--rootfs", root]
 
     def run(ram, *program):
-        inside = ["/swaptide", "run", "--inject", "--ram", ram, "--", *program]
+        inside = ["/swaptide", "run", "--ram", ram, "--", *program]
         done = subprocess.run([*words, *inside], capture_output=True, text=True)
         assert done.returncode == 0, done
         assert re.search(r" [0-9]+k pages out", done.stderr), done.stderr

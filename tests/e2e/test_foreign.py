@@ -182,9 +182,19 @@ def test_foreign_namespace(case):
 @pytest.mark.swaptide(budget=32, allowance=64, swaps=False, forks=True)
 @pytest.mark.parametrize("kind", ["static", "musl"])
 def test_foreign_alone(case, kind):
-    """Without the option such a program runs unmanaged in a tree."""
+    """Where none is to be given the agent, such a program runs unmanaged in a tree."""
     words = f"{program(case, 'foreign', kind)} 8 1 {case.seed} all"
-    assert case.run(["sh", "-c", f"{words}; exit 0"]).text() == "OK foreign all\n"
+    done = case.run(["sh", "-c", f"{words}; exit 0"], options=["--inject=never"])
+    assert done.text() == "OK foreign all\n"
+
+
+@pytest.mark.swaptide(budget=64, allowance=UNTIL_MANAGED, forks=True)
+@pytest.mark.parametrize("kind", ["static", "musl"])
+def test_foreign_large(case, kind):
+    """Without an option such programs are given the agent when they have some memory."""
+    words = f"{program(case, 'foreign', kind)} 160 1 {case.seed} all"
+    done = case.run(["sh", "-ec", f"{words}; {words}; exit 0"])
+    assert done.text() == "OK foreign all\nOK foreign all\n"
 
 
 @pytest.mark.swaptide(budget=64, allowance=64, swaps=False, needs=("busybox",), forks=True)
@@ -211,11 +221,12 @@ def test_foreign_ends(case, kind):
 
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)
 def test_foreign_not_asked(case):
-    """Without the option a program that loads no library is refused in one line."""
-    started = case.start([program(case, "foreign", "static"), 8, 1, 1, "all"])
+    """Where none is to be given the agent, one that loads no library is refused in one line."""
+    words = [program(case, "foreign", "static"), 8, 1, 1, "all"]
+    started = case.start(words, options=["--inject=never"])
     status = started.process.wait(timeout=30)
     said = (started.directory / "stderr").read_text()
-    if status != 2 or "give --inject" not in said:
+    if status != 2 or "leave --inject=never out" not in said:
         raise Failure(f"exit status {status}: {said!r}")
 
 

@@ -18,7 +18,7 @@ use swaptide_host::control::agent_api::Users;
 use swaptide_host::daemon::server::{self, DaemonConfig};
 use swaptide_host::memctl::stall::{OnStall, StallPolicy};
 use swaptide_host::run::doctor;
-use swaptide_host::run::supervise::{self, RunConfig, RunReach, RunSubject};
+use swaptide_host::run::supervise::{self, Inject, RunConfig, RunReach, RunSubject};
 
 /// Exit status of bad input, and of whatever keeps a command from starting.
 const BAD_INPUT: u8 = 2;
@@ -62,10 +62,17 @@ enum Command {
 
 #[derive(Args)]
 struct ReachArgs {
-    /// Also manage programs that load no library (static, Go's, musl's) [default: refused, or
-    /// unmanaged in a tree]. A fork of theirs brings all of the process into memory
-    #[arg(long)]
-    inject: bool,
+    /// Which programs that load no library (static, Go's, musl's) are managed: those that have some
+    /// memory, all from their start, or none. A fork of theirs brings all of the process into
+    /// memory [default: large; without a value: always]
+    #[arg(
+        long,
+        value_name = "large|always|never",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "always"
+    )]
+    inject: Option<Inject>,
     /// Also swap large anonymous shared mappings, and charge them to the budget [default: neither]
     #[arg(long)]
     shared: bool,
@@ -266,7 +273,7 @@ fn run(args: RunArgs) -> ExitCode {
         strict,
         stall: stall.policy(),
         userfaultfd,
-        reach: RunReach { inject: reach.inject, shared: reach.shared },
+        reach: RunReach { inject: reach.inject.unwrap_or_default(), shared: reach.shared },
         page_cluster,
         largest_order,
         group,

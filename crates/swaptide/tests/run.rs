@@ -341,8 +341,10 @@ fn bad_input_is_one_line_that_names_the_flag_and_status_2() {
         (vec!["--frobnicate", "--", "true"], ["--frobnicate", "unexpected"]),
         (vec!["--", "no-such-program-anywhere"], ["no-such-program-anywhere", "not found"]),
         (vec!["--", "/etc/passwd"], ["/etc/passwd", "not executable"]),
-        (vec!["--", static_program], ["statically linked", "--inject"]),
+        (vec!["--inject=never", "--", static_program], ["statically linked", "--inject"]),
+        (vec!["--inject=often", "--", "true"], ["--inject", "often"]),
         // Nothing can be put into it: the agent of these tests is an empty library.
+        (vec!["--", static_program], ["empty-agent", "install swaptide again"]),
         (vec!["--inject", "--", static_program], ["empty-agent", "install swaptide again"]),
         (vec!["--", suid], ["set-user-id", "ignores"]),
         (vec![], ["CMD", "required"]),

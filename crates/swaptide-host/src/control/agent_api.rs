@@ -118,14 +118,14 @@ struct Waiting {
 
 impl AgentServer {
     /// Opens the socket under a name that cannot be guessed. `injects`: the agent is put into
-    /// programs that load no library, so processes say when they execute one.
+    /// programs that load no library. `is_told`: processes say when they execute a program.
     ///
     /// # Errors
     /// What the kernel answers.
-    pub fn open(users: Users, injects: bool) -> Result<AgentServer, Errno> {
+    pub fn open(users: Users, injects: bool, is_told: bool) -> Result<AgentServer, Errno> {
         let mut random = [0u8; 16];
         rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())?;
-        let prefix = if injects { INJECTING_SOCKET } else { "swaptide-" };
+        let prefix = if is_told { INJECTING_SOCKET } else { "swaptide-" };
         let name = format!("{prefix}{:032x}", u128::from_le_bytes(random));
         let listener = Listener::bind_abstract(name.as_bytes())?;
         listener.set_nonblocking(true)?;
@@ -447,7 +447,7 @@ mod tests {
 
     #[test]
     fn the_segment_and_the_file_are_handed_out_and_nothing_else() {
-        let mut counter = AgentServer::open(Users::All, false).expect("socket");
+        let mut counter = AgentServer::open(Users::All, false, false).expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 12288).expect("memfd");
         let none: Arc<dyn AreaOpener> = Arc::new(Areas::new(crate::testing::segment()));
         let areas = Arc::new(Areas::new(crate::testing::segment()));
@@ -475,7 +475,7 @@ mod tests {
 
     #[test]
     fn what_concerns_a_process_is_given_for_the_one_that_asks() {
-        let mut counter = AgentServer::open(Users::All, false).expect("socket");
+        let mut counter = AgentServer::open(Users::All, false, false).expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(b"I", &[]).expect("send");
@@ -514,7 +514,7 @@ mod tests {
 
     #[test]
     fn a_client_that_says_nothing_does_not_stop_the_others() {
-        let mut counter = AgentServer::open(Users::All, false).expect("socket");
+        let mut counter = AgentServer::open(Users::All, false, false).expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         let areas: Arc<dyn AreaOpener> = Arc::new(Areas::new(crate::testing::segment()));
         let connect = || Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
@@ -539,7 +539,7 @@ mod tests {
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         // Of a process of the run, and of one that is none.
         for supervisor in [std::process::id(), u32::MAX] {
-            let mut counter = AgentServer::open(Users::All, false).expect("socket");
+            let mut counter = AgentServer::open(Users::All, false, false).expect("socket");
             counter.supervisor = supervisor;
             let mut others = Vec::new();
             for request in [&b"H"[..], b"S", b"?"] {

@@ -1,10 +1,13 @@
 //! The thread that finds programs which load no library, and names them to the tracer.
 //!
-//! Owns the processes that are watched: those that were named (`FinderRequest::Watch`) and what
-//! they start, for nothing else tells when such a program executes another one. In a run without
-//! them the thread sleeps. Orphans are looked at as well: a program that started one may have ended
-//! between two looks. Where running processes were attached to, they and all that they start are
-//! named, whatever they load ([`Takes::All`]).
+//! Owns the processes that are watched: those that were named (`FinderRequest::Watch`; by the
+//! memory controller when they have some memory, `Large`) and what they start, for nothing else
+//! tells when such a program executes another one. In a run without them the thread sleeps.
+//! Orphans are looked at as well: a program that started one may have ended between two looks.
+//! Where running processes were attached to, they and all that they start are named, whatever
+//! they load ([`Takes::All`]).
+//!
+//! A program that may stay small is let be until it is not: most that load no library do little.
 //!
 //! Invariants
 //! 1. A program is given the agent once: it is known by its process's start, its stack and its
@@ -27,7 +30,7 @@ use swaptide_ipc::ENV_SOCKET;
 use swaptide_sys::AsFd;
 use swaptide_sys::elf::{ProgramKind, kind_of};
 use swaptide_sys::eventfd::EventFd;
-use swaptide_sys::process::{ProcInfo, newest_in, proc_info, processes, same_memory};
+use swaptide_sys::process::{ProcInfo, anon_rss, newest_in, proc_info, processes, same_memory};
 
 /// Between two looks at processes that are watched, at least.
 const LOOK_INTERVAL: Duration = Duration::from_millis(5);
@@ -39,6 +42,10 @@ const YOUNG_AGE: Duration = Duration::from_millis(20);
 const HOOKED_AGE: Duration = Duration::from_secs(2);
 /// A forked child that executes nothing for so long is taken for one that goes on so.
 const FORKED_AGE: Duration = Duration::from_millis(200);
+/// Between two looks where all that is watched is small, or has the agent, at most.
+const QUIET_INTERVAL: Duration = Duration::from_millis(20);
+/// The most that a program fills in a nanosecond.
+const FILL_BYTES_PER_NS: u64 = 4;
 /// Part of one CPU that looks take.
 const COST_DIVISOR: u32 = 30;
 /// How often a process is named that cannot be traced: it has another tracer, or stops by a signal.
@@ -47,8 +54,8 @@ const MAX_TRIES: u32 = 1000;
 /// Which programs are given the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Takes {
-    /// Those that load no library.
-    LoadingNone,
+    /// Those that load no library, once they have this number of bytes in memory.
+    LoadingNone(u64),
     /// All that are not swaptide's and have no agent.
     All,
 }
@@ -58,7 +65,7 @@ impl Takes {
     pub(super) fn has(self, pid: u32) -> bool {
         match (self, kind_of_process(pid)) {
             (_, None) => false,
-            (Takes::LoadingNone, Some(kind)) => kind.is_injected(),
+            (Takes::LoadingNone(_), Some(kind)) => kind.is_injected(),
             (Takes::All, Some(_)) => !is_of_swaptide(pid),
         }
     }
@@ -120,6 +127,8 @@ struct Watched {
     attached: Option<u64>,
     /// A thread is about to put the agent into it.
     is_traced: bool,
+    /// A program that is to have the agent when it is large.
+    small: Option<ProgramIdentity>,
     /// The program that was named last, and how often.
     named: Option<ProgramIdentity>,
     tries: u32,
@@ -129,6 +138,8 @@ struct Watched {
 pub(super) enum FinderRequest {
     /// A process runs such a program, or it or one that it starts is about to.
     Watch(u32),
+    /// A process has some memory.
+    Large(u32),
     /// A running process that began then is to be given the agent.
     Attach(u32, u64),
     /// The tracer has done with this one. `None`: it is to be named again.
@@ -148,8 +159,8 @@ pub(super) fn start(
     wake: Arc<EventFd>,
     takes: Takes,
 ) {
-    let watched = HashMap::new();
-    let finder = Finder { candidates, wake, takes, watched, newest: None, has_named: false };
+    let (watched, pause) = (HashMap::new(), LOOK_INTERVAL);
+    let finder = Finder { candidates, wake, takes, watched, newest: None, has_named: false, pause };
     // Without the thread such programs stay unmanaged, which the summary tells.
     let _ = Builder::new().name("injector".into()).spawn(move || finder.run(requests));
 }
@@ -163,6 +174,8 @@ struct Finder {
     newest: Option<u32>,
     /// A program was named: an orphan may be of such a one.
     has_named: bool,
+    /// Until the next look, at most.
+    pause: Duration,
 }
 
 impl Finder {
@@ -180,6 +193,16 @@ impl Finder {
             match request {
                 Ok(FinderRequest::Watch(pid)) => {
                     self.begin(pid);
+                    next_look = next_look.min(earliest_look);
+                }
+                Ok(FinderRequest::Large(pid)) => {
+                    if self.watched.contains_key(&pid) || !self.takes.has(pid) {
+                        continue;
+                    }
+                    self.begin(pid);
+                    if let Some(watched) = self.watched.get_mut(&pid) {
+                        watched.is_of_injected = true;
+                    }
                     next_look = next_look.min(earliest_look);
                 }
                 Ok(FinderRequest::Attach(pid, start)) => {
@@ -202,7 +225,8 @@ impl Finder {
             self.look();
             let cost = cpu_time().saturating_sub(began);
             let young = self.watched.values().any(|watched| watched.since.elapsed() < YOUNG_AGE);
-            let interval = if young { YOUNG_INTERVAL } else { LOOK_INTERVAL };
+            let is_urgent = young && matches!(self.takes, Takes::LoadingNone(0) | Takes::All);
+            let interval = if is_urgent { YOUNG_INTERVAL } else { self.pause };
             let ended = Instant::now();
             earliest_look = ended + cost * COST_DIVISOR;
             next_look = earliest_look.max(ended + interval);
@@ -217,6 +241,7 @@ impl Finder {
             is_of_injected: false,
             attached: None,
             is_traced: false,
+            small: None,
             named: None,
             tries: 0,
         };
@@ -238,6 +263,14 @@ impl Finder {
     fn look(&mut self) {
         self.find_children();
         let mut found = Vec::new();
+        let least = if let Takes::LoadingNone(least) = self.takes { least } else { 0 };
+        let is_open = |watched: &Watched| {
+            watched.is_hooked || watched.done.is_none() && watched.small.is_none()
+        };
+        self.pause = match self.watched.values().any(is_open) {
+            true => LOOK_INTERVAL,
+            false => QUIET_INTERVAL,
+        };
         self.watched.retain(|pid, watched| {
             let Some(info) = proc_info(*pid).filter(|info| !info.zombie) else { return false };
             // One that is stopped by a signal is let be until it continues.
@@ -258,14 +291,22 @@ impl Finder {
             if watched.done == Some(program) {
                 return !watched.is_hooked || watched.since.elapsed() < HOOKED_AGE;
             }
-            if self.takes.has(*pid) {
+            if watched.small == Some(program) || self.takes.has(*pid) {
+                let bytes = anon_rss(*pid).unwrap_or(0);
+                if bytes < least {
+                    watched.is_hooked = false;
+                    watched.small = Some(program);
+                    let until = Duration::from_nanos((least - bytes) / FILL_BYTES_PER_NS);
+                    self.pause = self.pause.min(until.max(LOOK_INTERVAL));
+                    return true;
+                }
                 watched.is_hooked = false;
                 watched.is_traced = true;
                 watched.named = Some(program);
                 found.push(Candidate { pid: *pid, program });
             } else {
                 // What loads the agent says by itself when it executes something else.
-                watched.is_hooked = self.takes == Takes::LoadingNone;
+                watched.is_hooked = self.takes != Takes::All;
                 watched.done = Some(program);
             }
             true

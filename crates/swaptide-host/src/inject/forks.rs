@@ -226,6 +226,9 @@ impl HeldForks {
 
     /// Notes all processes that descend from one under a filter: their parents may end.
     pub(crate) fn note_descendants(&mut self) {
+        if self.filters.is_empty() {
+            return;
+        }
         for info in processes().unwrap_or_default() {
             if !self.filtered.contains_key(&info.pid) && self.is_filtered(info.pid) {
                 self.note_filtered(info.pid, None);

@@ -189,6 +189,12 @@ impl Tracer {
         let _ = self.finder.send(FinderRequest::Watch(pid));
     }
 
+    /// What tells that a process has some memory.
+    pub(crate) fn reporter(&self) -> Box<dyn Fn(u32) + Send> {
+        let finder = self.finder.clone();
+        Box::new(move |pid| drop(finder.send(FinderRequest::Large(pid))))
+    }
+
     /// Readable when the finder has named a program.
     pub(crate) fn awaited(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()

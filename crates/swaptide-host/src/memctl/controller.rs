@@ -23,6 +23,7 @@
 pub(crate) mod detach;
 mod flow;
 mod groups;
+mod large;
 mod runs;
 mod sample;
 mod slots;
@@ -39,6 +40,7 @@ use swaptide_ipc::{
 use swaptide_sys::PAGE_SIZE;
 
 use self::groups::{BudgetNode, GroupControl, Nodes};
+use self::large::LargeProcesses;
 pub use self::runs::ManagedRun;
 use self::runs::Runs;
 use self::sample::Watches;
@@ -113,6 +115,7 @@ pub struct MemoryController {
     last_tick: Instant,
     /// Reports to the user of a run.
     say: Box<SayToRun>,
+    large: LargeProcesses,
 }
 
 /// Reports one line to the user of a run.
@@ -139,7 +142,13 @@ impl MemoryController {
             watches: Watches::new(segment),
             last_tick: Instant::now(),
             say: Box::new(|_, _| ()),
+            large: LargeProcesses::default(),
         }
+    }
+
+    /// Reports processes that have this number of bytes.
+    pub(crate) fn reporting(self, least: u64, report: Box<dyn Fn(u32) + Send>) -> MemoryController {
+        MemoryController { large: LargeProcesses::new(least, report), ..self }
     }
 
     /// Reports by `say` what the user of a run must know at once.
@@ -249,6 +258,9 @@ impl MemoryController {
             self.audit();
         }
         self.areas.measure();
+        let sizes = members.iter().zip(&processes);
+        let sizes = sizes.map(|(member, process)| (member.pid, process.used));
+        self.large.look(sizes, self.last_tick);
         self.runs.note_peaks(self.segment, &members, &processes, self.budget);
         let counted = self.watches.counted(&members, &processes);
         let decision = policy::decide(&bounds, &counted, elapsed);

@@ -99,9 +99,18 @@ impl AttachTarget {
     /// # Errors
     /// Why its forks cannot be had; nothing was changed then.
     pub(super) fn begin(&mut self, tracer: &mut Tracer) -> Result<(), String> {
+        let mut is_first = true;
         for (lender, offered) in std::mem::take(&mut self.filters) {
-            tracer.forks.take_over(offered).map_err(|errno| format!("its forks: {errno}"))?;
-            lender.release().map_err(|error| format!("its forks: {error}"))?;
+            match lender.release() {
+                Ok(()) => {
+                    let taken = tracer.forks.take_over(offered);
+                    taken.map_err(|errno| format!("its forks: {errno}"))?;
+                }
+                Err(error) if is_first => return Err(format!("its forks: {error}")),
+                // What is under these filters stays unmanaged.
+                Err(_) => {}
+            }
+            is_first = false;
         }
         tracer.attach(self.pid, self.start, &self.rights);
         Ok(())

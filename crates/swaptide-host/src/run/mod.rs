@@ -9,6 +9,7 @@ pub mod doctor;
 pub(crate) mod ending;
 pub(crate) mod error;
 mod inheritance;
+mod inject_option;
 mod launcher;
 pub(crate) mod segment;
 pub mod supervise;

@@ -54,6 +54,7 @@ use crate::run::descriptors::{
 };
 use crate::run::doctor::{self, Forks};
 use crate::run::inheritance::Inheritance;
+pub use crate::run::inject_option::Inject;
 use crate::run::launcher::Launcher;
 use crate::run::segment::{set_up_header, wanted_failure};
 use crate::run::supervisor::{Prepared, RunMode, RunPlace, Subject, Supervisor};
@@ -76,7 +77,7 @@ const DEFAULT_RAM: &str = "80%";
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RunReach {
     /// `--inject`: programs that load no library.
-    pub inject: bool,
+    pub inject: Inject,
     /// `--shared`: large anonymous shared mappings.
     pub shared: bool,
 }
@@ -221,10 +222,11 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
     }
     let (program, injects, is_needed) = match &subject {
         Subject::Program { target, .. } => {
-            if !config.reach.inject {
+            let injects = config.reach.inject != Inject::Never;
+            if !injects {
                 target.check_loads().map_err(RunError::Target)?;
             }
-            (program_name(&target.name), config.reach.inject, target.kind.is_injected())
+            (program_name(&target.name), injects, target.kind.is_injected())
         }
         Subject::Process(target) => (target.name(), true, true),
     };
@@ -253,6 +255,7 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
     Ok(Prepared {
         subject,
         agent,
+        inject: config.reach.inject,
         place,
         report,
         quiet: config.quiet,

@@ -40,6 +40,7 @@ use crate::run::descriptors::{
 };
 use crate::run::ending::{Ending, signal_descendants};
 use crate::run::inheritance::Inheritance;
+use crate::run::inject_option::Inject;
 use crate::run::target::Target;
 use crate::signals::{self, ChildStatus, Inherited, Signals};
 use crate::swap::areas::{AreaOpener, Areas};
@@ -96,6 +97,7 @@ pub(super) struct Prepared {
     pub(super) subject: Subject,
     /// What is put into programs that load no library, where that is wanted.
     pub(super) agent: Option<AgentFile>,
+    pub(super) inject: Inject,
     pub(super) place: RunPlace,
     pub(super) report: Option<(PathBuf, Sink)>,
     pub(super) quiet: bool,
@@ -140,7 +142,9 @@ impl Prepared {
         let log = log.and_then(|path| std::path::absolute(path).ok());
         let log = log.map(|path| path.into_os_string().into_encoded_bytes());
         let takes = match self.subject {
-            Subject::Program { .. } => Takes::LoadingNone,
+            Subject::Program { .. } => {
+                Takes::LoadingNone(self.inject.least_bytes(self.place.frame.budget))
+            }
             Subject::Process(_) => Takes::All,
         };
         Tracer::start(agent, socket, log, takes).ok()
@@ -153,6 +157,7 @@ impl Prepared {
         launcher: u32,
         channel: &Channel,
         filters: Option<FilterOffers>,
+        tracer: Option<&Tracer>,
     ) -> SideServices {
         raise_descriptor_limit();
         if self.shared {
@@ -176,6 +181,10 @@ impl Prepared {
         .with_shared(shared)
         .within_cgroups()
         .saying(say_to_launcher(channel, self.quiet));
+        if let (Some(tracer), Subject::Program { .. }) = (tracer, &self.subject) {
+            let least = self.inject.least_bytes(self.place.frame.budget);
+            thread = thread.reporting(least.max(1), tracer.reporter());
+        }
         let uid = rustix::process::geteuid().as_raw();
         let run = controller::ManagedRun {
             root,
@@ -267,8 +276,8 @@ impl Supervisor {
             Subject::Program { .. } => None,
         };
         let offers = attached.as_ref().map(AttachedRun::offers);
-        let kept = prepared.keep(launcher, &channel, offers);
         let mut tracer = prepared.tracer(counter.name());
+        let kept = prepared.keep(launcher, &channel, offers, tracer.as_ref());
         match (&mut prepared.subject, &mut tracer) {
             (Subject::Program { target, .. }, Some(tracer)) if target.kind.is_injected() => {
                 program.into_iter().for_each(|pid| tracer.watch(pid));
@@ -617,7 +626,12 @@ fn start(
     inheritance: Inheritance,
     channel: &Channel,
 ) -> io::Result<(AgentServer, Option<u32>)> {
-    let counter = AgentServer::open(prepared.users, prepared.agent.is_some())?;
+    let injects = prepared.agent.is_some();
+    // Otherwise the controller tells.
+    let is_told = injects
+        && (prepared.inject == Inject::Always
+            || matches!(prepared.place.mode, RunMode::Daemon { .. }));
+    let counter = AgentServer::open(prepared.users, injects, is_told)?;
     let Subject::Program { target, arguments, preload } = &prepared.subject else {
         return Ok((counter, None));
     };

@@ -46,9 +46,8 @@ pub enum TargetError {
     Read(PathBuf, io::Error),
     /// A program that loads no library.
     #[error(
-        "{path}: {1}, so no library can be loaded into it; give --inject to have the agent put \
-        into it (not for programs that fork and end before their children), or use a dynamically \
-        linked glibc build",
+        "{path}: {1}, so no library can be loaded into it; leave --inject=never out to have the \
+        agent put into it, or use a dynamically linked glibc build",
         path = .0.display()
     )]
     LoadsNothing(PathBuf, &'static str),
