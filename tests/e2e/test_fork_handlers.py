@@ -88,7 +88,7 @@ def run_forklock(case, mode, seconds=3, managed=True):
     unmanaged = [line for line in agent_log(case).splitlines() if "is not managed" in line]
     # The thread that forks may get its lock from another thread while the handler helps one: then
     # that child has all its memory.
-    most = 2 if case.name.startswith("fork-locks-moves") else 0
+    most = 2 if case.name.startswith(("fork-locks-moves", "fork-locks-maps")) else 0
     assert not managed or len(unmanaged) <= most, f"children were not managed: {unmanaged[:3]}"
 
 

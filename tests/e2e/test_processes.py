@@ -48,6 +48,17 @@ def test_namespaces(case, mode, megabytes):
     assert case.run(words).text() == "OK namespaces executed\n"
 
 
+@pytest.mark.swaptide(budget=32, forks=True, needs=("bwrap",))
+def test_sandbox(case):
+    """A program in mount and user namespaces of its own, behind a file system that is mounted
+    again."""
+    words = ["bwrap", "--unshare-user", "--dev-bind", "/", "/"]
+    if case.run([*words, "true"], native=True, status=None).status != 0:
+        pytest.skip("user namespaces are not permitted")
+    done = case.run([*words, case.binary("torture"), 96, 2, case.seed, "threads"])
+    assert done.text() == "OK torture threads\n", done.text()
+
+
 # Every one without a place has all its memory, and budgets are for those that can be managed.
 @pytest.mark.swaptide(budget=16, allowance=1200, forks=True)
 def test_processes_crowd(case):
