@@ -38,7 +38,7 @@ pub(crate) fn is_due(slot: &ProcSlot) -> bool {
 }
 
 /// Leaves the process, by the thread that waits for the supervisor. Returns if another thread does
-/// not end: then all stays as it is.
+/// not end: then the memory stays mapped.
 pub(crate) fn withdraw(slot: &ProcSlot) {
     end_threads();
     // Those that wait for the first thread's end, and for forks.
@@ -47,7 +47,7 @@ pub(crate) fn withdraw(slot: &ProcSlot) {
     let began = now();
     while is_any_but(gettid()) {
         if now().since(began) > END_TIMEOUT {
-            return log::line("a thread of swaptide's does not end: they stay in this process");
+            return log::line("a thread of swaptide's does not end: it stays, and its memory");
         }
         sleep(END_INTERVAL);
     }
@@ -59,6 +59,6 @@ pub(crate) fn withdraw(slot: &ProcSlot) {
     // SAFETY: the program has no reference to the library, and this is the only thread of
     // swaptide's.
     if unsafe { unmap_all_and_exit(image) }.is_err() {
-        log::line("no memory to leave this process with: one thread of swaptide's stays");
+        log::line("no memory to leave this process with: swaptide's stays in it");
     }
 }

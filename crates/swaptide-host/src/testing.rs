@@ -13,6 +13,16 @@ pub(crate) fn segment() -> &'static swaptide_ipc::Segment {
     Segment::raw(map).expect("segment")
 }
 
+/// A process that is killed when the test ends.
+pub(crate) struct Killed(pub(crate) std::process::Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 static NUMBER: AtomicU32 = AtomicU32::new(0);
 
 /// A directory of one test, removed when it ends.

@@ -61,11 +61,12 @@ pub(crate) enum Takes {
 }
 
 impl Takes {
-    /// True if the program that a process runs is one of them.
+    /// True if the program that a process runs is one of them, and has no agent: another
+    /// supervisor's, that was attached to it, or one that is about to leave it.
     pub(super) fn has(self, pid: u32) -> bool {
         match (self, kind_of_process(pid)) {
             (_, None) => false,
-            (Takes::LoadingNone(_), Some(kind)) => kind.is_injected(),
+            (Takes::LoadingNone(_), Some(kind)) => kind.is_injected() && !has_agent(pid),
             (Takes::All, Some(_)) => !is_of_swaptide(pid),
         }
     }

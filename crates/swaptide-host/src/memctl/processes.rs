@@ -574,17 +574,9 @@ fn above<T>(pid: u32, known: impl Fn(u32) -> Option<T>) -> Option<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::Killed;
     use std::io::{Read, Write};
-    use std::process::{Child, Command, Stdio};
-
-    struct Killed(Child);
-
-    impl Drop for Killed {
-        fn drop(&mut self) {
-            let _ = self.0.kill();
-            let _ = self.0.wait();
-        }
-    }
+    use std::process::{Command, Stdio};
 
     fn python(program: &str) -> Killed {
         let mut child = Command::new("python3")

@@ -47,7 +47,7 @@ pub enum AttachError {
     #[error("process {0} does not run a program for 64-bit x86")]
     Machine(u32),
     /// It has an agent.
-    #[error("process {0} is under swaptide already; see swaptide ctl list")]
+    #[error("process {0} is under swaptide already, or was started by it; see swaptide ctl list")]
     Managed(u32),
     /// A debugger has it.
     #[error("process {0} is traced by process {1}; end that first")]
@@ -218,16 +218,8 @@ fn tree_below(root: u32) -> Vec<ProcInfo> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::process::{Child, Command};
-
-    struct Killed(Child);
-
-    impl Drop for Killed {
-        fn drop(&mut self) {
-            let _ = self.0.kill();
-            let _ = self.0.wait();
-        }
-    }
+    use crate::testing::Killed;
+    use std::process::Command;
 
     #[test]
     fn what_cannot_be_taken_is_refused() {

@@ -45,8 +45,9 @@ const TRACE_TIMEOUT: Duration = Duration::from_millis(500);
 const BACK_TIMEOUT: Duration = Duration::from_secs(30);
 /// The time in which agents leave: that of their threads, and some more.
 const WITHDRAW_TIMEOUT: Duration = Duration::from_secs(15);
-/// Between two looks at the processes.
+/// Between two looks at the processes while the stage is about to end, and while it is not.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+const QUIET_INTERVAL: Duration = Duration::from_millis(250);
 /// Between two looks at what processes under a filter have started.
 const NOTE_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -108,11 +109,17 @@ impl AttachedRun {
         self.wake.as_fd()
     }
 
+    fn look_interval(&self) -> Duration {
+        match self.stage {
+            AttachStage::Keeping => NOTE_INTERVAL,
+            AttachStage::Attached if !self.is_told_to_end => QUIET_INTERVAL,
+            _ => LOOK_INTERVAL,
+        }
+    }
+
     /// The time until the next look.
     pub(super) fn timeout(&self) -> Option<Duration> {
-        let interval =
-            if matches!(self.stage, AttachStage::Keeping) { NOTE_INTERVAL } else { LOOK_INTERVAL };
-        Some(interval.saturating_sub(self.looked.elapsed()))
+        Some(self.look_interval().saturating_sub(self.looked.elapsed()))
     }
 
     /// One that ends other programs has processes let go.
@@ -158,7 +165,7 @@ impl Supervisor {
             run.noted = Instant::now();
             let _ = self.tracer.as_mut().map(|tracer| tracer.forks.note_descendants());
         }
-        let is_due = run.looked.elapsed() >= LOOK_INTERVAL;
+        let is_due = run.looked.elapsed() >= run.look_interval();
         if is_due {
             run.looked = Instant::now();
         }
@@ -268,7 +275,12 @@ impl Supervisor {
         };
         let managed = with_agent(state.managed);
         let Some(run) = &mut self.attached else { return false };
-        if state.pids.is_empty() || managed.is_empty() && !state.released.is_empty() {
+        run.given.retain(|pid, _| state.pids.contains(pid));
+        // One that executes another program is neither for a moment.
+        let is_let_go = !run.given.is_empty()
+            && managed.is_empty()
+            && run.given.keys().all(|pid| state.released.contains(pid));
+        if state.pids.is_empty() || is_let_go {
             self.begin_withdrawal();
         } else if std::mem::take(&mut run.is_told_to_end) {
             let asked = managed.clone();
