@@ -4,10 +4,12 @@ system calls (filters/), and its default capabilities as root, or none as an ord
 What a container engine separates besides (its root, its processes, its network) is not separated.
 """
 
+import contextlib
 import ctypes
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import tarfile
 import tempfile
@@ -58,30 +60,42 @@ def enter(profile, scratch):
 
 # Real engines
 
-NEEDS = {"podman": ("podman", "runc"), "docker": ("dockerd", "docker")}
+NEEDS = {
+    "podman": ("podman", "runc"),
+    "rootless": ("podman", "runc", "setpriv"),
+    "docker": ("dockerd", "docker"),
+}
+"""The programs that an engine is; `rootless` is podman as an ordinary user."""
+
+HERE = Path(__file__).resolve().parent
 
 
 def by_engine(case, engine, user=None):
     """Has a case run in containers of an engine's with the device and 256 MiB, and what this
-    machine and the case's files need besides. Their programs are this machine's."""
+    machine and the case's files need besides. Their programs are this machine's. `user`: of the
+    container; without one it is root there."""
     place, device = case.directory, unprivileged.DEVICE.decode()
-    if user:
+    is_open = user is not None or engine == "rootless"
+    if is_open:
         # A user's needs permission, which the machine's own device does not give.
         device = place / "device"
         os.mknod(device, 0o020666, os.stat(unprivileged.DEVICE).st_rdev)
         os.chmod(device, 0o666)
         for path in (place, place.parent):
             path.chmod(0o777)
-    command, root = podman() if engine == "podman" else docker(case)
+    command, root = {"podman": podman, "rootless": rootless, "docker": docker}[engine](case)
     words = [
         *command,
         *("run", "--rm", "--network", "none", "--volume", f"{place.parent}:{place.parent}"),
-        *("--device", f"{device}:{unprivileged.DEVICE.decode()}", "--memory", "256m"),
+        *("--device", f"{device}:{unprivileged.DEVICE.decode()}"),
         *(("--user", str(user)) if user else ()),
     ]
+    if engine != "rootless":
+        # Where cgroups are of version 1 an ordinary user has none.
+        words += ["--memory", "256m"]
 
     def start(directory, env):
-        if user:
+        if is_open:
             os.chmod(directory, 0o777)
         given = [f"--env={name}={value}" for name, value in (env or {}).items()]
         return [*words, "--workdir", directory, *given, *root]
@@ -89,14 +103,57 @@ def by_engine(case, engine, user=None):
     case.engine = start
 
 
-def podman():
-    """The command, and the root: this machine's, with what is written kept apart."""
-    limits = []
+def limits():
+    """An engine's own limits may be more than this machine lets it give."""
+    words = []
     for name, number in (("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC)):
-        # Its own defaults may be more than this machine lets it give.
         most = min(4096, resource.getrlimit(number)[1])
-        limits += ["--ulimit", f"{name}={most}:{most}"]
-    return ("podman", "--runtime", "runc"), [*limits, "--rootfs", "/:O"]
+        words += ["--ulimit", f"{name}={most}:{most}"]
+    return words
+
+
+def volumes():
+    """This machine's directories, as volumes."""
+    apart = ("proc", "sys", "dev", "run", "tmp", "var", "boot", "root", "lost+found")
+    words = []
+    for path in [*sorted(Path("/").iterdir()), HERE.parents[1]]:
+        if path.name not in apart and path.is_dir():
+            words += ["--volume", f"{path}:{path}:ro"]
+    return words
+
+
+def podman(_case):
+    """The command, and the root: this machine's, with what is written kept apart."""
+    return ("podman", "--runtime", "runc"), [*limits(), "--rootfs", "/:O"]
+
+
+def rootless(case):
+    """The same as an ordinary user, who has a single id in the container, and an empty root with
+    this machine's directories."""
+    case.swaptide = unprivileged.copy_of(case.swaptide, case.directory)
+    # Of the suite an ordinary user may not see.
+    case.python = "/usr/bin/python3"
+    owned = [case.directory / name for name in ("home", "run", "root")]
+    for path in owned:
+        path.mkdir()
+        os.chown(path, unprivileged.NOBODY, unprivileged.NOBODY)
+    home, run, root = owned
+
+    def end_pause():
+        """podman leaves a process that keeps the user's namespace."""
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(int((run / "libpod" / "tmp" / "pause.pid").read_text()), signal.SIGKILL)
+
+    case.at_end(end_pause)
+    nobody = str(unprivileged.NOBODY)
+    command = ("setpriv", "--reuid", nobody, "--regid", nobody, "--clear-groups")
+    command += ("env", f"HOME={home}", f"XDG_RUNTIME_DIR={run}")
+    command += ("podman", "--log-level", "error", "--runtime", "runc")
+    temporary = ["--tmpfs", "/tmp", "--tmpfs", "/var/tmp"]
+    return (
+        (*command, "--cgroup-manager", "cgroupfs"),
+        [*limits(), *temporary, *volumes(), "--rootfs", str(root)],
+    )
 
 
 def docker(case):
@@ -134,8 +191,4 @@ def docker(case):
         tmp.type, tmp.mode = tarfile.DIRTYPE, 0o1777
         tar.addfile(tmp)
     subprocess.run([*command, "import", empty, "empty"], check=True, capture_output=True)
-    volumes = []
-    for path in sorted(Path("/").iterdir()):
-        if path.name not in ("proc", "sys", "dev", "run", "tmp", "var", "boot", "lost+found"):
-            volumes += ["--volume", f"{path}:{path}:ro"]
-    return command, [*volumes, "--tmpfs", "/var/tmp", "empty"]
+    return command, [*volumes(), "--tmpfs", "/var/tmp", "empty"]

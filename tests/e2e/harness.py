@@ -481,6 +481,19 @@ def compiled(name, directory):
     return compile_once(name, directory / name, "cc", FLAGS.get(name, []))
 
 
+def visit(words, end, stopped):
+    """Has a debugger come to a process and leave it; what it said. `end` is the signal that ends
+    it. One that has stopped the pager may wait for a thread that waits for the pager: it is killed
+    then. It may have left the program stopped, and the run with it: `stopped` continue."""
+    words = ["timeout", "-s", end, "-k", "3", "3", *map(str, words)]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode != 0:
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+    return done.stderr
+
+
 def compiled_as(kind, name, directory):
     """The same as a program that loads no library."""
     compiler, *flags = FOREIGN[kind]

@@ -55,6 +55,11 @@ def descendants(pid):
     return found
 
 
+def comm(pid):
+    """The name of a process; empty when it is gone."""
+    return _read(f"/proc/{pid}/comm").strip()
+
+
 def open_files(pid):
     """Each open file of a process: its path in /proc, and what it is."""
     for fd in sorted(os.listdir(f"/proc/{pid}/fd"), key=int):

@@ -12,7 +12,7 @@ import pytest
 
 import contained
 from harness import HERE, compiled_as, full, param
-from test_foreign import GO, INJECT
+from test_foreign import GO, INJECT, UNTIL_MANAGED, go_program
 from workloads import STEADY, gcc, java, redis, sort
 
 PROFILES = contained.PROFILES
@@ -99,6 +99,8 @@ ENGINES = pytest.mark.parametrize(
 @pytest.mark.parametrize("user", [None, 1000], ids=["root", "user"])
 @ENGINES
 def test_real_container(case, engine, user):
+    if engine == "rootless" and user:
+        pytest.skip("it has a single id")
     contained.by_engine(case, engine, user)
     case.run_c("torture", "threads", megabytes=96, seconds=5)
     case.run_c("forks", "tree", megabytes=48)
@@ -139,11 +141,21 @@ def test_real_container_java(case, engine):
     java(case, "G1", 220000)
 
 
+@pytest.mark.swaptide(budget=32, allowance=UNTIL_MANAGED, forks=True)
+@pytest.mark.parametrize("kind", ["static", "musl-static"])
+@ENGINES
+def test_real_container_foreign(case, engine, kind):
+    contained.by_engine(case, engine)
+    binary = compiled_as(kind, "foreign", case.suite.root / "bin")
+    done = case.run([binary, 96, 1, case.seed, "all"])
+    assert "OK foreign all" in done.text(), done.text()[-300:]
+
+
 @pytest.mark.full
 @pytest.mark.swaptide(budget=32, needs=contained.NEEDS["podman"], native=False)
 def test_real_container_doctor(case):
     """Without the device it says what each engine is to be told, and that does."""
-    command, root = contained.podman()
+    command, root = contained.podman(case)
     words = [*command, "run", "--rm", "--network", "none"]
 
     def doctor(*options):
@@ -175,16 +187,6 @@ def static_command(case):
     return directory / "release" / "swaptide"
 
 
-def go_program(case):
-    source = case.directory / "main.go"
-    source.write_text(GO)
-    home = str(case.directory / "go")
-    env = {**os.environ, "CGO_ENABLED": "0", "GOCACHE": home, "GOPATH": home}
-    built = case.directory / "program"
-    subprocess.run(["go", "build", "-o", built, source], env=env, check=True, capture_output=True)
-    return built
-
-
 @pytest.mark.full
 @pytest.mark.swaptide(
     budget=128,
@@ -199,9 +201,9 @@ def test_bare_container(case):
     for name in ("proc", "dev", "sys", "tmp", "var/tmp", "run", "etc", "lib", "bin"):
         (root / name).mkdir(parents=True)
     shutil.copy(static_command(case), root / "swaptide")
-    for file in (Path(case.swaptide).parent / "libswaptide_agent.so", go_program(case)):
+    for file in (Path(case.swaptide).parent / "libswaptide_agent.so", go_program(case, GO, "0")):
         shutil.copy(file, root / file.name)
-    command, (*limits, _, _) = contained.podman()
+    command, (*limits, _, _) = contained.podman(case)
     words = [*command, "run", "--rm", "--network", "none", "--device", "/dev/userfaultfd"]
     words += [*limits, "--memory", "400m", "--rootfs", root]
 

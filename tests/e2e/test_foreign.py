@@ -1,13 +1,18 @@
 """Programs that load no library: static ones, Go's, musl's. The agent is put into them."""
 
+import json
 import os
 import shutil
 import subprocess
+import time
 
 import pytest
 
 import cgroups
-from harness import Failure, compiled_as, param
+from confine import PROFILE, run_confined
+from ctl import until
+from harness import HERE, Failure, compiled_as, full, param, visit
+from processes import comm, descendants
 
 KINDS = ["static", "pie", "musl", "musl-static"]
 
@@ -136,19 +141,96 @@ func main() {
 """
 
 
-@pytest.mark.full
-@pytest.mark.swaptide(budget=256, limit=180, needs=("go",), allowance=64)
-def test_foreign_go(case):
-    """Goroutines fill and verify four times the budget while they are profiled."""
-    source = case.directory / "main.go"
-    source.write_text(GO)
+GO_MAKE = "words := make([]uint64, megabytes << 20 / 8 / parts)"
+CGO_IMPORT = """"sync"; "unsafe")
+
+// #include <stdlib.h>
+import "C"
+"""
+CGO_MAKE = """room := C.malloc(C.size_t(megabytes << 20 / parts))
+            words := unsafe.Slice((*uint64)(room), megabytes << 20 / 8 / parts)"""
+
+
+USERS = pytest.mark.parametrize("user", ["root", param("nobody", marks=[pytest.mark.unprivileged])])
+
+
+def go_program(case, source, cgo, *options):
+    """A program of Go's, built with what `go build` takes."""
+    file = case.directory / "main.go"
+    file.write_text(source)
     built = case.directory / "filler"
     subprocess.run(
-        ["go", "build", "-o", built, source],
-        env=os.environ | {"CGO_ENABLED": "0", "GOCACHE": str(case.directory / "cache")},
+        ["go", "build", *options, "-o", built, file],
+        env=os.environ | {"CGO_ENABLED": cgo, "GOCACHE": str(case.directory / "cache")},
         check=True,
     )
+    case.directory.chmod(0o755)
+    return built
+
+
+@pytest.mark.full
+@pytest.mark.swaptide(budget=256, limit=180, needs=("go",), allowance=64)
+@USERS
+def test_foreign_go(case, user):
+    """Goroutines fill and verify four times the budget while they are profiled."""
+    built = go_program(case, GO, "0")
     assert case.run([built, 1024], options=INJECT).text() == "OK\n"
+
+
+@pytest.mark.full
+@pytest.mark.swaptide(budget=256, limit=300, needs=("go",), allowance=64)
+@USERS
+def test_foreign_cgo(case, user):
+    """Go and C in one program that is linked statically: the memory is malloc's."""
+    source = GO.replace('"sync")', CGO_IMPORT).replace(GO_MAKE, CGO_MAKE)
+    static = ("-ldflags", "-linkmode external -extldflags -static")
+    built = go_program(case, source, "1", *static)
+    assert case.run([built, 1024], options=INJECT).text() == "OK\n"
+
+
+@pytest.mark.swaptide(budget=32, allowance=UNTIL_MANAGED, needs=("busybox", "sort"))
+def test_foreign_sort(case):
+    """busybox's sort, linked statically, of a million lines."""
+    lines = case.directory / "lines"
+    with lines.open("w") as file:
+        state = case.seed
+        for _ in range(1_000_000):
+            state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+            file.write(f"{state:020}\n")
+    wanted = subprocess.run(
+        ["sort", lines], env=os.environ | {"LC_ALL": "C"}, capture_output=True, check=True
+    )
+    done = case.run([shutil.which("busybox"), "sort", lines])
+    assert done.stdout.read_bytes() == wanted.stdout
+
+
+@pytest.mark.full
+@pytest.mark.swaptide(budget=32, allowance=UNTIL_MANAGED, limit=180, needs=("gdb", "strace"))
+@pytest.mark.parametrize("tool", ["gdb", "strace"])
+@pytest.mark.parametrize("kind", ["static", "musl"])
+def test_foreign_debugger(case, tool, kind):
+    """A debugger, or a tracer of system calls, comes to an injected program again and again and
+    leaves it: it finds it untraced, and the program ends with the right data."""
+    binary = program(case, "heap", kind)
+    started = case.start([binary, 128, 8, case.seed, "threads"], options=INJECT)
+    target = until(
+        case,
+        "a program",
+        lambda: [pid for pid in descendants(started.pid) if comm(pid) == binary.name[:15]],
+    )[0]
+    calls = case.directory / "calls"
+    words = {
+        "gdb": ["gdb", "-nx", "-batch", "-p", target, "-ex", "detach"],
+        "strace": ["strace", "-f", "-A", "-o", calls, "-p", target],
+    }[tool]
+    for _ in range(4):
+        time.sleep(0.7)
+        said = visit(words, "KILL" if tool == "gdb" else "INT", [target, started.pid])
+        assert "not permitted" not in said, f"{tool}: {said[-300:]!r}"
+    if tool == "strace":
+        assert calls.stat().st_size > 1000, "it saw no calls"
+    done = started.finish()
+    assert "OK heap threads" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
 
 
 @pytest.mark.swaptide(budget=64, allowance=UNTIL_MANAGED, needs=("busybox",), forks=True)
@@ -197,12 +279,15 @@ def test_foreign_large(case, kind):
     assert done.text() == "OK foreign all\nOK foreign all\n"
 
 
-@pytest.mark.swaptide(budget=64, allowance=64, swaps=False, needs=("busybox",), forks=True)
-def test_foreign_storm(case):
-    """Three hundred static programs, one after the other; each ends with its own status."""
+@pytest.mark.swaptide(
+    budget=64, allowance=64, swaps=False, needs=("busybox",), forks=True, limit=240
+)
+@pytest.mark.parametrize("programs", [param(300, id="some"), full(1000, id="many")])
+def test_foreign_storm(case, programs):
+    """Static programs, one after the other; each ends with its own status."""
     busybox = shutil.which("busybox")
     loop = (
-        "i=0; while [ $i -lt 300 ]; do "
+        f"i=0; while [ $i -lt {programs} ]; do "
         f"{busybox} sh -c 'exit '$((i % 7)); [ $? -eq $((i % 7)) ] || exit 9; i=$((i + 1)); "
         "done; echo all"
     )
@@ -217,6 +302,22 @@ def test_foreign_ends(case, kind):
     nothing waits for them, and each ends with its own status."""
     done = case.run([program(case, "foreign_ends", kind), case.seed], options=INJECT)
     assert done.text() == "OK foreign_ends\n"
+
+
+@pytest.mark.swaptide(budget=32, forks=True, native=False, needs=("setpriv",))
+def test_foreign_confined(case):
+    """Under a filter that refuses to read and write another process's memory, as Docker's before
+    version 23 does, without the capability for which that allows it."""
+    report = case.directory / "report.json"
+    confine = ["setpriv", "--bounding-set", "-sys_ptrace"]
+    confine += [case.python, HERE / "confine.py", PROFILE]
+    for call in ("process_vm_readv", "process_vm_writev"):
+        confine += ["--without", call]
+    words = [program(case, "foreign", "static"), 96, 1, case.seed, "all"]
+    done = run_confined(case, confine, words, report)
+    assert (done.returncode, done.stdout) == (0, "OK foreign all\n"), done
+    stats = json.loads(report.read_text())["stats"]
+    assert stats["zswpout"] + stats["pswpout"] > 1000, "nothing was swapped out"
 
 
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)

@@ -3,20 +3,17 @@ cipher, an engine that ends, a container's profile.
 
 docs/semantics.md names these cases behind each promise."""
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
 from confine import PROFILE, run_confined
 from ctl import Ctl, until, wait_for_line
-from harness import HERE, MIB, full, param
-from processes import descendants, open_files
+from harness import HERE, MIB, full, param, visit
+from processes import comm, descendants, open_files
 from unprivileged import copy_of
 
 
@@ -107,13 +104,6 @@ def test_cipher(case):
         assert done.text().endswith("OK\n"), f"{device}: {done.text()!r}"
 
 
-def comm(pid):
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return None
-
-
 @pytest.mark.full
 @pytest.mark.swaptide(budget=32, needs=("gdb",), allowance=8)
 def test_debugger(case):
@@ -128,25 +118,8 @@ def test_debugger(case):
     )[0]
     for _ in range(4):
         time.sleep(0.7)
-        words = [
-            "timeout",
-            "-s",
-            "KILL",
-            "4",
-            "gdb",
-            "-nx",
-            "-batch",
-            "-p",
-            str(target),
-            "-ex",
-            "detach",
-        ]
-        if subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True).returncode != 0:
-            # One that was ended while it attached may leave the program stopped, and the run with
-            # it.
-            for pid in (target, program.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
+        words = ["gdb", "-nx", "-batch", "-p", target, "-ex", "detach"]
+        visit(words, "KILL", [target, program.pid])
     done = program.finish()
     assert "OK heap threads" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
 

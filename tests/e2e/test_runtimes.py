@@ -86,7 +86,7 @@ def test_runtime(case, words):
 @pytest.mark.full
 @pytest.mark.swaptide(budget=64, limit=240, allowance=16, forks=True)
 def test_runtime_go(case):
-    """Go with cgo, so that it is a dynamic program; what Go links statically is refused."""
+    """Go with cgo, so that it is a dynamic program; static ones are in test_foreign.py."""
     tool = shutil.which("go") or "/usr/local/go/bin/go"
     if not os.access(tool, os.X_OK):
         raise Failure("Go is not installed (Debian package golang-go)")

@@ -32,9 +32,11 @@ use core::time::Duration;
 
 use linux_raw_sys::general as k;
 use linux_raw_sys::ptrace as p;
+use rustix::fd::OwnedFd;
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use crate::procfs::{ProcPath, number_field, read_file};
+use crate::procfs::{ProcPath, number_field, read_file, retry};
 use crate::ptrace::{ORIG_RAX, RIP, Registers, SIGTRAP, TraceeStop};
 use crate::raw::{check, syscall};
 use crate::thread::{gettid, now, sleep, yield_now};
@@ -221,8 +223,24 @@ fn read_memory(pid: u32, at: u64, to: &mut [u8]) -> Result<(), Errno> {
     // SAFETY: the kernel writes to `to` alone.
     let done = unsafe {
         syscall!(k::__NR_process_vm_readv, pid as usize, local, 1usize, remote, 1usize, 0usize)
-    }?;
-    if done == to.len() { Ok(()) } else { Err(Errno::FAULT) }
+    };
+    let done = match done {
+        Err(errno) if MAY_BE_FILTERED.contains(&errno) => {
+            retry(|| rustix::io::pread(memory_of(pid, OFlags::RDONLY)?, &mut *to, at))
+        }
+        done => done,
+    };
+    if done? == to.len() { Ok(()) } else { Err(Errno::FAULT) }
+}
+
+/// Filters of system calls refuse with these: Docker's until version 23 does so for the calls that
+/// read and write another process's memory, and does not for the file.
+const MAY_BE_FILTERED: [Errno; 2] = [Errno::PERM, Errno::NOSYS];
+
+/// The memory of a process as a file.
+fn memory_of(pid: u32, access: OFlags) -> Result<OwnedFd, Errno> {
+    let path = ProcPath::proc(pid, "mem");
+    retry(|| rustix::fs::open(path.as_c_str(), access | OFlags::CLOEXEC, Mode::empty()))
 }
 
 /// The first `syscall` instruction of a process's vdso.
@@ -429,7 +447,7 @@ impl Remote {
     /// Writes memory of the program that it may write itself.
     ///
     /// # Safety
-    /// The memory is the caller's to change.
+    /// The memory is the caller's to change, and the program may write it.
     ///
     /// # Errors
     /// `FAULT` where there is none.
@@ -441,8 +459,15 @@ impl Remote {
         // SAFETY: the kernel reads `bytes`; what it writes there is the caller's promise.
         let done = unsafe {
             syscall!(k::__NR_process_vm_writev, tid, local, 1usize, remote, 1usize, 0usize)
-        }?;
-        if done == bytes.len() { Ok(()) } else { Err(Errno::FAULT) }
+        };
+        let done = match done {
+            Err(errno) if MAY_BE_FILTERED.contains(&errno) => {
+                let memory = memory_of(self.tid, OFlags::WRONLY)?;
+                retry(|| rustix::io::pwrite(&memory, bytes, at))
+            }
+            done => done,
+        };
+        if done? == bytes.len() { Ok(()) } else { Err(Errno::FAULT) }
     }
 
     /// Starts a thread of the program, with its stack at `stack` and the thread pointer `tls`. It
@@ -473,14 +498,20 @@ impl Remote {
     /// `SRCH` when it is gone; `TIMEDOUT` when it [is late](Remote::is_late): to be repeated.
     pub fn release(&self) -> Result<(), Errno> {
         let Remote { tid, mask, saved, .. } = self;
+        // Asked before it is interrupted: one that stops by that may not continue from there.
+        let stopped = if self.is_late() { registers_of(*tid).map(Some) } else { Ok(None) };
         // To a stop at which a call that was interrupted begins again (fact 1).
         // SAFETY: nothing is written.
         unsafe { ptrace(p::PTRACE_INTERRUPT, *tid, 0, 0) }?;
-        if self.is_late() {
-            // If it is stopped, this may be before the call, which is not to be made any more.
-            let mut registers = registers_of(*tid)?;
-            registers[ORIG_RAX] = NO_CALL;
-            set_registers(*tid, &registers)?;
+        match stopped {
+            Ok(None) => {}
+            // This may be before the call, which is not to be made any more.
+            Ok(Some(mut registers)) => {
+                registers[ORIG_RAX] = NO_CALL;
+                set_registers(*tid, &registers)?;
+            }
+            // It runs, and will stop.
+            Err(_) => return Err(Errno::TIMEDOUT),
         }
         // SAFETY: as above.
         unsafe { ptrace(p::PTRACE_CONT, *tid, 0, 0) }?;

@@ -120,7 +120,7 @@ fn a_call_that_takes_long_is_not_waited_for() {
         );
     }
     // It is told to stop; once that is reported, it is let go.
-    assert_eq!(remote.release(), Err(Errno::SRCH));
+    assert_eq!(remote.release(), Err(Errno::TIMEDOUT));
     assert!(remote.is_late());
     let mut status = 0;
     // SAFETY: the status is a local number.

@@ -31,6 +31,27 @@ pub(super) enum Lack {
     Device,
     /// It is there, and this user may not open it; its group may, if there is one here.
     Access(Option<u32>),
+    /// The same in a container of an ordinary user's, where its group has no number: this user's
+    /// number on the host.
+    RootlessAccess(u32),
+}
+
+/// The number that a user of this user namespace has outside, by the lines of
+/// `/proc/self/uid_map`; `None` in the first namespace.
+fn uid_outside(uid: u32, map: &str) -> Option<u32> {
+    map.lines().find_map(|line| {
+        let numbers: Vec<u32> =
+            line.split_whitespace().map_while(|word| word.parse().ok()).collect();
+        let &[inside, outside, count] = numbers.as_slice() else { return None };
+        let step = uid.checked_sub(inside).filter(|step| *step < count)?;
+        outside.checked_add(step).filter(|_| (inside, outside, count) != (0, 0, u32::MAX))
+    })
+}
+
+/// True for the number that stands for groups that a user namespace does not have.
+fn is_no_group(gid: u32) -> bool {
+    let text = std::fs::read_to_string("/proc/sys/kernel/overflowgid").unwrap_or_default();
+    text.trim().parse() == Ok(gid)
 }
 
 /// True if this process is in a container, as far as that can be told.
@@ -46,6 +67,12 @@ impl Lack {
             OpenError::Denied { device: Some(Errno::ACCESS), .. } => {
                 let may_group = |mode: u32| mode & 0o060 == 0o060;
                 let node = std::fs::metadata(DEVICE).ok();
+                let is_foreign = node.as_ref().is_some_and(|node| is_no_group(node.gid()));
+                let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+                let outside = uid_outside(rustix::process::geteuid().as_raw(), &map);
+                if let (true, Some(uid)) = (is_foreign, outside) {
+                    return Some(Lack::RootlessAccess(uid));
+                }
                 let group = node.filter(|node| may_group(node.permissions().mode()));
                 Some(Lack::Access(group.map(|node| node.gid())))
             }
@@ -63,6 +90,9 @@ impl Lack {
                 "on the host: sudo groupadd -f swaptide; sudo chgrp swaptide {DEVICE}; sudo chmod \
                 660 {DEVICE}; then start the container with --group-add and that group's number"
             ),
+            Lack::RootlessAccess(uid) => {
+                format!("on the host: sudo setfacl -m u:{uid}:rw {DEVICE}")
+            }
         }
     }
 
@@ -81,6 +111,12 @@ impl Lack {
                     format!("group_add: [\"{group}\"]"),
                     format!("securityContext: {{supplementalGroups: [{group}]}}"),
                 )
+            }
+            // With runc nothing that the engine is told gives it; crun can keep the host's groups.
+            Lack::RootlessAccess(_) => {
+                let line = "podman --runtime crun run --group-add keep-groups ..., if its user is \
+                            in the device's group";
+                return vec![EngineLine { engine: "podman", line: line.to_owned() }];
             }
         };
         let of = |engine, line| EngineLine { engine, line };
@@ -117,5 +153,18 @@ mod tests {
         }
         let lines = Lack::Access(Some(107)).lines();
         assert!(lines.iter().all(|line| line.line.contains("107")), "{lines:?}");
+        let rootless = Lack::RootlessAccess(100_999);
+        assert!(rootless.fix().contains("u:100999:rw") && rootless.lines().len() == 1);
+    }
+
+    #[test]
+    fn users_of_a_namespace_have_numbers_outside() {
+        let map = "         0       1001          1\n         1     100000      65536\n";
+        assert_eq!(uid_outside(0, map), Some(1001));
+        assert_eq!(uid_outside(1000, map), Some(100_999));
+        assert_eq!(uid_outside(65_536, map), Some(165_535));
+        assert_eq!(uid_outside(65_537, map), None);
+        assert_eq!(uid_outside(7, "         0          0 4294967295\n"), None);
+        assert_eq!(uid_outside(7, "0 x 5\n\n0 4294967290 4294967295\n"), None);
     }
 }
