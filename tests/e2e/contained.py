@@ -96,10 +96,14 @@ def by_engine(case, engine, user=None):
 
     def start(directory, env):
         if is_open:
-            os.chmod(directory, 0o777)
+            for path in (place, directory, *(entry for entry in place.iterdir() if entry.is_dir())):
+                if path not in apart:
+                    path.chmod(0o777)
         given = [f"--env={name}={value}" for name, value in (env or {}).items()]
         return [*words, "--workdir", directory, *given, *root]
 
+    # What the engine has for itself.
+    apart = {entry for entry in place.iterdir() if entry.is_dir()}
     case.engine = start
 
 
