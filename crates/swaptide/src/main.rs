@@ -5,6 +5,7 @@
 //! a line in [`Cli::execute`], and a module.
 
 mod ctl;
+mod manual;
 mod top;
 
 use std::ffi::OsString;
@@ -49,6 +50,10 @@ enum Command {
     Bench(swaptide_bench::BenchArgs),
     /// Compare the swap layer with earlier kernel designs and published results
     Lab(swaptide_lab::LabArgs),
+    /// Print completions for a shell
+    Completions(manual::CompletionsArgs),
+    /// Write the manual, one page for each command
+    Man(manual::ManArgs),
     /// Workload of `bench`
     #[command(hide = true)]
     BenchWork(swaptide_bench::BenchWorkArgs),
@@ -233,6 +238,8 @@ impl Cli {
             Command::Top(args) => top::main(&args),
             Command::Bench(args) => ExitCode::from(swaptide_bench::main(&args)),
             Command::Lab(args) => ExitCode::from(swaptide_lab::main(&args)),
+            Command::Completions(args) => manual::completions(&args, &Cli::command()),
+            Command::Man(args) => manual::pages(&args, &Cli::command()),
             Command::BenchWork(args) => ExitCode::from(swaptide_bench::work(&args)),
             Command::LabWork(args) => ExitCode::from(swaptide_lab::work(&args)),
             Command::LabJob(args) => ExitCode::from(swaptide_lab::job(&args)),

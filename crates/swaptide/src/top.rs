@@ -30,6 +30,14 @@ const SAMPLE_INTERVAL: Duration = Duration::from_millis(250);
 /// How often keys and signals are polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
+/// The keys, for the manual.
+pub(crate) const KEYS: [(&str, &str); 4] = [
+    ("Up, Down, k, j", "One process up or down."),
+    ("Page Up, Page Down, Space", "Ten processes up or down."),
+    ("Home", "To the first process."),
+    ("q, Escape, Ctrl-C", "End."),
+];
+
 /// Show live statistics of a run, or of the daemon and all its runs
 #[derive(Args)]
 pub struct TopArgs {
