@@ -183,13 +183,17 @@ pub fn main(args: &CtlArgs) -> ExitCode {
         What::Reclaim(args) => return reclaim(args),
         What::Freeze(args) => client::freeze_group(args.pid, &args.path)
             .map(|bytes| format!("{} went out\n", human(bytes))),
-        What::Preload(args) => client::preload_group(args.pid, &args.path).map(|(bytes, whole)| {
-            format!(
-                "{} came back{}\n",
-                human(bytes),
-                if whole { "" } else { ", there is no room for more" }
+        What::Preload(args) => {
+            with_progress(|progress| client::preload_group(args.pid, &args.path, progress)).map(
+                |(bytes, whole)| {
+                    format!(
+                        "{} came back{}\n",
+                        human(bytes),
+                        if whole { "" } else { ", there is no room for more" }
+                    )
+                },
             )
-        }),
+        }
         What::Detach(args) => with_progress(|progress| client::detach_process(args.pid, progress))
             .map(|()| String::new()),
         What::Reload => client::reload().map(|()| String::new()),

@@ -315,13 +315,18 @@ pub fn detach_process(pid: Option<u32>, progress: impl FnMut(u64)) -> Result<(),
     ask(target, &Question::Detach(pid), progress).map(drop)
 }
 
-/// Has a group come back; answers with how much came, and whether that is everything.
+/// Has a group come back; answers with how much came, and whether that is everything. `progress` is
+/// told how many bytes are still out.
 ///
 /// # Errors
 /// See [`ControlError`].
-pub fn preload_group(pid: Option<u32>, path: &str) -> Result<(u64, bool), ControlError> {
+pub fn preload_group(
+    pid: Option<u32>,
+    path: &str,
+    progress: impl FnMut(u64),
+) -> Result<(u64, bool), ControlError> {
     let target = find(pid)?;
-    match ask(target, &Question::Preload(path.to_owned()), |_| ())? {
+    match ask(target, &Question::Preload(path.to_owned()), progress)? {
         Answer::Reclaimed { bytes, enough } => Ok((bytes, enough)),
         _ => Err(other(target)),
     }

@@ -170,7 +170,7 @@ pub(crate) enum Answer {
     Joined(Joined),
     Totals(Box<Totals>),
     Devices(Vec<(u8, AreaView)>),
-    /// Bytes that are still on what is taken away.
+    /// Bytes that are still on what is taken away, or still out of what is brought back.
     Left(u64),
     Budget(u64),
     Views(Vec<View>),
@@ -501,7 +501,7 @@ impl RequestHandler<'_> {
                 answer_reclaim(controller, path, bytes, false, uid, all)
             }
             Question::Freeze(path) => answer_reclaim(controller, path, u64::MAX, true, uid, all),
-            Question::Preload(path) => preload(controller, path, uid, all),
+            Question::Preload(path) => preload(controller, path, uid, all, client),
             Question::Detach(pid) => detach(controller, pid, uid, all, client),
             _ => Answer::Error("only a daemon does this; start one with swaptide daemon".into()),
         }

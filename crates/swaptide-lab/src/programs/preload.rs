@@ -248,8 +248,9 @@ fn once(
     seen.away.push(out as f64);
     let began = Instant::now();
     let preload = std::thread::spawn(move || {
-        let done =
-            client::preload_group(Some(pid), GROUP).map(|_| ()).map_err(|error| error.to_string());
+        let done = client::preload_group(Some(pid), GROUP, |_| ())
+            .map(|_| ())
+            .map_err(|error| error.to_string());
         (done, Instant::now())
     });
     let again = ask(&started.socket, 1, &mut started.run.0).map_err(failed)?;

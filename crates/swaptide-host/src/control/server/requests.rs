@@ -169,12 +169,13 @@ pub(super) fn answer_reclaim(
 }
 
 /// Brings a group back. Waits until its processes have all that there is room for, or bring in
-/// nothing more.
+/// nothing more; tells how much is still out.
 pub(super) fn preload(
     controller: &mpsc::Sender<controller::ControllerRequest>,
     path: String,
     uid: u32,
     all: bool,
+    client: &UnixStream,
 ) -> Answer {
     let thaw = move |controller: &mut MemoryController| {
         let path = owned(controller, &path, uid, all)?;
@@ -201,6 +202,8 @@ pub(super) fn preload(
         }
         if usage.swapped < least {
             (least, since) = (usage.swapped, Instant::now());
+            // The client may have gone; the work continues all the same.
+            let _ = send_answer(client, &Answer::Left(least));
         }
         std::thread::sleep(Duration::from_millis(10));
     }
