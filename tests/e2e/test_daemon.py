@@ -75,7 +75,7 @@ def test_daemon_joins(case):
     daemon.config.write_text(config.replace("ram.max", "ram.most"))
     daemon.ctl.refused("daemon.toml:9: ", "reload")
     daemon.config.write_text(config.replace('"64M"', '"40M"'))
-    daemon.ctl("reload")
+    assert json.loads(daemon.ctl("reload", "--json")) == {"reloaded": True}
     until(case, "40M for /b", lambda: daemon.ctl.value("/b", "ram.current") < 41 * MIB)
     daemon.config.write_text(config.replace('"64M"', '"48M"'))
     os.kill(daemon.process.pid, signal.SIGHUP)

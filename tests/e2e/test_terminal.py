@@ -1,11 +1,22 @@
 """The command at a terminal and for scripts: manual, completions, colors, JSON, progress, top."""
 
+import contextlib
+import fcntl
+import json
 import os
+import pty
+import re
+import struct
 import subprocess
+import termios
+from pathlib import Path
 
 import pytest
 
+from ctl import PRESSURE, ended, started
 from harness import full
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def words_of(case, *words, status=0, **options):
@@ -17,7 +28,7 @@ def words_of(case, *words, status=0, **options):
         stdin=subprocess.DEVNULL,
         **options,
     )
-    assert done.returncode == status and done.stderr == "", f"{words}: {done}"
+    assert status in (done.returncode, None) and done.stderr == "", f"{words}: {done}"
     return done.stdout
 
 
@@ -79,3 +90,143 @@ def test_completions(case, shell, script):
     if script:
         found = {line.split()[0] for line in done.stdout.splitlines() if line}
         assert found == {"swapon", "swapoff"}, f"{done.stdout}"
+
+
+def documented():
+    """The keys of each command in docs/json.md, by the words behind `swaptide`."""
+    keys, of = {}, None
+    for line in (ROOT / "docs" / "json.md").read_text().splitlines():
+        if heading := re.fullmatch(r"## `swaptide (.*) --json`", line):
+            of = heading[1]
+            keys[of] = {}
+        elif of and line.startswith("| `"):
+            first, meaning = line.split("|")[1:3]
+            keys[of] |= dict.fromkeys(re.findall(r"`([^`]+)`", first), meaning.strip())
+    return keys
+
+
+def paths(value, at=""):
+    """Where each value lies that is neither an object nor an array, or is an empty one."""
+    if isinstance(value, dict) and value:
+        for name, below in value.items():
+            yield from paths(below, f"{at}.{name}" if at else name)
+    elif isinstance(value, list):
+        for below in value:
+            yield from paths(below, at + "[]")
+        if not value:
+            yield at + "[]"
+    else:
+        yield at
+
+
+def check_shape(words, value, keys):
+    """All that is there is documented, and all that is documented is there."""
+
+    def matches(key, path):
+        pattern = re.escape(key).replace("NAME", r"[^.\[\]]+").replace("ANY", ".+")
+        return re.fullmatch(pattern, path) is not None
+
+    def is_below(key, path):
+        """What is null or empty has nothing below it."""
+        return key.startswith(path + ".") or path.endswith("[]") and key.startswith(path)
+
+    found = set(paths(value))
+    for path in found:
+        assert any(matches(key, path) or is_below(key, path) for key in keys), (
+            f"{words}: {path} is not in docs/json.md"
+        )
+    for key, meaning in keys.items():
+        there = any(matches(key, path) or is_below(key, path) for path in found)
+        assert there or meaning.startswith("only "), f"{words}: there is no {key} in {found}"
+
+
+@pytest.mark.swaptide(budget=48, allowance=64, native=False)
+def test_json_shapes(case):
+    """`--json` of each command has the keys that docs/json.md lists, and no others.
+
+    In the end all of the program comes back: what it has then is not limited.
+    """
+    known = documented()
+    options = ["--swap", "zram:8M", "--swap", f"file:{case.directory}:512M,prio=7"]
+    options += ["--group", "/web", "--tiers", "+SSD:-1"]
+    program, _, _ = started(case, [case.python, PRESSURE, 96, "wait"], options)
+    pid = ["--pid", str(program.pid)]
+    more = f"file:{case.directory}/more"
+    seen = set()
+
+    def shape(name, *words, status=0):
+        """The command of a heading, with the words given in place of its NAME."""
+        seen.add(name)
+        called = name.removesuffix(" NAME").split()
+        value = json.loads(words_of(case, *called, *words, "--json", status=status))
+        check_shape(name, value, known[name])
+        return value
+
+    shape("version")
+    shape("doctor", status=None)
+    shape("ctl stats", *pid)
+    runs = json.loads(words_of(case, "ctl", "list", "--json"))
+    assert program.pid in [run["pid"] for run in runs], f"{runs}"
+    shape("ctl tiers", *pid)
+    shape("ctl tiers", "+FAST:100", *pid)
+    shape("ctl swapon", f"{more}:64M,prio=3", *pid)
+    shape("ctl devices", *pid)
+    shape("ctl swapoff", more, *pid)
+    assert shape("ctl group", "/web", "swap.max=900M", *pid)[0]["path"] == "/web"
+    read = words_of(case, "ctl", "group", "/web", "swap.max", *pid, "--json")
+    assert json.loads(read) == {"swap.max": str(900 << 20)}
+    words_of(case, "ctl", "group", "/other", "ram.low=1M", *pid)
+    shape("ctl group --remove", "/other", *pid)
+    shape("ctl readahead", *pid)
+    assert shape("ctl readahead", "page-cluster=3", *pid)["page-cluster"] == "3"
+    assert shape("ctl reclaim", "/web", "1M", *pid)["enough"]
+    shape("ctl freeze", "/web", *pid)
+    shape("ctl preload", "/web", *pid)
+    shape("top", *pid)
+    shape("ctl detach", pid[1])
+    ended(case, program)
+    shape("bench NAME", "startup", "--runs", "1")
+    shape("lab NAME", "scaling", "--quick")
+    # The cases of test_daemon.py have that one.
+    assert set(known) - seen == {"ctl reload"}, "not all commands were asked"
+
+
+@pytest.mark.swaptide(budget=32, swaps=False, native=False)
+def test_colors(case):
+    """Plain in a pipe, colored on demand; on a terminal unless NO_COLOR is set."""
+    plain = {name: text for name, text in os.environ.items() if name != "NO_COLOR"}
+    plain |= {"TERM": "xterm-256color"}
+    assert "\x1b" not in words_of(case, "doctor", status=None, env=plain)
+    colored = words_of(case, "doctor", "--color=always", status=None, env=plain)
+    assert re.search(r"^\x1b\[\S*m(ok|NO)\x1b\[0m  kernel: ", colored, re.M), f"{colored!r}"
+    value = words_of(case, "--color", "always", "version", "--json", env=plain)
+    assert json.loads(value)["name"] == "swaptide", "JSON has colors"
+    for words, env, expected in [
+        ((), plain, True),
+        ((), plain | {"NO_COLOR": "1"}, False),
+        (("--color", "never"), plain, False),
+        (("--color", "always"), plain | {"NO_COLOR": "1"}, True),
+    ]:
+        for command in ("doctor", "--help", "run --nonsense"):
+            status, shown = on_terminal(case, [*words, *command.split()], env)
+            assert ("\x1b[" in shown) == expected, f"{words} {command} {status}: {shown!r}"
+    # What a program is told is its own.
+    echo = words_of(case, "run", "--quiet", "echo", "--color=always", env=plain)
+    assert echo == "--color=always\n", f"{echo!r}"
+
+
+def on_terminal(case, words, env):
+    """Exit status, and what is shown, of a command whose streams are a pseudo-terminal."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    process = subprocess.Popen(
+        [case.swaptide, *words], stdin=slave, stdout=slave, stderr=slave, env=env
+    )
+    os.close(slave)
+    shown = b""
+    # The last of it closes the terminal: an error on Linux.
+    with contextlib.suppress(OSError):
+        while more := os.read(master, 65536):
+            shown += more
+    os.close(master)
+    return process.wait(), shown.decode()

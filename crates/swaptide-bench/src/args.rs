@@ -54,8 +54,9 @@ pub struct BenchArgs {
     /// Directory for the swap file of a kernel peer
     #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
     pub swap_dir: PathBuf,
-    /// Write the result to this file as JSON
-    #[arg(long, value_name = "FILE")]
+    /// Write the result to this file as JSON; without a file, or with -, print it instead of the
+    /// table
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     pub json: Option<PathBuf>,
     /// Draw the result to this file
     #[arg(long, value_name = "FILE")]

@@ -2,6 +2,7 @@
 
 use crate::args::{BenchArgs, Benchmark, PeerArg};
 use crate::benchmarks::{costs, density, overhead, real, sweep, threads, throughput};
+use crate::output::is_stdout;
 use crate::peers::kernel::KernelPeer;
 use crate::peers::restore::{Machine, Restorer};
 use crate::run::Runner;
@@ -23,7 +24,7 @@ pub fn main(args: &BenchArgs) -> u8 {
 fn bench(args: &BenchArgs) -> Result<(), Failed> {
     for (flag, file) in [("--json", &args.json), ("--svg", &args.svg)] {
         // Found out now, not after minutes of measuring.
-        if let Some(file) = file {
+        if let Some(file) = file.as_ref().filter(|file| !is_stdout(file)) {
             let open = std::fs::OpenOptions::new().create(true).append(true).open(file);
             open.map_err(|e| Failed(2, format!("{flag} {}: {e}", file.display())))?;
         }

@@ -5,6 +5,7 @@
 //! | command, args | the command line: which benchmark, which peers, where the result goes |
 //! | session | the runs of both sides in turns, with equal memory |
 //! | benchmarks | one function per benchmark |
+//! | output | where a result goes |
 //! | run | one run of the workload: plain, under the kernel's swap, under swaptide |
 //! | workload | the measured program, started as `swaptide bench-work` |
 //! | real | real programs: what they are, what they need, one run of one |
@@ -16,6 +17,7 @@
 mod args;
 mod benchmarks;
 mod command;
+mod output;
 mod peers;
 mod real;
 mod report;
@@ -25,6 +27,7 @@ mod workload;
 
 pub use args::{BenchArgs, Benchmark, PeerArg};
 pub use command::main;
+pub use output::{is_stdout, print_titled};
 pub use run::{Lines, Next};
 pub use workload::phases::{PAGE, PageContent, Phase, scatter};
 pub use workload::program::{BenchWorkArgs, main as work};

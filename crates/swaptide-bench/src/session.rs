@@ -15,6 +15,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use crate::args::BenchArgs;
+use crate::output::{is_stdout, print_titled};
 use crate::peers::cgroup::Hierarchy;
 use crate::peers::kernel::{self, Folios, KernelPeer};
 use crate::report::comparison::{
@@ -35,8 +36,11 @@ impl From<String> for Failed {
 
 /// Prints the report, and writes what the flags ask for.
 pub(crate) fn publish(args: &BenchArgs, report: &BenchReport) -> Result<(), Failed> {
-    // A reader that went away (a closed pipe) is no reason to lose the files.
-    let _ = std::io::stdout().write_all(report.text().as_bytes());
+    if args.json.as_deref().is_some_and(is_stdout) {
+        let _ = writeln!(std::io::stdout(), "{:#}", report.json());
+    } else {
+        print_titled(&report.text());
+    }
     save(args, report)
 }
 
@@ -46,7 +50,7 @@ pub(crate) fn save(args: &BenchArgs, report: &BenchReport) -> Result<(), Failed>
         std::fs::write(file, text)
             .map_err(|e| Failed(1, format!("writing {}: {e}", file.display())))
     };
-    if let Some(file) = &args.json {
+    if let Some(file) = args.json.as_ref().filter(|file| !is_stdout(file)) {
         write(file, format!("{:#}\n", report.json()))?;
     }
     if let Some(file) = &args.svg {

@@ -13,6 +13,7 @@ use crate::programs::{preload, tiers, zswapin};
 use crate::report::LabReport;
 use clap::{Args, ValueEnum};
 use serde_json::json;
+use swaptide_bench::{is_stdout, print_titled};
 
 /// Arguments of `swaptide lab`.
 #[derive(Debug, Args)]
@@ -20,8 +21,9 @@ pub struct LabArgs {
     /// What to compare
     #[arg(value_name = "NAME")]
     name: Experiment,
-    /// Write the rows to this file as JSON (`-`: to standard output, instead of the table)
-    #[arg(long, value_name = "FILE")]
+    /// Write the rows to this file as JSON; without a file, or with -, print them instead of the
+    /// table
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<PathBuf>,
     /// Write a plot to this file
     #[arg(long, value_name = "FILE")]
@@ -135,7 +137,7 @@ fn of_engine(args: &LabArgs) -> Result<LabReport, String> {
 }
 
 fn deliver(args: &LabArgs, report: &LabReport, machine: &serde_json::Value) -> Result<(), String> {
-    let to_stdout = args.json.as_deref() == Some(Path::new("-"));
+    let to_stdout = args.json.as_deref().is_some_and(is_stdout);
     let value = json!({
         "name": report.name,
         "machine": machine,
@@ -143,10 +145,12 @@ fn deliver(args: &LabArgs, report: &LabReport, machine: &serde_json::Value) -> R
         "notes": report.notes,
     });
     let text = format!("{value:#}\n");
-    let shown =
-        if to_stdout { text.clone() } else { format!("{}- machine: {machine}\n", report.text()) };
-    // A reader that went away has seen enough.
-    let _ = std::io::stdout().write_all(shown.as_bytes());
+    if to_stdout {
+        // A reader that went away has seen enough.
+        let _ = std::io::stdout().write_all(text.as_bytes());
+    } else {
+        print_titled(&format!("{}- machine: {machine}\n", report.text()));
+    }
     if let Some(path) = args.json.as_deref().filter(|_| !to_stdout) {
         write(path, &text)?;
     }

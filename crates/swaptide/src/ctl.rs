@@ -2,22 +2,28 @@
 //!
 //! Owns the output. [`swaptide_host::control`] finds the run and speaks the protocol.
 
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
+use serde_json::{Value, json};
 use swaptide_host::control::{client, server};
 use swaptide_host::report::totals::View;
 use swaptide_host::swap::areas::AreaView;
 use swaptide_host::units::human;
 
 use crate::refuse;
+use crate::terminal::{self, DOUBTFUL, HEAD, styled};
 
 /// Arguments of `swaptide ctl`.
 #[derive(Args)]
 pub struct CtlArgs {
     #[command(subcommand)]
     what: What,
+    /// Print JSON (docs/json.md has the keys)
+    #[arg(long, global = true)]
+    json: bool,
 }
 
 #[derive(Subcommand)]
@@ -66,9 +72,6 @@ struct TiersArgs {
     /// The run, by the process you started or any other in it [default: the only run]
     #[arg(long, value_name = "PID")]
     pid: Option<u32>,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
 }
 
 #[derive(Args)]
@@ -97,9 +100,6 @@ struct GroupArgs {
     /// The run, by the process you started or any other in it [default: the only run]
     #[arg(long, value_name = "PID")]
     pid: Option<u32>,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
 }
 
 #[derive(Args)]
@@ -155,61 +155,86 @@ struct StatsArgs {
     /// The run, by the process you started or any other in it [default: the only run]
     #[arg(long, value_name = "PID")]
     pid: Option<u32>,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
 }
+
+/// What a command prints: one of both.
+struct Printed {
+    text: String,
+    json: Value,
+}
+
+impl Printed {
+    fn new(text: String, value: &impl serde::Serialize) -> Printed {
+        let json = serde_json::to_value(value);
+        Printed { text, json: json.unwrap_or_else(|error| error.to_string().into()) }
+    }
+
+    /// What was done, for scripts alone.
+    fn silent(value: Value) -> Printed {
+        Printed { text: String::new(), json: value }
+    }
+}
+
+type Asked = Result<Printed, server::ControlError>;
 
 /// Asks and prints.
 pub fn main(args: &CtlArgs) -> ExitCode {
-    let text = match &args.what {
-        What::List => list(),
-        What::Stats(args) => {
-            client::stats(args.pid).map(|view| if args.json { json(&view) } else { table(&view) })
-        }
-        What::Devices(args) => client::devices(args.pid).map(|devices| {
-            if args.json {
-                json(&devices.iter().map(|(_, view)| view).collect::<Vec<_>>())
-            } else {
-                areas(&devices)
-            }
-        }),
-        What::Swapon(args) => client::add_device(args.pid, &args.device).map(|()| String::new()),
-        What::Swapoff(args) => swapoff(args).map(|()| String::new()),
-        What::Tiers(args) => client::run_tiers(args.pid, args.text.as_deref())
-            .map(|view| if args.json { json(&view.tiers) } else { view.table }),
-        What::Group(args) => group(args),
-        What::Readahead(args) => readahead(args),
-        What::Reclaim(args) => return reclaim(args),
-        What::Freeze(args) => client::freeze_group(args.pid, &args.path)
-            .map(|bytes| format!("{} went out\n", human(bytes))),
-        What::Preload(args) => {
-            with_progress(|progress| client::preload_group(args.pid, &args.path, progress)).map(
-                |(bytes, whole)| {
-                    format!(
-                        "{} came back{}\n",
-                        human(bytes),
-                        if whole { "" } else { ", there is no room for more" }
-                    )
-                },
-            )
-        }
-        What::Detach(args) => with_progress(|progress| client::detach_process(args.pid, progress))
-            .map(|()| String::new()),
-        What::Reload => client::reload().map(|()| String::new()),
-    };
-    match text {
-        Ok(text) => {
-            // A reader that went away has seen enough.
-            let _ = std::io::stdout().write_all(text.as_bytes());
-            ExitCode::SUCCESS
+    match answer(&args.what) {
+        Ok((printed, status)) => {
+            let Printed { text, json } = printed;
+            terminal::print(&if args.json { terminal::json(&json) } else { text });
+            status
         }
         Err(error) => refuse("ctl", &error.to_string()),
     }
 }
 
-fn json(value: &impl serde::Serialize) -> String {
-    serde_json::to_string_pretty(value).map_or_else(|error| error.to_string(), |text| text + "\n")
+fn answer(what: &What) -> Result<(Printed, ExitCode), server::ControlError> {
+    let printed = match what {
+        What::List => list(),
+        What::Stats(args) => client::stats(args.pid).map(|view| Printed::new(table(&view), &view)),
+        What::Devices(args) => client::devices(args.pid).map(|devices| {
+            let all: Vec<Numbered> =
+                devices.iter().map(|(number, area)| Numbered { number: *number, area }).collect();
+            Printed::new(areas(&devices), &all)
+        }),
+        What::Swapon(args) => client::add_device(args.pid, &args.device)
+            .map(|()| Printed::silent(json!({ "added": args.device }))),
+        What::Swapoff(args) => {
+            swapoff(args).map(|()| Printed::silent(json!({ "removed": args.name })))
+        }
+        What::Tiers(args) => client::run_tiers(args.pid, args.text.as_deref())
+            .map(|view| Printed::new(view.table, &view.tiers)),
+        What::Group(args) => group(args),
+        What::Readahead(args) => readahead(args),
+        What::Reclaim(args) => return reclaim(args),
+        What::Freeze(args) => client::freeze_group(args.pid, &args.path).map(|bytes| {
+            Printed::new(format!("{} went out\n", human(bytes)), &json!({ "bytes": bytes }))
+        }),
+        What::Preload(args) => {
+            with_progress(|progress| client::preload_group(args.pid, &args.path, progress)).map(
+                |(bytes, whole)| {
+                    let more = if whole { "" } else { ", there is no room for more" };
+                    Printed::new(
+                        format!("{} came back{more}\n", human(bytes)),
+                        &json!({ "bytes": bytes, "complete": whole }),
+                    )
+                },
+            )
+        }
+        What::Detach(args) => with_progress(|progress| client::detach_process(args.pid, progress))
+            .map(|()| Printed::silent(json!({ "detached": true }))),
+        What::Reload => client::reload().map(|()| Printed::silent(json!({ "reloaded": true }))),
+    };
+    printed.map(|printed| (printed, ExitCode::SUCCESS))
+}
+
+/// An area with the number by which it can be named.
+#[derive(serde::Serialize)]
+struct Numbered<'a> {
+    number: u8,
+    #[serde(flatten)]
+    area: &'a AreaView,
 }
 
 fn swapoff(args: &SwapoffArgs) -> Result<(), server::ControlError> {
@@ -232,19 +257,22 @@ fn with_progress<T>(work: impl FnOnce(&mut dyn FnMut(u64)) -> T) -> T {
 
 /// As /proc/swaps, with the number of each.
 fn areas(devices: &[(u8, AreaView)]) -> String {
-    let mut text = format!(
-        "{:<40} {:<6} {:>10} {:>10} {:>8} {:<8} {:>3}\n",
+    let head = format!(
+        "{:<40} {:<6} {:>10} {:>10} {:>8} {:<8} {:>3}",
         "Filename", "Type", "Size", "Used", "Priority", "State", "Nr"
     );
+    let mut text = styled(HEAD, &head) + "\n";
     for (number, view) in devices {
+        // Filled up before it is styled: what colors take is no width.
+        let state = format!("{:<8}", view.state);
         text += &format!(
-            "{:<40} {:<6} {:>10} {:>10} {:>8} {:<8} {:>3}{}{}\n",
+            "{:<40} {:<6} {:>10} {:>10} {:>8} {} {:>3}{}{}\n",
             view.name,
             view.kind,
             view.size_bytes / 1024,
             view.used_bytes / 1024,
             view.priority,
-            view.state,
+            if view.state == "open" { state } else { styled(DOUBTFUL, &state) },
             number,
             view.mirror
                 .as_ref()
@@ -259,10 +287,11 @@ fn areas(devices: &[(u8, AreaView)]) -> String {
 }
 
 /// Reads or sets keys of a group; without keys, everything of it and of those below it.
-fn group(args: &GroupArgs) -> Result<String, server::ControlError> {
+fn group(args: &GroupArgs) -> Asked {
     let refused = |why: String| Err(server::ControlError::Refused(why));
     if args.remove {
-        return client::remove_group(args.pid, &args.path).map(|()| String::new());
+        return client::remove_group(args.pid, &args.path)
+            .map(|()| Printed::silent(json!({ "removed": args.path })));
     }
     let (set, read): (Vec<&String>, Vec<&String>) =
         args.keys.iter().partition(|key| key.contains('='));
@@ -279,14 +308,17 @@ fn group(args: &GroupArgs) -> Result<String, server::ControlError> {
         .collect();
     let views = client::run_group(args.pid, &args.path, &pairs)?;
     if !pairs.is_empty() {
-        return Ok(String::new());
+        return Ok(Printed::new(String::new(), &views));
     }
-    let Some(own) = views.first() else { return Ok(String::new()) };
+    let Some(own) = views.first() else { return Ok(Printed::new(String::new(), &views)) };
     if !read.is_empty() {
-        let mut text = String::new();
+        let (mut text, mut values) = (String::new(), serde_json::Map::new());
         for key in read {
             match own.values.get(key) {
-                Some(value) => text += &format!("{value}\n"),
+                Some(value) => {
+                    text += &format!("{value}\n");
+                    values.insert(key.clone(), value.clone().into());
+                }
                 None => {
                     let keys: Vec<&str> = own.values.keys().map(String::as_str).collect();
                     return refused(format!(
@@ -297,21 +329,18 @@ fn group(args: &GroupArgs) -> Result<String, server::ControlError> {
                 }
             }
         }
-        return Ok(text);
-    }
-    if args.json {
-        return Ok(json(&views));
+        return Ok(Printed::new(text, &values));
     }
     let one = |view: &swaptide_host::cgroup::tree::GroupView| {
         let lines: String =
             view.values.iter().map(|(key, value)| format!("  {key} {value}\n")).collect();
         format!("{}\n{lines}", view.path)
     };
-    Ok(views.iter().map(one).collect())
+    Ok(Printed::new(views.iter().map(one).collect(), &views))
 }
 
 /// Shows what there is, or sets all that is given.
-fn readahead(args: &ReadaheadArgs) -> Result<String, server::ControlError> {
+fn readahead(args: &ReadaheadArgs) -> Asked {
     let mut set = Vec::new();
     for text in &args.set {
         match text.split_once('=') {
@@ -322,37 +351,33 @@ fn readahead(args: &ReadaheadArgs) -> Result<String, server::ControlError> {
         }
     }
     let values = client::readahead(args.pid, &set)?;
-    let lines = |values: Vec<(String, String)>| {
-        values.iter().map(|(key, value)| format!("{key} {value}\n")).collect()
-    };
-    Ok(if set.is_empty() { lines(values) } else { String::new() })
+    let lines = || values.iter().map(|(key, value)| format!("{key} {value}\n")).collect();
+    let text = if set.is_empty() { lines() } else { String::new() };
+    Ok(Printed::new(text, &values.iter().cloned().collect::<BTreeMap<_, _>>()))
 }
 
 /// Like the write to a cgroup's memory.reclaim: a failure when less went out than was asked for.
-fn reclaim(args: &ReclaimArgs) -> ExitCode {
-    let bytes = match swaptide_host::units::parse_bytes(&args.size) {
-        Ok(bytes) => bytes,
-        Err(error) => return refuse("ctl", &error.to_string()),
-    };
-    match client::reclaim_group(args.pid, &args.path, bytes) {
-        Ok((bytes, enough)) => {
-            let _ = writeln!(std::io::stdout(), "{} went out", human(bytes));
-            if enough { ExitCode::SUCCESS } else { ExitCode::FAILURE }
-        }
-        Err(error) => refuse("ctl", &error.to_string()),
-    }
+fn reclaim(args: &ReclaimArgs) -> Result<(Printed, ExitCode), server::ControlError> {
+    let bytes = swaptide_host::units::parse_bytes(&args.size)
+        .map_err(|error| server::ControlError::Refused(error.to_string()))?;
+    let (bytes, enough) = client::reclaim_group(args.pid, &args.path, bytes)?;
+    let printed = Printed::new(
+        format!("{} went out\n", human(bytes)),
+        &json!({ "bytes": bytes, "enough": enough }),
+    );
+    Ok((printed, if enough { ExitCode::SUCCESS } else { ExitCode::FAILURE }))
 }
 
 /// A line for each run.
-fn list() -> Result<String, server::ControlError> {
-    let mut text = String::new();
-    for run in client::runs()?.into_iter().chain(client::daemon_runs()) {
-        // One that ends just now is no run any more.
-        if let Ok(view) = client::stats(Some(run)) {
-            text += &format!("{:>8}  {}\n", view.pid, line(&view));
-        }
-    }
-    Ok(text)
+fn list() -> Asked {
+    // One that ends just now is no run any more.
+    let views: Vec<View> = client::runs()?
+        .into_iter()
+        .chain(client::daemon_runs())
+        .filter_map(|run| client::stats(Some(run)).ok())
+        .collect();
+    let text = views.iter().map(|view| format!("{:>8}  {}\n", view.pid, line(view))).collect();
+    Ok(Printed::new(text, &views))
 }
 
 fn line(view: &View) -> String {
@@ -370,10 +395,11 @@ fn line(view: &View) -> String {
 /// For people, and for `grep` and `awk`: the counters as in /proc/vmstat.
 fn table(view: &View) -> String {
     let mut text = line(view) + "\n\n";
-    text += &format!(
-        "{:>8} {:<10} {:>9} {:>9} {:>10} {:>9} {:>9}\n",
+    let head = format!(
+        "{:>8} {:<10} {:>9} {:>9} {:>10} {:>9} {:>9}",
         "pid", "state", "limit", "resident", "compressed", "in pool", "in file"
     );
+    text += &(styled(HEAD, &head) + "\n");
     for process in &view.processes {
         let limit =
             if process.limit_bytes == 0 { "-".to_owned() } else { human(process.limit_bytes) };

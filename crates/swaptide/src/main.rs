@@ -6,10 +6,10 @@
 
 mod ctl;
 mod manual;
+mod terminal;
 mod top;
 
 use std::ffi::OsString;
-use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -18,8 +18,10 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use swaptide_host::control::agent_api::Users;
 use swaptide_host::daemon::server::{self, DaemonConfig};
 use swaptide_host::memctl::stall::{OnStall, StallPolicy};
-use swaptide_host::run::doctor;
+use swaptide_host::run::doctor::{self, Diagnosis};
 use swaptide_host::run::supervise::{self, Inject, RunConfig, RunReach, RunSubject};
+
+use crate::terminal::{BAD, Color, GOOD, styled};
 
 /// Exit status of bad input, and of whatever keeps a command from starting.
 const BAD_INPUT: u8 = 2;
@@ -28,6 +30,9 @@ const BAD_INPUT: u8 = 2;
 #[derive(Parser)]
 #[command(name = "swaptide", version, max_term_width = 100)]
 struct Cli {
+    /// Colors in what is printed for people; NO_COLOR in the environment turns them off for auto
+    #[arg(long, value_name = "WHEN", value_enum, default_value_t, global = true)]
+    color: Color,
     #[command(subcommand)]
     command: Command,
 }
@@ -50,6 +55,8 @@ enum Command {
     Bench(swaptide_bench::BenchArgs),
     /// Compare the swap layer with earlier kernel designs and published results
     Lab(swaptide_lab::LabArgs),
+    /// Print the version
+    Version(VersionArgs),
     /// Print completions for a shell
     Completions(manual::CompletionsArgs),
     /// Write the manual, one page for each command
@@ -222,8 +229,16 @@ struct DoctorArgs {
     json: bool,
 }
 
+#[derive(Args)]
+struct VersionArgs {
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
 impl Cli {
     fn execute(self) -> ExitCode {
+        terminal::choose(self.color);
         match self.command {
             Command::Run(args) => run(args),
             Command::Attach(args) => attach(args),
@@ -238,6 +253,10 @@ impl Cli {
             Command::Top(args) => top::main(&args),
             Command::Bench(args) => ExitCode::from(swaptide_bench::main(&args)),
             Command::Lab(args) => ExitCode::from(swaptide_lab::main(&args)),
+            Command::Version(args) => {
+                version(&args);
+                ExitCode::SUCCESS
+            }
             Command::Completions(args) => manual::completions(&args, &Cli::command()),
             Command::Man(args) => manual::pages(&args, &Cli::command()),
             Command::BenchWork(args) => ExitCode::from(swaptide_bench::work(&args)),
@@ -314,28 +333,43 @@ fn attach(args: AttachArgs) -> ExitCode {
 
 fn examine(args: &DoctorArgs) -> ExitCode {
     let diagnosis = doctor::examine();
-    let text = if args.json {
-        serde_json::to_string_pretty(&diagnosis).map(|text| text + "\n")
-    } else {
-        Ok(diagnosis.to_string())
-    };
-    // A closed pipe is no error.
-    let _ =
-        std::io::stdout().write_all(text.unwrap_or_else(|error| format!("{error}\n")).as_bytes());
+    let text = if args.json { terminal::json(&diagnosis) } else { shown(&diagnosis) };
+    terminal::print(&text);
     if diagnosis.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn version(args: &VersionArgs) {
+    let number = env!("CARGO_PKG_VERSION");
+    terminal::print(&if args.json {
+        terminal::json(&serde_json::json!({ "name": "swaptide", "version": number }))
+    } else {
+        format!("swaptide {number}\n")
+    });
+}
+
+/// What was found, each check's first word in its color.
+fn shown(diagnosis: &Diagnosis) -> String {
+    let line = |line: &str| match line.split_at_checked(2) {
+        Some(("ok", rest)) => styled(GOOD, "ok") + rest,
+        Some(("NO", rest)) => styled(BAD, "NO") + rest,
+        _ => line.to_owned(),
+    };
+    diagnosis.to_string().split_inclusive('\n').map(line).collect()
 }
 
 /// One line on standard error, and the status of bad input.
 fn refuse(command: &str, message: &str) -> ExitCode {
-    let _ = writeln!(std::io::stderr(), "swaptide {command}: {}", message.replace('\n', " "));
+    let prefix = styled(BAD, &format!("swaptide {command}:"));
+    terminal::complain(&format!("{prefix} {}", message.replace('\n', " ")));
     ExitCode::from(BAD_INPUT)
 }
 
 /// Prints help and version as clap formats them, errors as one line.
 fn refuse_usage(error: &clap::Error) -> ExitCode {
+    terminal::choose(terminal::asked(std::env::args().skip(1)));
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-            let _ = error.print();
+            terminal::print(&error.render().ansi().to_string());
             return ExitCode::SUCCESS;
         }
         ErrorKind::MissingSubcommand | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
@@ -344,11 +378,9 @@ fn refuse_usage(error: &clap::Error) -> ExitCode {
                 .filter(|command| !command.is_hide_set())
                 .map(|command| command.get_name().to_owned())
                 .collect();
-            let _ = writeln!(
-                std::io::stderr(),
-                "swaptide: no command given; one of {}, or --help",
-                names.join(", ")
-            );
+            let names = names.join(", ");
+            let prefix = styled(BAD, "swaptide:");
+            terminal::complain(&format!("{prefix} no command given; one of {names}, or --help"));
             return ExitCode::from(BAD_INPUT);
         }
         _ => {}
@@ -357,7 +389,7 @@ fn refuse_usage(error: &clap::Error) -> ExitCode {
     match std::env::args().nth(1).filter(|first| Cli::command().find_subcommand(first).is_some()) {
         Some(command) => refuse(&command, &message),
         None => {
-            let _ = writeln!(std::io::stderr(), "swaptide: {message}");
+            terminal::complain(&format!("{} {message}", styled(BAD, "swaptide:")));
             ExitCode::from(BAD_INPUT)
         }
     }
@@ -388,7 +420,7 @@ mod tests {
         for line in
             ["swaptide run --ram 1G -- prog --ram 2G -x", "swaptide run --ram 1G prog --ram 2G -x"]
         {
-            let Ok(Cli { command: Command::Run(args) }) = parse(line) else { panic!("{line}") };
+            let Ok(Cli { command: Command::Run(args), .. }) = parse(line) else { panic!("{line}") };
             assert_eq!(args.ram.as_deref(), Some("1G"));
             assert_eq!(args.command, ["prog", "--ram", "2G", "-x"]);
         }

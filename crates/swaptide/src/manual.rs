@@ -4,7 +4,7 @@
 //! manual says: exit statuses, files, environment variables. Packages install what these two
 //! commands write.
 
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -13,7 +13,7 @@ use clap_complete::Shell;
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, italic, roman};
 
-use crate::refuse;
+use crate::{refuse, terminal};
 
 /// Arguments of `swaptide completions`.
 #[derive(Args)]
@@ -55,8 +55,7 @@ impl KnownShell {
 pub(crate) fn completions(args: &CompletionsArgs, grammar: &Command) -> ExitCode {
     let mut text = Vec::new();
     clap_complete::generate(args.shell.generator(), &mut visible(grammar), "swaptide", &mut text);
-    // A reader that went away has seen enough.
-    let _ = io::stdout().write_all(&text);
+    terminal::print(&String::from_utf8_lossy(&text));
     ExitCode::SUCCESS
 }
 

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use crate::terminal;
 use clap::Args;
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
@@ -75,15 +76,11 @@ pub fn main(args: &TopArgs) -> ExitCode {
         // One that ended meanwhile is shown as it was.
         let scene = watch::look(args.pid).unwrap_or_else(|_| first.clone());
         let rates = scene.rates_since(&first);
-        let text = if args.json {
-            serde_json::to_string_pretty(&serde_json::json!({ "scene": scene, "rates": rates }))
-                .map(|text| text + "\n")
+        terminal::print(&if args.json {
+            terminal::json(&serde_json::json!({ "scene": scene, "rates": rates }))
         } else {
-            Ok(as_text(&Frame { scene: &scene, rates, from: 0 }))
-        };
-        // A reader that went away has seen enough.
-        let _ =
-            io::stdout().write_all(text.unwrap_or_else(|error| format!("{error}\n")).as_bytes());
+            as_text(&Frame { scene: &scene, rates, from: 0 })
+        });
         return ExitCode::SUCCESS;
     }
     if !io::stdout().is_terminal() || !io::stdin().is_terminal() {

@@ -447,6 +447,8 @@ impl MemoryController {
                 ProcState::Refused | ProcState::Free => "unmanaged",
                 ProcState::Detached => "detached",
             };
+            let mut own = Totals::default();
+            own.add(slot);
             ProcessView {
                 pid,
                 group,
@@ -457,6 +459,11 @@ impl MemoryController {
                 pool_bytes: ProcSlot::bytes(&slot.usage.pool_bytes),
                 swapped_pool_bytes: ProcSlot::bytes(&slot.usage.swapped_pool_bytes),
                 swapped_file_bytes: ProcSlot::bytes(&slot.usage.swapped_file_bytes),
+                pages_in: own.pages_in(),
+                pages_out: own.pages_out(),
+                faults: own.get(Counter::Pgmajfault),
+                stall_us: own.get(Counter::StallUs),
+                fault_us: own.fault_times(),
             }
         };
         let processes: Vec<ProcessView> =

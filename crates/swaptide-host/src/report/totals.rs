@@ -222,6 +222,21 @@ pub struct ProcessView {
     pub swapped_pool_bytes: u64,
     /// The same on swap areas.
     pub swapped_file_bytes: u64,
+    /// Pages that came back so far.
+    #[serde(default)]
+    pub pages_in: u64,
+    /// Pages that left memory so far.
+    #[serde(default)]
+    pub pages_out: u64,
+    /// Faults that were answered so far.
+    #[serde(default)]
+    pub faults: u64,
+    /// Microseconds in which at least one of its threads waited for memory.
+    #[serde(default)]
+    pub stall_us: u64,
+    /// How long its threads waited for faults.
+    #[serde(default)]
+    pub fault_us: FaultTimes,
 }
 
 /// Times of faults in microseconds.
