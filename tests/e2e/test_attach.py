@@ -12,7 +12,7 @@ import pytest
 import unprivileged
 from ctl import PRESSURE, ask, until, wait_for_line
 from harness import MIB, Failure, compiled_as
-from processes import descendants
+from processes import descendants, is_zombie
 
 KINDS = ["dynamic", "static", "musl"]
 
@@ -67,6 +67,10 @@ class Attached:
     def lets_go(self):
         self.process.send_signal(signal.SIGINT)
         return self.ends()
+
+
+def is_over(pid):
+    return not Path(f"/proc/{pid}").exists() or is_zombie(pid)
 
 
 def threads_of_swaptide(pid):
@@ -167,6 +171,32 @@ def test_attach_leaves_one_page(case):
         assert len(left) == 1, f"pages of code that stay: {left}"
         start, end = (int(word, 16) for word in left[0].split("-"))
         assert end - start == 4096, left
+    os.kill(pid, signal.SIGTERM)
+    started.finish(7)
+
+
+@pytest.mark.swaptide(budget=24, native=False)
+def test_attach_background(case):
+    """The command ends when the process is under the budget; ctl finds it by the process. What is
+    refused is told by the command."""
+    started, pid = pressure(case, 64)
+    attached = Attached(case, pid, "--background").ends()
+    (line,) = attached.said().splitlines()
+    run = json.loads(ask(case, "stats", "--pid", str(pid), "--json")[1])["pid"]
+    assert line.endswith(f"24M from now on; swaptide ctl detach {run} lets them go"), line
+    assert run not in descendants(pid)
+
+    def is_swapped():
+        view = json.loads(ask(case, "stats", "--pid", str(pid), "--json")[1])["processes"][0]
+        return view["swapped_pool_bytes"] + view["swapped_file_bytes"] > 16 * MIB
+
+    until(case, "it has pages out", is_swapped)
+    refused(case, "is under swaptide already", pid, more=["--background"])
+    status, _, errors = ask(case, "detach", str(run))
+    assert status == 0, errors
+    until(case, "the run has ended", lambda: is_over(run))
+    assert json.loads(attached.report.read_text())["budget_bytes"] == 24 * MIB
+    assert_clean(pid)
     os.kill(pid, signal.SIGTERM)
     started.finish(7)
 
@@ -329,8 +359,8 @@ def test_attach_unprivileged(case):
     assert report["stats"]["zswpout"] > 0, report
 
 
-def refused(case, named, pid, **how):
-    attached = Attached(case, pid, **how).ends(status=2)
+def refused(case, named, pid, more=(), **how):
+    attached = Attached(case, pid, *more, **how).ends(status=2)
     lines = attached.said().splitlines()
     assert len(lines) == 1 and named in lines[0], f"{attached.said()!r}, not {named!r}"
 

@@ -176,6 +176,10 @@ struct AttachArgs {
     /// Print no summary
     #[arg(long)]
     quiet: bool,
+    /// End when the process is under the budget; swaptide ctl detach lets it go. A process can have
+    /// itself attached to so
+    #[arg(long)]
+    background: bool,
     #[command(flatten)]
     stall: StallArgs,
     /// Names for priority ranges of --swap, as for swaptide run
@@ -314,7 +318,7 @@ fn run(args: RunArgs) -> ExitCode {
 }
 
 fn attach(args: AttachArgs) -> ExitCode {
-    let AttachArgs { ram, swap, report, quiet, stall, tiers, config, pid } = args;
+    let AttachArgs { ram, swap, report, quiet, background, stall, tiers, config, pid } = args;
     match supervise::run(&RunConfig {
         ram,
         swap,
@@ -323,7 +327,7 @@ fn attach(args: AttachArgs) -> ExitCode {
         stall: stall.policy(),
         tiers,
         config,
-        subject: RunSubject::Process(pid),
+        subject: RunSubject::Process { pid, background },
         ..RunConfig::default()
     }) {
         Ok(status) => ExitCode::from(status),

@@ -13,6 +13,8 @@ pub(super) enum LauncherMessage {
     Failed(String),
     Started(u32),
     Stopped,
+    /// The first process has the agent; what is to be said of that.
+    Attached(Option<String>),
     /// To be said on standard error.
     Said(String),
     Ended {

@@ -9,20 +9,23 @@ use std::time::Duration;
 use swaptide_sys::sock::poll_readable;
 
 use crate::run::channel::{Channel, LauncherMessage, PassOn};
+use crate::run::descriptors::release_streams;
 use crate::run::error::RunError;
 use crate::signals::{self, ChildStatus, Signals};
 
 /// The process that the user started.
-pub(super) struct Launcher {
+pub(super) struct Launcher<'a> {
     pub(super) supervisor: u32,
     pub(super) channel: Channel,
     pub(super) signals: Signals,
     pub(super) program: Option<u32>,
     /// No program was started: running processes were attached to.
     pub(super) is_attached: bool,
+    /// The command that waits until the processes are under the budget, with `--background`.
+    pub(super) waiting: &'a mut Option<Channel>,
 }
 
-impl Launcher {
+impl Launcher<'_> {
     pub(super) fn run(mut self) -> Result<u8, RunError> {
         loop {
             let ready = poll_readable(&[self.signals.as_fd(), self.channel.stream.as_fd()], None)
@@ -39,6 +42,7 @@ impl Launcher {
                     LauncherMessage::Started(pid) => self.program = Some(pid),
                     LauncherMessage::Failed(message) => return Err(RunError::Start(message)),
                     LauncherMessage::Said(line) => report_line(&line),
+                    LauncherMessage::Attached(line) => self.note_attached(line),
                     // As the program is stopped, so is this process: the shell takes the
                     // terminal back.
                     LauncherMessage::Stopped => signals::send(std::process::id(), libc::SIGSTOP),
@@ -63,6 +67,23 @@ impl Launcher {
                 _ => {}
             }
         }
+    }
+
+    /// The first process has the agent: a command that waits for that ends, and hears no more.
+    fn note_attached(&mut self, line: Option<String>) {
+        let own = std::process::id();
+        let how = match self.waiting {
+            Some(_) => format!("swaptide ctl detach {own}"),
+            None => "Ctrl-C".to_owned(),
+        };
+        line.iter().for_each(|line| report_line(&format!("{line}; {how} lets them go")));
+        let Some(mut command) = self.waiting.take() else { return };
+        if poll_readable(&[command.stream.as_fd()], Some(Duration::ZERO)).unwrap_or(0) != 0 {
+            // It was ended meanwhile, and knows of nothing.
+            self.channel.send(&PassOn { signal: libc::SIGINT, sender: own });
+        }
+        command.send(&LauncherMessage::Attached(None));
+        release_streams(&[], &[2]);
     }
 
     /// Nothing is left in the background: a process that waited for this run sees none of it any

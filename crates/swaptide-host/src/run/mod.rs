@@ -2,6 +2,7 @@
 
 pub mod agent;
 pub mod attach;
+mod background;
 mod channel;
 mod container;
 pub(crate) mod descriptors;

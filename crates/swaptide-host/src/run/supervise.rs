@@ -58,7 +58,7 @@ pub use crate::run::inject_option::Inject;
 use crate::run::launcher::Launcher;
 use crate::run::segment::{set_up_header, wanted_failure};
 use crate::run::supervisor::{Prepared, RunMode, RunPlace, Subject, Supervisor};
-use crate::run::{attach, target};
+use crate::run::{attach, background, target};
 use crate::signals;
 use crate::swap::areas::Areas;
 use crate::swap::mirror;
@@ -123,7 +123,12 @@ pub enum RunSubject {
     /// A program that is started, with its arguments.
     Command(Vec<OsString>),
     /// A running process, and what it has started and starts. No daemon is joined.
-    Process(u32),
+    Process {
+        /// Its number.
+        pid: u32,
+        /// `--background`: the command ends when the process is under the budget.
+        background: bool,
+    },
 }
 
 impl Default for RunSubject {
@@ -137,6 +142,16 @@ impl Default for RunSubject {
 /// # Errors
 /// See [`RunError`]; nothing was started then.
 pub fn run(config: &RunConfig) -> Result<u8, RunError> {
+    match config.subject {
+        RunSubject::Process { background: true, .. } => {
+            background::begin(|waiting| supervise(config, waiting))
+        }
+        _ => supervise(config, &mut None),
+    }
+}
+
+/// The same, where a command may be waiting for it to begin.
+fn supervise(config: &RunConfig, waiting: &mut Option<Channel>) -> Result<u8, RunError> {
     let prepared = prepare(config)?;
     let system = |what| move |error: io::Error| RunError::System(what, error);
     let (launcher_end, supervisor_end) = UnixStream::pair().map_err(system("socketpair"))?;
@@ -155,6 +170,7 @@ pub fn run(config: &RunConfig) -> Result<u8, RunError> {
         -1 => Err(RunError::System("fork", io::Error::last_os_error())),
         0 => {
             drop(launcher_end);
+            drop(waiting.take());
             Supervisor::run(
                 prepared,
                 Channel::new(supervisor_end),
@@ -179,7 +195,8 @@ pub fn run(config: &RunConfig) -> Result<u8, RunError> {
                 channel: Channel::new(launcher_end),
                 signals,
                 program: None,
-                is_attached: matches!(config.subject, RunSubject::Process(_)),
+                is_attached: matches!(config.subject, RunSubject::Process { .. }),
+                waiting,
             }
             .run()
         }
@@ -274,7 +291,7 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
 fn subject(wanted: &RunSubject, agent: &Path) -> Result<Subject, RunError> {
     let command = match wanted {
         RunSubject::Command(command) => command,
-        RunSubject::Process(pid) => {
+        RunSubject::Process { pid, .. } => {
             return attach::look(*pid).map(Subject::Process).map_err(RunError::Attach);
         }
     };

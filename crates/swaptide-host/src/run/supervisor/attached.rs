@@ -201,12 +201,16 @@ impl Supervisor {
             match result {
                 Ok(()) => {
                     run.enter(AttachStage::Attached);
-                    if !self.prepared.quiet {
-                        let budget = human(self.prepared.place.frame.budget);
-                        self.say(format!(
-                            "process {pid} and what it starts are within {budget} from now on; \
-                            Ctrl-C lets them go"
-                        ));
+                    let frame = &self.prepared.place.frame;
+                    let line = (!self.prepared.quiet).then(|| {
+                        let (program, budget) = (&frame.program, human(frame.budget));
+                        format!(
+                            "{program}: process {pid} and what it starts are within {budget} from \
+                            now on"
+                        )
+                    });
+                    if let Some(channel) = &mut self.channel {
+                        channel.send(&LauncherMessage::Attached(line));
                     }
                 }
                 Err(Errno::PERM) if run.since.elapsed() < TRACE_TIMEOUT => {}
