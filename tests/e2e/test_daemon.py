@@ -73,6 +73,7 @@ def test_daemon_joins(case):
     until(case, "64M for /b", lambda: daemon.ctl.value("/b", "ram.current") < 66 * MIB)
 
     daemon.config.write_text(config.replace("ram.max", "ram.most"))
+    daemon.ctl.refused("the budget is the daemon's", "budget", "64M")
     daemon.ctl.refused("daemon.toml:9: ", "reload")
     daemon.config.write_text(config.replace('"64M"', '"40M"'))
     assert json.loads(daemon.ctl("reload", "--json")) == {"reloaded": True}

@@ -40,6 +40,26 @@ def test_ctl(case):
     )
 
 
+@pytest.mark.swaptide(budget=96, native=False)
+def test_ctl_budget(case):
+    """The budget of a run changes in both directions; the report has the largest one."""
+    program, _, ctl = started(case, [case.python, PRESSURE, 64, "wait"], [])
+
+    def resident():
+        return json.loads(ctl("stats", "--json"))["resident_bytes"]
+
+    assert int(ctl("budget")) == 96 * MIB and resident() > 64 * MIB
+    ctl.refused("1B is too small; the minimum is 16M", "budget", "1")
+    ctl.refused('"much" is not a size', "budget", "much")
+    assert int(ctl("budget")) == 96 * MIB
+    ctl("budget", "24M")
+    assert int(ctl("budget")) == 24 * MIB
+    until(case, "pages go out", lambda: resident() <= 26 * MIB)
+    ctl("budget", "128M")
+    done = ended(case, program)
+    assert done.report["budget_bytes"] == 128 * MIB, done.report["budget_bytes"]
+
+
 @pytest.mark.swaptide(budget=48, allowance=8, native=False)
 def test_groups(case):
     """A group's bounds hold, its settings are made whole or not at all, and what it has is counted

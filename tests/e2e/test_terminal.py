@@ -167,6 +167,8 @@ def test_json_shapes(case):
     shape("ctl stats", *pid)
     runs = json.loads(words_of(case, "ctl", "list", "--json"))
     assert program.pid in [run["pid"] for run in runs], f"{runs}"
+    budget = shape("ctl budget", *pid)["budget_bytes"]
+    assert shape("ctl budget", str(budget), *pid)["budget_bytes"] == budget
     shape("ctl tiers", *pid)
     shape("ctl tiers", "+FAST:100", *pid)
     shape("ctl swapon", f"{more}:64M,prio=3", *pid)

@@ -117,7 +117,7 @@ pub fn human_count(count: u64) -> String {
 
 /// The memory that a budget in percent is a share of: the machine's, or less where a memory cgroup
 /// allows less.
-pub(crate) fn ram_total() -> u64 {
+pub fn ram_total() -> u64 {
     let total = swaptide_sys::process::mem_total().unwrap_or(1 << 30);
     cgroup_limit().map_or(total, |limit| limit.min(total))
 }

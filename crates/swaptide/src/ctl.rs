@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use swaptide_host::control::{client, server};
 use swaptide_host::report::totals::View;
 use swaptide_host::swap::areas::AreaView;
-use swaptide_host::units::human;
+use swaptide_host::units::{human, parse_share, ram_total};
 
 use crate::refuse;
 use crate::terminal::{self, DOUBTFUL, HEAD, styled};
@@ -32,6 +32,8 @@ enum What {
     Stats(StatsArgs),
     /// List your runs
     List,
+    /// Show the budget of a run in bytes, or change it
+    Budget(BudgetArgs),
     /// List swap areas in order of use
     Devices(StatsArgs),
     /// Add a swap area to a run
@@ -54,6 +56,16 @@ enum What {
     Detach(DetachArgs),
     /// Make the daemon reload its configuration file
     Reload,
+}
+
+#[derive(Args)]
+struct BudgetArgs {
+    /// The new budget: 512M, 1.5G, or 50% of the machine's or container's memory
+    #[arg(value_name = "SIZE", allow_hyphen_values = true)]
+    size: Option<String>,
+    /// The run, by the process you started or any other in it [default: the only run]
+    #[arg(long, value_name = "PID")]
+    pid: Option<u32>,
 }
 
 #[derive(Args)]
@@ -193,6 +205,7 @@ fn answer(what: &What) -> Result<(Printed, ExitCode), server::ControlError> {
     let printed = match what {
         What::List => list(),
         What::Stats(args) => client::stats(args.pid).map(|view| Printed::new(table(&view), &view)),
+        What::Budget(args) => budget(args),
         What::Devices(args) => client::devices(args.pid).map(|devices| {
             let all: Vec<Numbered> =
                 devices.iter().map(|(number, area)| Numbered { number: *number, area }).collect();
@@ -235,6 +248,15 @@ struct Numbered<'a> {
     number: u8,
     #[serde(flatten)]
     area: &'a AreaView,
+}
+
+/// In bytes, so that scripts can give it back.
+fn budget(args: &BudgetArgs) -> Asked {
+    let size = args.size.as_deref().map(|text| parse_share(text, ram_total())).transpose();
+    let size = size.map_err(|error| server::ControlError::Refused(error.to_string()))?;
+    let bytes = client::run_budget(args.pid, size)?;
+    let text = if size.is_some() { String::new() } else { format!("{bytes}\n") };
+    Ok(Printed::new(text, &json!({ "budget_bytes": bytes })))
 }
 
 fn swapoff(args: &SwapoffArgs) -> Result<(), server::ControlError> {

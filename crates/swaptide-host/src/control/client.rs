@@ -134,6 +134,19 @@ pub fn budget() -> Result<u64, ControlError> {
     }
 }
 
+/// The budget of a run in bytes, or of the daemon that keeps it; with a size, of a run of its own,
+/// after it was changed.
+///
+/// # Errors
+/// See [`ControlError`]; nothing has changed then.
+pub fn run_budget(pid: Option<u32>, set: Option<u64>) -> Result<u64, ControlError> {
+    let target = find(pid)?;
+    match ask(target, &set.map_or(Question::Budget, Question::SetBudget), |_| ())? {
+        Answer::Budget(bytes) => Ok(bytes),
+        _ => Err(other(target)),
+    }
+}
+
 /// The runs that the daemon keeps.
 ///
 /// # Errors

@@ -42,7 +42,9 @@ use crate::units::comma_list;
 mod requests;
 
 pub(crate) use self::requests::ending;
-use self::requests::{answer_reclaim, change_readahead, detach, group, owned, preload, tiers};
+use self::requests::{
+    answer_reclaim, change_readahead, detach, group, owned, preload, set_budget, tiers,
+};
 
 /// A client sends its line at once, and the server answers at once; neither is waited for
 /// longer.
@@ -95,6 +97,8 @@ pub enum Question {
     Preload(String),
     /// The run's budget in bytes.
     Budget,
+    /// Of a run of its own: another budget in bytes from here on.
+    SetBudget(u64),
     /// Bring everything of a process back and detach it for good; all of a run, if it is the one
     /// that the user started.
     Detach(u32),
@@ -390,6 +394,7 @@ fn converse(
         Ok(Question::Filters(pid)) => {
             return lend_filters(&client, run.filters.as_ref(), pid);
         }
+        Ok(Question::SetBudget(bytes)) => set_budget(controller, bytes),
         Ok(question) => counter.answer(question, &client),
         Err(error) => Answer::Error(format!("malformed request: {error}")),
     };

@@ -340,6 +340,10 @@ impl ClientShared {
                 };
                 controller::ask(&self.controller, views).map_or_else(ending, Answer::Views)
             }
+            Question::SetBudget(_) => Answer::Error(
+                "the budget is the daemon's: change ram in its file, then swaptide ctl reload"
+                    .into(),
+            ),
             Question::Reload if !all => {
                 Answer::Error("only root and the daemon's user may reload the configuration".into())
             }
@@ -503,7 +507,6 @@ impl ClientShared {
         self.change_list(&whole, list)?;
         *self.users.lock().unwrap_or_else(PoisonError::into_inner) =
             whole.userfaultfd.unwrap_or_default();
-        self.segment.header.budget_bytes.store(budget, Relaxed);
         self.digest.store(digest, Relaxed);
         self.save();
         Ok(())

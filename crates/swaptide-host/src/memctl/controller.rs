@@ -106,6 +106,8 @@ pub struct MemoryController {
     areas: Arc<Areas>,
     areas_epoch: u32,
     budget: u64,
+    /// The largest so far.
+    most_budget: u64,
     cgroup_limit: CgroupLimit,
     tree: ProcessTree,
     owners: SlotOwners,
@@ -134,6 +136,7 @@ impl MemoryController {
             areas,
             areas_epoch: 0,
             budget,
+            most_budget: budget,
             cgroup_limit: CgroupLimit::default(),
             tree: ProcessTree::default(),
             owners: SlotOwners::default(),
@@ -571,6 +574,13 @@ impl MemoryController {
     /// Has another budget from here on.
     pub(crate) fn set_budget(&mut self, budget: u64) {
         self.budget = budget;
+        self.most_budget = self.most_budget.max(budget);
+        self.segment.header.budget_bytes.store(budget, Relaxed);
+    }
+
+    /// The largest budget so far: what peaks are compared with.
+    pub(crate) fn most_budget(&self) -> u64 {
+        self.most_budget
     }
 
     /// Whether and when idle groups lose memory.

@@ -142,7 +142,7 @@ pub struct Report {
     pub exit_status: u8,
     /// Seconds from start to end.
     pub wall_s: f64,
-    /// The run's budget in bytes.
+    /// The run's budget in bytes; the largest, where it was changed.
     pub budget_bytes: u64,
     /// Most resident anonymous memory of the tree.
     pub peak_resident_bytes: u64,

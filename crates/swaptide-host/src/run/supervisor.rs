@@ -531,6 +531,13 @@ impl Supervisor {
             None => client::totals(),
         };
         let told = totals.is_some();
+        // Peaks are from the whole run.
+        let most = |controller: &mpsc::Sender<_>| {
+            controller::ask(controller, |controller| controller.most_budget())
+        };
+        if let Some(most) = self.controller.as_ref().and_then(most) {
+            self.prepared.place.frame.budget = most;
+        }
         let totals = totals.unwrap_or_default();
         let wall_s = self.prepared.started.elapsed().as_secs_f64();
         let status = match status {

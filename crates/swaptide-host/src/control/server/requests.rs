@@ -7,11 +7,12 @@ use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use swaptide_ipc::{Header, OptionalLimit};
+use swaptide_ipc::{Header, MIN_BUDGET_BYTES, OptionalLimit};
 
 use super::{Answer, REQUEST_TIMEOUT, TiersView, send_answer};
 use crate::cgroup::tree::{GroupPath, GroupView};
 use crate::memctl::controller::{self, MemoryController, ReclaimOutcome};
+use crate::units::human;
 
 /// The keys of [`Question::Readahead`](super::Question::Readahead): `page-cluster` as `swaptide run
 /// --page-cluster` takes it, and the largest order of a swap-in, each a power of two of pages from
@@ -62,6 +63,21 @@ pub(super) fn owned(
 
 pub(crate) fn ending() -> Answer {
     Answer::Error("the supervisor is shutting down".into())
+}
+
+pub(super) fn set_budget(
+    controller: &mpsc::Sender<controller::ControllerRequest>,
+    bytes: u64,
+) -> Answer {
+    if bytes < MIN_BUDGET_BYTES {
+        return Answer::Error(format!(
+            "budget: {} is too small; the minimum is {}",
+            human(bytes),
+            human(MIN_BUDGET_BYTES)
+        ));
+    }
+    let set = controller::ask(controller, move |controller| controller.set_budget(bytes));
+    set.map_or_else(ending, |()| Answer::Budget(bytes))
 }
 
 pub(super) fn tiers(controller: &mut MemoryController, text: Option<&str>) -> Answer {
@@ -254,7 +270,7 @@ pub(super) fn detach(
             let why = if now.short { "memory ran short" } else { "no more pages came in" };
             return Answer::Error(format!(
                 "detach: {why} with {} still out: {} go on as before",
-                crate::units::human(now.out),
+                human(now.out),
                 if now.processes == 1 {
                     "the process".into()
                 } else {
