@@ -1,0 +1,95 @@
+"""The console script, and kernels that run under a budget."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import StandIn
+from swaptide import _kernelspec
+
+SOURCE = Path(_kernelspec.__file__).parents[1]
+
+
+def command(*words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "swaptide", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )
+
+
+def test_all_else_is_the_binarys(stand_in: StandIn) -> None:
+    done = command("run", "--", "sh", "-c", "echo out; exit 5")
+    assert (done.returncode, done.stdout) == (5, "out\n")
+    assert stand_in.asked() == [["run", "--", "sh", "-c", "echo out; exit 5"]]
+    assert command("frobnicate").stderr.startswith("swaptide frobnicate: ")
+
+
+def test_without_a_binary(monkeypatch: pytest.MonkeyPatch, no_bundle: None) -> None:
+    monkeypatch.setenv("SWAPTIDE", "/nonexistent")
+    done = command("ctl", "list")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "swaptide: $SWAPTIDE: /nonexistent is no program; name the swaptide binary\n"
+    )
+
+
+def test_a_kernel_is_wrapped(stand_in: StandIn) -> None:
+    spec = {"argv": ["python3", "-m", "ipykernel_launcher", "-f", "{connection_file}"]}
+    made = _kernelspec.wrapped({**spec, "language": "python"}, "2G", ["zram:1G"], "Name")
+    assert made == {
+        "argv": [
+            *[str(stand_in.path), "run", "--quiet", "--ram", "2G", "--swap", "zram:1G", "--"],
+            *[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        ],
+        "display_name": "Name",
+        "language": "python",
+    }
+    other = _kernelspec.wrapped({"argv": ["/usr/bin/R", "-e", "x"]}, "2G", [], "R")
+    assert other["argv"][6:] == ["/usr/bin/R", "-e", "x"]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ([], "COMMAND"),
+        (["install"], "--ram"),
+        (["install", "--ram", "1G", "--user", "--prefix", "x"], "--prefix"),
+    ],
+)
+def test_bad_usage_is_one_line(words: list[str], named: str) -> None:
+    done = command("kernelspec", *words)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert len(lines) == 1
+    assert named in lines[0]
+
+
+def test_without_jupyter(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jupyter_client.kernelspec", None)
+    assert _kernelspec.main(["install", "--ram", "1G"]) == 2
+    assert stand_in.asked() == []
+
+
+def test_install(stand_in: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ipykernel")
+    words = ["install", "--ram", "1G", "--prefix", str(tmp_path)]
+    place = tmp_path / "share" / "jupyter" / "kernels" / "swaptide-python3"
+    stand_in.tell(refuses={"run": "--ram: 1B is too small"})
+    assert _kernelspec.main(words) == 2
+    assert capsys.readouterr().err == "swaptide kernelspec: --ram: 1B is too small\n"
+    assert not place.exists()
+    stand_in.tell(refuses={})
+    assert _kernelspec.main([*words, "--kernel", "none"]) == 2
+    assert _kernelspec.main([*words, "--name", "no/name"]) == 2
+    assert _kernelspec.main(words) == 0
+    spec = json.loads((place / "kernel.json").read_text())
+    assert spec["argv"][:6] == [str(stand_in.path), "run", "--quiet", "--ram", "1G", "--"]
+    assert spec["display_name"].endswith("(swaptide 1G)")
+    assert (place / "logo-svg.svg").exists()
