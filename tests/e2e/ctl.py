@@ -106,11 +106,13 @@ def ended(case, program, status=7):
 class Daemon:
     """A daemon in a directory of the case, and what is asked of it."""
 
-    def __init__(self, case, config, preexec=None):
-        """`preexec` is done by the daemon's process and those of its programs before all else."""
+    def __init__(self, case, config, preexec=None, env=()):
+        """`preexec` is done by the daemon's process and those of its programs before all else;
+        `env` is added to their environment."""
         self.case = case
         self.preexec = preexec
         self.env = {**os.environ, "SWAPTIDE_DIRECTORY": str(case.directory / "sockets")}
+        self.env.update(env)
         self.config = case.directory / "daemon.toml"
         self.config.write_text(config)
         self.errors = case.directory / "daemon.errors"
@@ -118,7 +120,7 @@ class Daemon:
         self.process = None
         self.start()
 
-    def start(self):
+    def launch(self):
         words = [self.case.swaptide, "daemon", "--config", str(self.config)]
         with open(self.errors, "ab") as errors:
             self.process = subprocess.Popen(
@@ -128,6 +130,9 @@ class Daemon:
                 stderr=errors,
                 preexec_fn=self.preexec,
             )
+
+    def start(self):
+        self.launch()
         until(
             self.case,
             "a daemon that answers",

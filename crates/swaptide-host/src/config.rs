@@ -134,6 +134,7 @@ struct Daemon {
     state: Option<PathBuf>,
     metrics: Option<Spanned<String>>,
     idle: Option<Spanned<Idle>>,
+    drain: Option<Spanned<u32>>,
 }
 
 #[derive(Clone, Copy, Deserialize)]
@@ -149,6 +150,9 @@ struct Idle {
 fn one_percent() -> u32 {
     10
 }
+
+/// The longest time that runs may get at the daemon's end: a day.
+const MAX_DRAIN_S: u32 = 24 * 60 * 60;
 
 impl GroupConfig {
     fn items(&self) -> [(&'static str, &Item); 8] {
@@ -204,6 +208,8 @@ pub struct Config {
     pub metrics: Option<MetricsPlace>,
     /// When idle groups lose memory.
     pub idle: Option<IdleReclaim>,
+    /// Seconds that runs get to end in, when the daemon is told to end.
+    pub drain_s: u32,
     /// Whose processes are helped to a userfaultfd.
     pub userfaultfd: Option<Users>,
     /// Stands for the file's text: another number, another text.
@@ -300,6 +306,14 @@ impl Config {
         config.idle = file.daemon.idle.as_ref().map(|idle| idle.get_ref()).map(|idle| {
             IdleReclaim { after_s: idle.seconds, refaults: idle.refaults, stall_ms: idle.stall_ms }
         });
+        if let Some(drain) = &file.daemon.drain {
+            config.drain_s = *drain.get_ref();
+            if config.drain_s > MAX_DRAIN_S {
+                let wrong =
+                    format!("daemon.drain: {} is more than {MAX_DRAIN_S} s", drain.get_ref());
+                return Err((line(drain.span()), wrong));
+            }
+        }
         Ok(config)
     }
 
@@ -366,6 +380,7 @@ owner = 1000
 state = "/var/lib/swaptide"
 metrics = "127.0.0.1:9469"
 idle = { seconds = 60, refaults = 10 }
+drain = 30
 "#;
 
     #[test]
@@ -381,6 +396,7 @@ idle = { seconds = 60, refaults = 10 }
         assert_eq!(config.groups[1].owner, Some(1000));
         assert_eq!(config.metrics, Some(MetricsPlace::Port(9469)));
         assert_eq!(config.idle, Some(IdleReclaim { after_s: 60, refaults: 10, stall_ms: 10 }));
+        assert_eq!(config.drain_s, 30);
         let mut groups = GroupTree::new(segment(), 1 << 32);
         config.apply(&mut groups, 7).expect("applied");
         let front = groups.find(&GroupPath::parse("/web/front").expect("path")).expect("group");
@@ -405,6 +421,8 @@ idle = { seconds = 60, refaults = 10 }
             ("[groups.\"/web\"]\nram = \"1G\"", 2, "expected"),
             ("[daemon]\nmetrics = \"0.0.0.0:80\"", 2, "daemon.metrics"),
             ("[daemon]\nidle = { seconds = 1 }", 2, "missing field `refaults`"),
+            ("[daemon]\ndrain = \"1h\"", 2, "expected u32"),
+            ("[daemon]\n\ndrain = 86401", 3, "daemon.drain: 86401 is more than 86400 s"),
             ("ram = \"1G", 1, ""),
         ] {
             let (at, what) = Config::parse(text, 1 << 32).expect_err(text);

@@ -187,7 +187,7 @@ pub(crate) fn limiting_cgroups() -> Vec<(PathBuf, Option<u64>)> {
 }
 
 /// The items with commas between them.
-pub(crate) fn comma_list<T: ToString>(items: &[T]) -> String {
+pub fn comma_list<T: ToString>(items: &[T]) -> String {
     items.iter().map(T::to_string).collect::<Vec<_>>().join(", ")
 }
 

@@ -5,13 +5,14 @@
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 use swaptide_host::control::{client, server};
 use swaptide_host::report::totals::View;
 use swaptide_host::swap::areas::AreaView;
-use swaptide_host::units::{human, parse_share, ram_total};
+use swaptide_host::units::{comma_list, human, parse_share, ram_total};
 
 use crate::refuse;
 use crate::terminal::{self, DOUBTFUL, HEAD, styled};
@@ -56,6 +57,31 @@ enum What {
     Detach(DetachArgs),
     /// Make the daemon reload its configuration file
     Reload,
+    /// Tell whether the daemon takes runs: status 0; 1 while it is drained, 2 if none answers
+    Ready(ReadyArgs),
+    /// Have the daemon take no run any more, and wait until those that it has are over. Status 1 if
+    /// some are left
+    Drain(DrainArgs),
+}
+
+#[derive(Args)]
+struct ReadyArgs {
+    /// Status 0 also while it is drained: it answers
+    #[arg(long)]
+    live: bool,
+}
+
+#[derive(Args)]
+struct DrainArgs {
+    /// Wait so long at most; 0 does not wait [default: without a bound]
+    #[arg(long, value_name = "SECONDS")]
+    timeout: Option<u32>,
+    /// Then bring the memory of those that are left in, and let them continue without swaptide
+    #[arg(long)]
+    detach: bool,
+    /// Take runs again
+    #[arg(long, conflicts_with_all = ["timeout", "detach"])]
+    cancel: bool,
 }
 
 #[derive(Args)]
@@ -221,6 +247,11 @@ fn answer(what: &What) -> Result<(Printed, ExitCode), server::ControlError> {
         What::Group(args) => group(args),
         What::Readahead(args) => readahead(args),
         What::Reclaim(args) => return reclaim(args),
+        What::Ready(args) => return ready(args),
+        What::Drain(args) if args.cancel => {
+            client::drain(false).map(|view| Printed::new(String::new(), &view))
+        }
+        What::Drain(args) => return drain(args),
         What::Freeze(args) => client::freeze_group(args.pid, &args.path).map(|bytes| {
             Printed::new(format!("{} went out\n", human(bytes)), &json!({ "bytes": bytes }))
         }),
@@ -388,6 +419,65 @@ fn reclaim(args: &ReclaimArgs) -> Result<(Printed, ExitCode), server::ControlErr
         &json!({ "bytes": bytes, "enough": enough }),
     );
     Ok((printed, if enough { ExitCode::SUCCESS } else { ExitCode::FAILURE }))
+}
+
+/// For probes: the status says whether the daemon takes runs.
+fn ready(args: &ReadyArgs) -> Result<(Printed, ExitCode), server::ControlError> {
+    let view = client::ready()?;
+    let state = if view.draining { "draining" } else { "ready" };
+    let text = format!("{state}, {} runs, {} processes\n", view.runs.len(), view.processes);
+    let is_refused = view.draining && !args.live;
+    let status = if is_refused { ExitCode::FAILURE } else { ExitCode::SUCCESS };
+    Ok((Printed::new(text, &view), status))
+}
+
+/// How often it is asked what is left.
+const DRAIN_INTERVAL: Duration = Duration::from_millis(100);
+
+/// No run is taken from now on; waits until none is left, or detaches those that are.
+fn drain(args: &DrainArgs) -> Result<(Printed, ExitCode), server::ControlError> {
+    let end = args.timeout.map(|seconds| Instant::now() + Duration::from_secs(seconds.into()));
+    let mut left = client::drain(true).and_then(|view| drained(view, end))?;
+    let mut status = ExitCode::SUCCESS;
+    if args.detach {
+        for run in std::mem::take(&mut left.runs) {
+            let detach =
+                |progress: &mut dyn FnMut(u64)| client::detach_process(Some(run), progress);
+            if let Err(error) = with_progress(detach) {
+                // One that has ended meanwhile is not left.
+                if client::ready().is_ok_and(|view| !view.runs.contains(&run)) {
+                    continue;
+                }
+                let _ = writeln!(std::io::stderr(), "swaptide ctl: run {run}: {error}");
+                status = ExitCode::FAILURE;
+            }
+        }
+        left = client::ready()?;
+    } else if !left.runs.is_empty() || left.processes > 0 {
+        let _ = writeln!(
+            std::io::stderr(),
+            "swaptide ctl: {} runs and {} processes are left: {}",
+            left.runs.len(),
+            left.processes,
+            comma_list(&left.runs)
+        );
+        status = ExitCode::FAILURE;
+    }
+    Ok((Printed::new(String::new(), &left), status))
+}
+
+/// What is left when nothing is, or the time is over.
+fn drained(
+    mut view: server::DaemonView,
+    end: Option<Instant>,
+) -> Result<server::DaemonView, server::ControlError> {
+    while (!view.runs.is_empty() || view.processes > 0)
+        && end.is_none_or(|end| Instant::now() < end)
+    {
+        std::thread::sleep(DRAIN_INTERVAL);
+        view = client::ready()?;
+    }
+    Ok(view)
 }
 
 /// A line for each run.

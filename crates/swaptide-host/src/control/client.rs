@@ -10,7 +10,8 @@ use std::path::PathBuf;
 
 use crate::cgroup::tree::GroupView;
 use crate::control::server::{
-    Answer, ControlError, Question, REQUEST_TIMEOUT, TiersView, daemon_path, directory, path_of,
+    Answer, ControlError, DaemonView, Question, REQUEST_TIMEOUT, TiersView, daemon_path, directory,
+    path_of,
 };
 use crate::control::trust::{self, PeerPurpose};
 use crate::memctl::controller;
@@ -192,6 +193,30 @@ fn find(pid: Option<u32>) -> Result<ServerAddress, ControlError> {
 /// See [`ControlError`]; nothing has changed then.
 pub fn reload() -> Result<(), ControlError> {
     ask(ServerAddress::Daemon(None), &Question::Reload, |_| ()).map(drop)
+}
+
+/// Whether the daemon takes runs, and what it has.
+///
+/// # Errors
+/// See [`ControlError`].
+pub fn ready() -> Result<DaemonView, ControlError> {
+    daemon_view(&Question::Ready)
+}
+
+/// Has the daemon take no run any more, or take them again; answers with what it has.
+///
+/// # Errors
+/// See [`ControlError`]; nothing has changed then.
+pub fn drain(on: bool) -> Result<DaemonView, ControlError> {
+    daemon_view(&Question::Drain(on))
+}
+
+fn daemon_view(question: &Question) -> Result<DaemonView, ControlError> {
+    let target = ServerAddress::Daemon(None);
+    match ask(target, question, |_| ())? {
+        Answer::Ready(view) => Ok(view),
+        _ => Err(other(target)),
+    }
 }
 
 /// The swap areas of a run, with their numbers, in the order in which they are used.

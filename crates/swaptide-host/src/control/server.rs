@@ -111,6 +111,10 @@ pub enum Question {
     StatsOf(u32),
     /// Of a daemon: its configuration file is read again.
     Reload,
+    /// Of a daemon: whether it takes runs, and what it has.
+    Ready,
+    /// Of a daemon: take no run any more, or take them again; answered as [`Question::Ready`].
+    Drain(bool),
     /// Of a daemon: what a run finds that would join it, and the shared segment as a descriptor.
     /// Nothing changes.
     Look(Join),
@@ -165,6 +169,17 @@ pub struct Joined {
     pub follows_forks: bool,
 }
 
+/// A daemon at a moment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DaemonView {
+    /// It takes no run.
+    pub draining: bool,
+    /// The runs that it keeps, by the processes that the users started.
+    pub runs: Vec<u32>,
+    /// How many processes have memory that it knows of.
+    pub processes: usize,
+}
+
 /// The answers to questions.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -178,6 +193,7 @@ pub(crate) enum Answer {
     Left(u64),
     Budget(u64),
     Views(Vec<View>),
+    Ready(DaemonView),
     Done,
     Filters(FilterList),
     FiltersInUse,

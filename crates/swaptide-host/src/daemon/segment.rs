@@ -20,21 +20,19 @@
 //!
 //! Locks: none.
 
-use std::ffi::OsStr;
 use std::fs::{File, Metadata};
 use std::io;
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix};
 use serde::{Deserialize, Serialize};
 use swaptide_ipc::Segment;
 use swaptide_sys::mem::{SharedMap, memfd_create};
 
 use crate::control::trust::is_sound_segment;
+use crate::daemon::notify;
 
 /// The name of a segment's descriptor in systemd's store.
 const NAME: &str = "swaptide-segment";
@@ -176,44 +174,15 @@ fn from_store() -> Option<OwnedFd> {
 }
 
 /// Tells systemd to keep the segment, in place of any before; no matter whether there is a systemd.
+/// Without it, the segment is found by the processes that have it open.
 pub fn keep(segment: &OwnedFd) {
-    let fds = [segment.as_fd()];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    control.push(SendAncillaryMessage::ScmRights(&fds));
-    notify(&format!("FDSTOREREMOVE=1\nFDNAME={NAME}"), &mut SendAncillaryBuffer::default());
-    notify(&format!("FDSTORE=1\nFDNAME={NAME}"), &mut control);
+    forget();
+    notify::send(&format!("FDSTORE=1\nFDNAME={NAME}"), &[segment.as_fd()]);
 }
 
 /// Tells systemd to keep it no more.
 pub fn forget() {
-    notify(&format!("FDSTOREREMOVE=1\nFDNAME={NAME}"), &mut SendAncillaryBuffer::default());
-}
-
-fn notify(text: &str, control: &mut SendAncillaryBuffer<'_, '_, '_>) {
-    let Some(place) = std::env::var_os("NOTIFY_SOCKET").filter(|place| !place.is_empty()) else {
-        return;
-    };
-    let address = match place.as_bytes().split_first() {
-        Some((b'@', name)) => SocketAddrUnix::new_abstract_name(name),
-        _ => SocketAddrUnix::new(AsRef::<OsStr>::as_ref(&place)),
-    };
-    let (family, kind) = (rustix::net::AddressFamily::UNIX, rustix::net::SocketType::DGRAM);
-    let Ok(address) = address else { return };
-    let Ok(socket) =
-        rustix::net::socket_with(family, kind, rustix::net::SocketFlags::CLOEXEC, None)
-    else {
-        return;
-    };
-    let bytes = [io::IoSlice::new(text.as_bytes())];
-    // Without it, the segment is found by the processes that have it open.
-    let _ = rustix::net::sendmsg_addr(
-        &socket,
-        &address,
-        &bytes,
-        control,
-        SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
-    );
+    notify::send(&format!("FDSTOREREMOVE=1\nFDNAME={NAME}"), &[]);
 }
 
 #[cfg(test)]

@@ -13,8 +13,9 @@
 //! | module | owns |
 //! |---|---|
 //! | `state` | what outlives the daemon: names, groups, runs |
-//! | `kept` | the segment, and how it is found again |
-//! | `client` | the run's side |
+//! | `segment` | the segment, and how it is found again |
+//! | `notify` | what the service manager is told |
+//! | `drain` | whether runs are taken, and the time that they get at the end |
 //! | `metrics` | numbers for Prometheus |
 //!
 //! Invariants
@@ -33,7 +34,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use swaptide_core::Tiers;
 use swaptide_ipc::{AreaId, GroupIndex, MIN_BUDGET_BYTES, Segment};
@@ -44,8 +45,8 @@ use crate::client_conn::ACCEPT_PAUSE;
 use crate::config::Config;
 use crate::control::agent_api::Users;
 use crate::control::server::{
-    Answer, Join, Joined, MAX_CLIENTS, Question, REQUEST_TIMEOUT, RequestHandler, ending,
-    read_line, send_answer, send_with,
+    Answer, DaemonView, Join, Joined, MAX_CLIENTS, Question, REQUEST_TIMEOUT, RequestHandler,
+    ending, read_line, send_answer, send_with,
 };
 use crate::memctl::controller::{self, MemoryController, SayToRun};
 use crate::report::totals::View;
@@ -54,13 +55,21 @@ use crate::swap::areas::{AreaOpener, Areas};
 use crate::swap::spec::{self, BackingDevice};
 use crate::units::{parse_share, ram_total};
 
+use crate::daemon::drain::{Drain, GracePeriod, LOOK_INTERVAL};
 pub use crate::daemon::error::DaemonError;
 use crate::daemon::error::log_line;
+use crate::daemon::notify;
 use crate::daemon::segment::SegmentId;
 use crate::daemon::state::SavedState;
 
 /// The budget where none is given.
 const DEFAULT_RAM: &str = "80%";
+/// How long a daemon takes to end when it waits for no run: a line of state, and the controller's
+/// thread.
+const END_TIME: Duration = Duration::from_secs(15);
+/// What the service manager shows of a daemon that takes runs, and of one that does not.
+const TAKING: &str = "Taking runs";
+const DRAINING: &str = "Draining: no run is taken";
 
 /// The parameters of a daemon.
 #[derive(Clone, Debug)]
@@ -91,6 +100,7 @@ struct ClientShared {
     users: Mutex<Users>,
     /// Held over a look at everything and its writing.
     state: Mutex<crate::daemon::state::Directory>,
+    drain: Drain,
 }
 
 /// Runs until it is told to stop; answers with the exit status.
@@ -166,6 +176,7 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
         ),
         users: Mutex::new(file.userfaultfd.unwrap_or_default()),
         state: Mutex::new(directory),
+        drain: Drain::new(file.drain_s),
     });
     if let Err(error) =
         shared.follow_list(&file).and_then(|changes| shared.change_list(&file, changes))
@@ -179,6 +190,7 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
         crate::daemon::metrics::serve(place, shared.controller.clone())
             .map_err(|error| DaemonError::System("metrics", error))?;
     }
+    notify::ready(TAKING);
     serve(&shared, &listener, &signals);
     let _ = std::fs::remove_file(&path);
     shared.close();
@@ -226,14 +238,28 @@ fn listen(path: &Path) -> io::Result<UnixListener> {
     Ok(listener)
 }
 
-/// Until a signal says that it is enough.
+/// Until a signal says that it is enough, and the runs have ended or had the time that they get. A
+/// second signal ends it at once.
 fn serve(shared: &Arc<ClientShared>, listener: &UnixListener, signals: &signals::Signals) {
     let talking = Arc::new(());
+    let mut ending: Option<GracePeriod> = None;
     loop {
-        let ready = poll_readable(&[signals.as_fd(), listener.as_fd()], None).unwrap_or(0);
+        if ending.is_some_and(|end| Instant::now() >= end.latest || !shared.has_runs()) {
+            return;
+        }
+        let wait = ending.map(|_| LOOK_INTERVAL);
+        let ready = poll_readable(&[signals.as_fd(), listener.as_fd()], wait).unwrap_or(0);
         while let Some(arrived) = signals.next() {
             match arrived.signal {
-                libc::SIGTERM | libc::SIGINT | libc::SIGQUIT => return,
+                libc::SIGTERM if ending.is_none() => {
+                    let end = shared.drain.end();
+                    notify::stopping("Waiting for the runs to end", end.grace + END_TIME);
+                    ending = Some(end);
+                }
+                libc::SIGTERM | libc::SIGINT | libc::SIGQUIT => {
+                    notify::stopping("Ending", END_TIME);
+                    return;
+                }
                 libc::SIGHUP => {
                     if let Err(error) = shared.reload() {
                         log_line(&format!("configuration unchanged: {error}"));
@@ -271,6 +297,23 @@ fn serve(shared: &Arc<ClientShared>, listener: &UnixListener, signals: &signals:
     }
 }
 
+/// True if what is to be kept over a restart may be another after this.
+fn changes_state(question: &Question) -> bool {
+    !matches!(
+        question,
+        Question::Stats
+            | Question::Budget
+            | Question::StatsOf(_)
+            | Question::Views
+            | Question::Runs
+            | Question::Look(_)
+            | Question::Area(_)
+            | Question::Totals
+            | Question::Ready
+            | Question::Drain(_)
+    )
+}
+
 impl ClientShared {
     fn converse(self: &Arc<Self>, client: UnixStream) -> io::Result<()> {
         let PeerCred { pid, uid } = peer_of(client.as_fd())?;
@@ -287,17 +330,7 @@ impl ClientShared {
                 return send_answer(&client, &Answer::Error(format!("malformed request: {error}")));
             }
         };
-        let changes = !matches!(
-            question,
-            Question::Stats
-                | Question::Budget
-                | Question::StatsOf(_)
-                | Question::Views
-                | Question::Runs
-                | Question::Look(_)
-                | Question::Area(_)
-                | Question::Totals
-        );
+        let changes = changes_state(&question);
         let answer = match question {
             Question::Area(number) => {
                 let Ok(fd) = self.areas.open(AreaId(number)) else { return Ok(()) };
@@ -344,6 +377,15 @@ impl ClientShared {
                 "the budget is the daemon's: change ram in its file, then swaptide ctl reload"
                     .into(),
             ),
+            Question::Ready => self.view().map_or_else(ending, Answer::Ready),
+            Question::Drain(_) if !all => {
+                Answer::Error("only root and the daemon's user may drain it".into())
+            }
+            Question::Drain(on) => {
+                self.drain.set(on);
+                notify::status(if on { DRAINING } else { TAKING });
+                self.view().map_or_else(ending, Answer::Ready)
+            }
             Question::Reload if !all => {
                 Answer::Error("only root and the daemon's user may reload the configuration".into())
             }
@@ -363,8 +405,28 @@ impl ClientShared {
         send_answer(&client, &answer)
     }
 
+    /// Whether runs are taken, and what there is.
+    fn view(&self) -> Option<DaemonView> {
+        let list = |controller: &mut MemoryController| {
+            controller.runs().map(|run| run.launcher).collect::<Vec<_>>()
+        };
+        let runs = controller::ask(&self.controller, list)?;
+        let processes = self.segment.claimed().count();
+        Some(DaemonView { draining: self.drain.is_on(), runs, processes })
+    }
+
+    /// True unless it is known that no run is kept and no process is left of one.
+    fn has_runs(&self) -> bool {
+        self.view().is_none_or(|view| !view.runs.is_empty() || view.processes > 0)
+    }
+
     /// The group that a run would be in, and what it would have.
     fn look(&self, join: &Join, pid: u32) -> Result<(Joined, GroupPath), String> {
+        if self.drain.is_on() {
+            return Err("the daemon takes no runs, it is being drained; start the program when \
+                        that is over (swaptide ctl ready), or with --no-daemon"
+                .into());
+        }
         let named = join
             .group
             .as_deref()
@@ -488,8 +550,18 @@ impl ClientShared {
         Ok(())
     }
 
-    /// Reads the configuration file again.
+    /// Reads the configuration file again, and tells the service manager when that is done.
     fn reload(self: &Arc<Self>) -> Result<(), DaemonError> {
+        notify::reloading();
+        let result = self.read_again();
+        match &result {
+            Ok(()) => notify::ready(if self.drain.is_on() { DRAINING } else { TAKING }),
+            Err(error) => notify::ready(&format!("Configuration unchanged: {error}")),
+        }
+        result
+    }
+
+    fn read_again(self: &Arc<Self>) -> Result<(), DaemonError> {
         let file = Config::load(&self.config, self.ram).map_err(DaemonError::Config)?;
         let budget = budget_of(&file, self.ram)?;
         let list = self.follow_list(&file)?;
@@ -507,6 +579,7 @@ impl ClientShared {
         self.change_list(&whole, list)?;
         *self.users.lock().unwrap_or_else(PoisonError::into_inner) =
             whole.userfaultfd.unwrap_or_default();
+        self.drain.set_grace(whole.drain_s);
         self.digest.store(digest, Relaxed);
         self.save();
         Ok(())
@@ -540,9 +613,7 @@ impl ClientShared {
 
     /// The end: if no run is kept any more, nothing stays behind.
     fn close(&self) {
-        let runs =
-            controller::ask(&self.controller, |controller| controller.runs().count()).unwrap_or(0);
-        if runs > 0 || self.segment.claimed().next().is_some() {
+        if self.has_runs() {
             self.save();
             return;
         }

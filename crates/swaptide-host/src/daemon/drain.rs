@@ -1,0 +1,56 @@
+//! Draining: the daemon takes no run any more, and those that it has come to their end.
+//!
+//! Owns whether that is so, and how long a daemon that is told to end waits for it.
+//!
+//! Locks: none.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+/// How often a daemon that is about to end looks whether runs are left.
+pub(super) const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Whether runs are taken, and the time that those which are there get at the end.
+#[derive(Debug)]
+pub(super) struct Drain {
+    is_on: AtomicBool,
+    grace_s: AtomicU32,
+}
+
+impl Drain {
+    /// Runs are taken; at the end they get `grace_s` seconds.
+    pub(super) fn new(grace_s: u32) -> Drain {
+        Drain { is_on: AtomicBool::new(false), grace_s: AtomicU32::new(grace_s) }
+    }
+
+    /// No run is taken from now on, or they are taken again.
+    pub(super) fn set(&self, on: bool) {
+        self.is_on.store(on, Relaxed);
+    }
+
+    /// No run is taken.
+    pub(super) fn is_on(&self) -> bool {
+        self.is_on.load(Relaxed)
+    }
+
+    /// The time that runs get at the end, as the configuration has it now.
+    pub(super) fn set_grace(&self, seconds: u32) {
+        self.grace_s.store(seconds, Relaxed);
+    }
+
+    /// The daemon is told to end: when it does so at the latest.
+    pub(super) fn end(&self) -> GracePeriod {
+        let grace = Duration::from_secs(self.grace_s.load(Relaxed).into());
+        self.set(true);
+        GracePeriod { grace, latest: Instant::now() + grace }
+    }
+}
+
+/// The end of a daemon that waits for its runs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GracePeriod {
+    /// The time that they get.
+    pub grace: Duration,
+    /// The moment at which it ends, whatever is left.
+    pub latest: Instant,
+}
