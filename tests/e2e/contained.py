@@ -160,9 +160,9 @@ def rootless(case):
     )
 
 
-def docker(case):
-    """The command, for a daemon of the case's own, and an image: empty, with this machine's
-    directories."""
+def docker(case, runtime=None):
+    """The command, for a daemon of the case's own (with that runtime besides, called swaptide), and
+    an image: empty, with this machine's directories."""
     # Paths of sockets are short.
     place = Path(tempfile.mkdtemp(prefix="swaptide-"))
     command = ("docker", "--host", f"unix://{place}/socket")
@@ -172,6 +172,7 @@ def docker(case):
                 *("dockerd", "--data-root", place / "data", "--exec-root", place / "exec"),
                 *("--host", f"unix://{place}/socket", "--pidfile", place / "pid"),
                 *("--bridge=none", "--iptables=false", "--ip6tables=false"),
+                *(("--add-runtime", f"swaptide={runtime}") if runtime else ()),
             ],
             stdout=log,
             stderr=log,

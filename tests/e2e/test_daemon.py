@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -20,6 +21,85 @@ from processes import descendants
 from servers import Server
 
 pytestmark = [pytest.mark.daemon]
+
+
+PACKAGING = Path(__file__).resolve().parents[2] / "packaging"
+
+
+def metrics_of(place):
+    """What a daemon answers on the socket `metrics` in a directory."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(place / "metrics"))
+        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        return b"".join(iter(lambda: client.recv(65536), b"")).decode()
+
+
+def names_of_series(text):
+    """The metrics that queries name."""
+    known = r"(?:swaptide_(?:budget|group|area|run)|container_(?:memory|spec))_[a-z_]+"
+    return set(re.findall(rf"\b{known}\b", text))
+
+
+@pytest.mark.swaptide(budget=112, allowance=8, swaps=False, native=False)
+def test_daemon_dashboard(case):
+    """The dashboard and the alert rules ask for metrics that there are, all of them, and so does
+    the table of docs/containers.md. A run in another pid namespace is refused."""
+    place = case.directory / "swap"
+    place.mkdir()
+    daemon = Daemon(case, CONFIG.format(place=place))
+    labels = "container=web pod=front-1 namespace=shop other"
+    daemon.env["SWAPTIDE_CONTAINER"] = labels
+    program, _ = daemon.program(80, "--group", "/b")
+    web = '{container="web",pod="front-1",namespace="shop"'
+
+    def value(name):
+        found = re.search(rf"^{name}{web}[^}}]*}} (\d+)$", metrics_of(place), re.M)
+        return int(found[1]) if found else 0
+
+    until(case, "its budget", lambda: value("container_spec_memory_limit_bytes") == 64 * MIB)
+    until(case, "pages out", lambda: value("container_memory_swap") > 16 * MIB)
+    until(case, "64M", lambda: value("container_memory_working_set_bytes") < 67 * MIB)
+    there = {
+        line.partition("{")[0].partition(" ")[0]
+        for line in metrics_of(place).split("\r\n\r\n")[1].splitlines()
+        if not line.startswith("#")
+    }
+    dashboard = json.loads((PACKAGING / "grafana-dashboard.json").read_text())
+    queries = [
+        target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())
+    ]
+    queries += [
+        variable["query"]["query"]
+        for variable in dashboard["templating"]["list"]
+        if variable["type"] == "query"
+    ]
+    rules = (PACKAGING / "prometheus-rules.yml").read_text()
+    page = (PACKAGING.parent / "docs" / "containers.md").read_text()
+    for what, text in (("dashboard", "\n".join(queries)), ("rules", rules), ("page", page)):
+        assert names_of_series(text), what
+        assert names_of_series(text) <= there, (what, names_of_series(text) - there)
+    assert there == names_of_series("\n".join(queries)), "not on the dashboard"
+    assert {name for name in there if name.startswith("container_")} <= names_of_series(page)
+
+    apart = ["unshare", "--pid", "--fork", "--mount-proc", *case.command("true", ram=None)]
+    refused = subprocess.run(apart, env=daemon.env, capture_output=True, text=True)
+    assert refused.returncode == 2 and "pid namespace" in refused.stderr, refused
+    assert len(refused.stderr.splitlines()) == 1, refused.stderr
+    ended(case, program)
+    daemon.stop()
+
+
+@pytest.mark.full
+@pytest.mark.swaptide(budget=32, needs=("promtool",), native=False)
+def test_daemon_rules(case):
+    """promtool accepts the alert rules, and what a daemon exports; the rules fire when they are
+    to."""
+    for words in (("check", "rules", "prometheus-rules.yml"), ("test", "rules", RULE_TESTS)):
+        done = subprocess.run(["promtool", *words], cwd=PACKAGING, capture_output=True, text=True)
+        assert done.returncode == 0 and "SUCCESS" in done.stdout, done
+
+
+RULE_TESTS = "prometheus-rules.test.yml"
 
 
 @pytest.mark.swaptide(budget=112, allowance=8, swaps=False, native=False)
@@ -82,10 +162,7 @@ def test_daemon_joins(case):
     os.kill(daemon.process.pid, signal.SIGHUP)
     until(case, "a file that was read again", lambda: daemon.ctl.value("/b", "ram.max") == 48 * MIB)
 
-    with socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(place / "metrics"))
-        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-        text = b"".join(iter(lambda: client.recv(65536), b"")).decode()
+    text = metrics_of(place)
     for line in (
         "swaptide_budget_bytes 117440512",
         'swaptide_group_processes{group="/b"}',

@@ -135,6 +135,8 @@ struct Daemon {
     metrics: Option<Spanned<String>>,
     idle: Option<Spanned<Idle>>,
     drain: Option<Spanned<u32>>,
+    #[serde(default)]
+    follow_forks: bool,
 }
 
 #[derive(Clone, Copy, Deserialize)]
@@ -212,6 +214,8 @@ pub struct Config {
     pub drain_s: u32,
     /// Whose processes are helped to a userfaultfd.
     pub userfaultfd: Option<Users>,
+    /// A daemon's runs follow forks themselves, though the kernel would report them to it.
+    pub follow_forks: bool,
     /// Stands for the file's text: another number, another text.
     pub digest: u64,
 }
@@ -290,6 +294,7 @@ impl Config {
             })
             .transpose()?;
         config.state = file.daemon.state;
+        config.follow_forks = file.daemon.follow_forks;
         config.metrics = file
             .daemon
             .metrics
@@ -381,6 +386,7 @@ state = "/var/lib/swaptide"
 metrics = "127.0.0.1:9469"
 idle = { seconds = 60, refaults = 10 }
 drain = 30
+follow_forks = true
 "#;
 
     #[test]
@@ -395,6 +401,7 @@ drain = 30
         assert!(!config.groups[1].settings.zswap_writeback);
         assert_eq!(config.groups[1].owner, Some(1000));
         assert_eq!(config.metrics, Some(MetricsPlace::Port(9469)));
+        assert!(config.follow_forks && !Config::default().follow_forks);
         assert_eq!(config.idle, Some(IdleReclaim { after_s: 60, refaults: 10, stall_ms: 10 }));
         assert_eq!(config.drain_s, 30);
         let mut groups = GroupTree::new(segment(), 1 << 32);
@@ -423,6 +430,7 @@ drain = 30
             ("[daemon]\nidle = { seconds = 1 }", 2, "missing field `refaults`"),
             ("[daemon]\ndrain = \"1h\"", 2, "expected u32"),
             ("[daemon]\n\ndrain = 86401", 3, "daemon.drain: 86401 is more than 86400 s"),
+            ("[daemon]\nfollow_forks = 1", 2, "expected a boolean"),
             ("ram = \"1G", 1, ""),
         ] {
             let (at, what) = Config::parse(text, 1 << 32).expect_err(text);

@@ -18,6 +18,7 @@
 //! | [`policy`](crate::memctl::policy) | the policy: which processes to manage, how much each gets (pure) |
 //! | [`tree`](crate::cgroup::tree) | tiers, groups, their settings and what they have |
 //! | [`config`] | the configuration file |
+//! | `container_labels` | the names of the container that a run is in |
 //! | [`hierarchy`](crate::memctl::hierarchy) | a budget over a hierarchy of groups (pure) |
 //! | [`processes`](crate::memctl::processes) | the living processes and what they use |
 //! | [`controller`](crate::memctl::controller) | the thread that carries the policy out |
@@ -28,6 +29,7 @@
 //! | [`signals`] | signals and children as descriptors |
 //! | [`control`] | where the run's owner asks for its state |
 //! | [`daemon`] | one supervisor for the runs of a host |
+//! | [`oci`] | containers that run under a budget by an annotation |
 //! | [`supervise`](crate::run::supervise) | the two processes of a supervisor, and the order of things |
 //! | `inject` | programs that load no library: the agent is put into them |
 //! | [`report`] | totals, JSON, summary |
@@ -40,11 +42,13 @@ mod capability;
 pub mod cgroup;
 mod client_conn;
 pub mod config;
+mod container_labels;
 pub mod control;
 pub mod daemon;
 mod inject;
 pub mod memctl;
 pub mod nbd;
+pub mod oci;
 pub mod report;
 pub mod run;
 pub mod signals;

@@ -18,6 +18,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use swaptide_host::control::agent_api::Users;
 use swaptide_host::daemon::server::{self, DaemonConfig};
 use swaptide_host::memctl::stall::{OnStall, StallPolicy};
+use swaptide_host::oci;
 use swaptide_host::run::doctor::{self, Diagnosis};
 use swaptide_host::run::supervise::{self, Inject, RunConfig, RunReach, RunSubject};
 
@@ -61,6 +62,11 @@ enum Command {
     Completions(manual::CompletionsArgs),
     /// Write the manual, one page for each command
     Man(manual::ManArgs),
+    /// Run containers with the annotation swaptide.ram=SIZE within that budget: an OCI runtime in
+    /// front of another one
+    OciRuntime(OciRuntimeArgs),
+    /// The same as a hook (precreate) of podman: reads a config.json, and prints what to start
+    OciHook,
     /// Workload of `bench`
     #[command(hide = true)]
     BenchWork(swaptide_bench::BenchWorkArgs),
@@ -240,6 +246,20 @@ struct VersionArgs {
     json: bool,
 }
 
+#[derive(Args)]
+struct OciRuntimeArgs {
+    /// The runtime that does all else
+    #[arg(long, value_name = "PROGRAM", default_value = "runc")]
+    runtime: OsString,
+    /// Take the container's variables SWAPTIDE_RAM, _SWAP and _GROUP for annotations, for engines
+    /// that pass none on; an image may set them, too
+    #[arg(long)]
+    environment: bool,
+    /// What the engine calls the runtime with
+    #[arg(value_name = "ARG", trailing_var_arg = true, allow_hyphen_values = true)]
+    words: Vec<OsString>,
+}
+
 impl Cli {
     fn execute(self) -> ExitCode {
         terminal::choose(self.color);
@@ -263,6 +283,14 @@ impl Cli {
             }
             Command::Completions(args) => manual::completions(&args, &Cli::command()),
             Command::Man(args) => manual::pages(&args, &Cli::command()),
+            Command::OciRuntime(OciRuntimeArgs { runtime, environment, words }) => {
+                let error = oci::runtime::run(&runtime, &words, environment);
+                refuse("oci-runtime", &error.to_string())
+            }
+            Command::OciHook => match oci::runtime::hook(std::io::stdin(), std::io::stdout()) {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(error) => refuse("oci-hook", &error.to_string()),
+            },
             Command::BenchWork(args) => ExitCode::from(swaptide_bench::work(&args)),
             Command::LabWork(args) => ExitCode::from(swaptide_lab::work(&args)),
             Command::LabJob(args) => ExitCode::from(swaptide_lab::job(&args)),

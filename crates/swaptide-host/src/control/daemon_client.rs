@@ -228,6 +228,7 @@ mod tests {
             max: None,
             strict: false,
             stall: Default::default(),
+            container: None,
         };
         for (question, asks) in
             [(Question::Look(run()), 1), (Question::Join(run()), 2), (Question::Totals, 1)]

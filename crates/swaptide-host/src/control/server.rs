@@ -26,6 +26,7 @@ use thiserror::Error;
 
 use crate::cgroup::tree::GroupView;
 use crate::client_conn::clients;
+use crate::container_labels::ContainerLabels;
 use crate::control::agent_api::Users;
 use crate::control::filter_offers::{
     FilterList, FilterOffer, FilterOffers, FilterRequest, KEPT_FILTERS, LEASE_TIMEOUT, TAKEN,
@@ -148,6 +149,9 @@ pub struct Join {
     /// The action when one of them makes almost no progress for lack of memory.
     #[serde(default)]
     pub stall: StallPolicy,
+    /// The container that it is in.
+    #[serde(default)]
+    pub container: Option<ContainerLabels>,
 }
 
 /// The state of a run that a daemon keeps.

@@ -1,7 +1,9 @@
 //! Numbers for Prometheus, in the OpenMetrics text format, on a Unix socket or a port of this
 //! machine alone.
 //!
-//! Everything is read again for each request. The answer is always complete.
+//! Everything is read again for each request. The answer is always complete. Names that begin with
+//! `swaptide_` are of groups, areas and runs. Runs in containers have numbers besides under the
+//! names, and with the labels, that kubelet's `/metrics/cadvisor` has for containers.
 
 use std::fs::Permissions;
 use std::io::{self, Write};
@@ -22,9 +24,10 @@ use crate::cgroup::psi::Pressure;
 use crate::cgroup::tree::{Events, GroupPath, GroupUsage};
 use crate::client_conn::clients;
 use crate::config::MetricsPlace;
+use crate::container_labels::ContainerLabels;
 use crate::control::server::{REQUEST_TIMEOUT, ReadWithin, read_request};
 use crate::memctl::controller::{self, MemoryController};
-use crate::report::totals::View;
+use crate::report::totals::{ProcessView, View};
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct OfGroup {
@@ -48,6 +51,22 @@ struct OfRun {
     pid: u32,
     program: String,
     counter: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfContainer {
+    container: String,
+    pod: String,
+    namespace: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfFailure {
+    container: String,
+    pod: String,
+    namespace: String,
+    failure_type: &'static str,
+    scope: &'static str,
 }
 
 type Gauges<L> = Family<L, Gauge<u64, AtomicU64>>;
@@ -127,13 +146,21 @@ struct OneGroup {
     pressure: Pressure,
 }
 
+/// A run at a moment.
+struct OneRun {
+    launcher: u32,
+    program: String,
+    container: Option<ContainerLabels>,
+    view: View,
+}
+
 /// Everything at a moment.
 #[derive(Default)]
 struct MetricsSnapshot {
     budget: u64,
     groups: Vec<OneGroup>,
     areas: Vec<(u32, String, u64, u64)>,
-    runs: Vec<(u32, String, View)>,
+    runs: Vec<OneRun>,
 }
 
 impl MetricsSnapshot {
@@ -141,7 +168,12 @@ impl MetricsSnapshot {
         let runs: Vec<controller::ManagedRun> = controller.runs().cloned().collect();
         let runs = runs
             .into_iter()
-            .map(|run| (run.launcher, run.program, controller.view(run.root)))
+            .map(|run| OneRun {
+                launcher: run.launcher,
+                program: run.program,
+                container: run.container,
+                view: controller.view(run.root),
+            })
             .collect();
         let areas = controller.areas().view().into_iter();
         let areas = areas
@@ -168,10 +200,41 @@ impl MetricsSnapshot {
     }
 
     fn text(&self) -> String {
-        let mut registry = Registry::with_prefix("swaptide");
+        let mut all = Registry::default();
+        let registry = all.sub_registry_with_prefix("swaptide");
         let budget: Gauge<u64, AtomicU64> = Gauge::default();
         budget.set(self.budget);
         registry.register("budget_bytes", "Memory for all programs together", budget);
+        self.register_groups(registry);
+        let (size, used) = (Gauges::default(), Gauges::default());
+        for (number, name, bytes, leased) in &self.areas {
+            let of = OfArea { device: escaped(name), number: *number };
+            size.get_or_create(&of).set(*bytes);
+            used.get_or_create(&of).set(*leased);
+        }
+        registry.register("area_size_bytes", "Size of a swap area", size);
+        registry.register("area_used_bytes", "Leased part of a swap area", used);
+        let counters: Family<OfRun, Counter> = Family::default();
+        for OneRun { launcher, program, view, .. } in &self.runs {
+            for (counter, value) in view.stats.iter().filter(|(_, value)| **value > 0) {
+                let of =
+                    OfRun { pid: *launcher, program: escaped(program), counter: counter.clone() };
+                counters.get_or_create(&of).inc_by(*value);
+            }
+        }
+        registry.register(
+            "run_events",
+            "Counters of a run, under the kernel\'s names; those that are zero are left out",
+            counters,
+        );
+        self.register_containers(&mut all);
+        let mut text = String::new();
+        // Writing to a string does not fail.
+        let _ = encode(&mut text, &all);
+        text
+    }
+
+    fn register_groups(&self, registry: &mut Registry) {
         let (ram, swap, zswap, swapped, processes) = (
             Gauges::default(),
             Gauges::default(),
@@ -224,30 +287,78 @@ impl MetricsSnapshot {
             stalled,
         );
         registry.register("group_events", "Events of a group and those below it", events);
-        let (size, used) = (Gauges::default(), Gauges::default());
-        for (number, name, bytes, leased) in &self.areas {
-            let of = OfArea { device: escaped(name), number: *number };
-            size.get_or_create(&of).set(*bytes);
-            used.get_or_create(&of).set(*leased);
-        }
-        registry.register("area_size_bytes", "Size of a swap area", size);
-        registry.register("area_used_bytes", "Leased part of a swap area", used);
-        let counters: Family<OfRun, Counter> = Family::default();
-        for (pid, program, view) in &self.runs {
-            for (counter, value) in view.stats.iter().filter(|(_, value)| **value > 0) {
-                let of = OfRun { pid: *pid, program: escaped(program), counter: counter.clone() };
-                counters.get_or_create(&of).inc_by(*value);
+    }
+
+    /// What runs in containers have, under kubelet's names. Containers with the same names, as
+    /// restarted ones for a moment, are added up.
+    fn register_containers(&self, registry: &mut Registry) {
+        let [working_set, rss, swap, peak, limit] = [(); 5].map(|()| Gauges::default());
+        let failures: Family<OfFailure, Counter> = Family::default();
+        for OneRun { container, view, .. } in &self.runs {
+            let Some(labels) = container else { continue };
+            let [container, pod, namespace] =
+                [&labels.container, &labels.pod, &labels.namespace].map(|name| escaped(name));
+            let sum = |bytes: fn(&ProcessView) -> u64| {
+                view.processes.iter().map(bytes).fold(0, u64::saturating_add)
+            };
+            let charged = sum(|process| process.resident_bytes);
+            let swapped = sum(|process| {
+                process.swapped_pool_bytes.saturating_add(process.swapped_file_bytes)
+            });
+            let compressed = sum(|process| process.pool_bytes);
+            let of = OfContainer {
+                container: container.clone(),
+                pod: pod.clone(),
+                namespace: namespace.clone(),
+            };
+            for (gauges, bytes) in [
+                (&working_set, charged),
+                (&rss, charged.saturating_sub(compressed)),
+                (&swap, swapped),
+                (&peak, view.peak_resident_bytes),
+                (&limit, view.budget_bytes),
+            ] {
+                gauges.get_or_create(&of).inc_by(bytes);
+            }
+            for (failure_type, name) in [("pgfault", "pgminfault"), ("pgmajfault", "pgmajfault")] {
+                let of = OfFailure {
+                    container: container.clone(),
+                    pod: pod.clone(),
+                    namespace: namespace.clone(),
+                    failure_type,
+                    scope: "container",
+                };
+                let count = view.stats.get(name).copied().unwrap_or(0);
+                failures.get_or_create(&of).inc_by(count);
             }
         }
+        for (name, help, gauges) in [
+            (
+                "container_memory_working_set_bytes",
+                "Memory of a container that counts against its budget, compressed memory included",
+                working_set,
+            ),
+            (
+                "container_memory_rss",
+                "Resident anonymous memory of a container in bytes, compressed memory not included",
+                rss,
+            ),
+            ("container_memory_swap", "Swapped memory of a container in bytes, uncompressed", swap),
+            (
+                "container_memory_max_usage_bytes",
+                "Most memory of a container so far that counted against its budget",
+                peak,
+            ),
+            ("container_spec_memory_limit_bytes", "Budget of a container", limit),
+        ] {
+            registry.register(name, help, gauges);
+        }
         registry.register(
-            "run_events",
-            "Counters of a run, under the kernel\'s names; those that are zero are left out",
-            counters,
+            "container_memory_failures",
+            "Faults of a container that swaptide served: of fresh pages (pgfault), and of pages \
+            that were swapped out (pgmajfault)",
+            failures,
         );
-        let mut text = String::new();
-        // Writing to a string does not fail.
-        let _ = encode(&mut text, &registry);
-        text
     }
 }
 
@@ -268,9 +379,31 @@ mod tests {
         let happened = Events { swap_max: 3, ..Events::default() };
         let mut pressure = Pressure::default();
         pressure.follow(TimeShare::of(250, Duration::from_millis(1)), Duration::from_secs(2));
+        let process = ProcessView {
+            resident_bytes: 5 << 20,
+            pool_bytes: 1 << 20,
+            swapped_pool_bytes: 3 << 20,
+            swapped_file_bytes: 4 << 20,
+            ..ProcessView::default()
+        };
+        let stats = [("zswpout", 7), ("zswpin", 0), ("pgmajfault", 9)];
         let view = View {
-            stats: [("zswpout".to_owned(), 7), ("zswpin".to_owned(), 0)].into(),
+            stats: stats.map(|(name, count)| (name.to_owned(), count)).into(),
+            budget_bytes: 64 << 20,
+            peak_resident_bytes: 6 << 20,
+            processes: vec![process.clone(), process],
             ..View::default()
+        };
+        let labels = ContainerLabels {
+            container: "web".into(),
+            pod: "front".into(),
+            namespace: "a \"b\"".into(),
+        };
+        let run = |launcher, container| OneRun {
+            launcher,
+            program: "a \"b\"".into(),
+            container,
+            view: view.clone(),
         };
         let snapshot = MetricsSnapshot {
             budget: 1 << 30,
@@ -282,9 +415,13 @@ mod tests {
                 pressure,
             }],
             areas: vec![(0, "file:/var/tmp".into(), 1 << 30, 4 << 20)],
-            runs: vec![(77, "a \"b\"".into(), view)],
+            runs: vec![run(77, None), run(78, Some(labels))],
         };
         let text = snapshot.text();
+        let container = "{container=\"web\",pod=\"front\",namespace=\"a \\\"b\\\"\"}";
+        let failures = |kind: &str| {
+            container.replace('}', &format!(",failure_type=\"{kind}\",scope=\"container\"}}"))
+        };
         for line in [
             "swaptide_budget_bytes 1073741824",
             "swaptide_group_ram_bytes{group=\"/web\"} 5242880",
@@ -294,10 +431,19 @@ mod tests {
             "swaptide_group_events_total{group=\"/web\",event=\"swap.max\"} 3",
             "swaptide_area_used_bytes{device=\"file:/var/tmp\",number=\"0\"} 4194304",
             "swaptide_run_events_total{pid=\"77\",program=\"a \\\"b\\\"\",counter=\"zswpout\"} 7",
+            &format!("container_memory_working_set_bytes{container} 10485760"),
+            &format!("container_memory_rss{container} 8388608"),
+            &format!("container_memory_swap{container} 14680064"),
+            &format!("container_memory_max_usage_bytes{container} 6291456"),
+            &format!("container_spec_memory_limit_bytes{container} 67108864"),
+            &format!("container_memory_failures_total{} 9", failures("pgmajfault")),
+            &format!("container_memory_failures_total{} 0", failures("pgfault")),
             "# EOF",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
         }
         assert!(!text.contains("zswpin"));
+        assert_eq!(text.matches("# EOF").count(), 1);
+        assert_eq!(text.matches("\ncontainer_memory_rss{").count(), 1, "one run is in a container");
     }
 }

@@ -220,6 +220,9 @@ fn set_up(
     let (pool_cap, codec) = (space.pool_cap, space.codec.number());
     crate::run::segment::set_up_header(segment, budget, &space)
         .map_err(|error| DaemonError::System("shared segment", error))?;
+    if file.follow_forks {
+        segment.header.followed_forks.store(1, Relaxed);
+    }
     for backing in space.devices {
         areas.add(backing).map_err(DaemonError::Area)?;
     }
@@ -482,7 +485,7 @@ impl ClientShared {
             }
             let group =
                 Some(controller.groups().ensure(&path, uid).map_err(|error| error.to_string())?);
-            let Join { launcher, program, max, strict, stall, .. } = join;
+            let Join { launcher, program, max, strict, stall, container, .. } = join;
             controller.add_run(controller::ManagedRun {
                 root: pid,
                 launcher,
@@ -494,6 +497,7 @@ impl ClientShared {
                 strict,
                 stall,
                 attached: false,
+                container,
             });
             Ok(())
         };

@@ -622,6 +622,7 @@ mod tests {
             strict: true,
             stall: StallPolicy { then: OnStall::Kill, percent: 70 },
             attached: false,
+            container: None,
         };
         controller.add_run(run);
         let text = serde_json::to_vec(&SavedState::of(&mut controller, 9, 1)).expect("JSON");

@@ -34,6 +34,18 @@ pub(crate) fn wanted_failure() -> u32 {
     test_setting(ENV_FAIL).unwrap_or(0)
 }
 
+/// This process's pid namespace; 0 where it is not known.
+fn own_namespace() -> u64 {
+    rustix::fs::stat(c"/proc/self/ns/pid").map_or(0, |stat| stat.st_ino)
+}
+
+/// True if processes of this namespace are who their numbers in the segment say; also where that is
+/// not known.
+pub(crate) fn is_in_namespace_of(segment: &Segment) -> bool {
+    let (theirs, ours) = (segment.header.pid_namespace.load(Relaxed), own_namespace());
+    theirs == ours || theirs == 0 || ours == 0
+}
+
 /// Writes what stands fixed into a fresh segment, which is one from then on.
 pub(crate) fn set_up_header(
     segment: &Segment,
@@ -46,8 +58,7 @@ pub(crate) fn set_up_header(
     header.pool.cap_bytes.store(space.pool_cap, Relaxed);
     header.pool.codec.store(space.codec.number(), Relaxed);
     space.acceptance.store(segment);
-    let namespace = rustix::fs::stat(c"/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
-    header.pid_namespace.store(namespace, Relaxed);
+    header.pid_namespace.store(own_namespace(), Relaxed);
     header.injection.slots_max.store(test_setting(ENV_SLOTS).unwrap_or(0), Relaxed);
     header.injection.stale_every.store(test_setting(ENV_STALE).unwrap_or(0), Relaxed);
     header.injection.part_every.store(test_setting(ENV_PART).unwrap_or(0), Relaxed);

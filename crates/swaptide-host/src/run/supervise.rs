@@ -41,6 +41,7 @@ use swaptide_sys::process::set_child_subreaper;
 
 use crate::cgroup::tree::{GroupError, GroupPath, GroupTree};
 use crate::config::Config;
+use crate::container_labels::ContainerLabels;
 use crate::control::Users;
 use crate::control::daemon_client::{self as client, RemoteAreas};
 use crate::control::server::{Join, Joined};
@@ -56,7 +57,7 @@ use crate::run::doctor::{self, Forks};
 use crate::run::inheritance::Inheritance;
 pub use crate::run::inject_option::Inject;
 use crate::run::launcher::Launcher;
-use crate::run::segment::{set_up_header, wanted_failure};
+use crate::run::segment::{is_in_namespace_of, set_up_header, wanted_failure};
 use crate::run::supervisor::{Prepared, RunMode, RunPlace, Subject, Supervisor};
 use crate::run::{attach, background, target};
 use crate::signals;
@@ -261,6 +262,13 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
             if joined.userfaultfd == Users::SameUser {
                 users = Users::SameUser;
             }
+            if forks == Forks::Followed && !joined.follows_forks {
+                return Err(RunError::Daemon(
+                    "its programs have the kernel report forks, for which this run lacks \
+                    CAP_SYS_PTRACE (follow_forks = true in the daemon's file does without)"
+                        .into(),
+                ));
+            }
             // As its engines do, which go by the daemon's segment.
             follows_forks = joined.follows_forks;
             place_under_daemon(&joined, segment_fd, join, program)?
@@ -313,6 +321,13 @@ fn place_under_daemon(
     let map =
         SharedMap::map(segment_fd.as_fd(), Segment::BYTES).map_err(|errno| system(errno.into()))?;
     let segment = Segment::open(map).map_err(|error| system(io::Error::other(error)))?;
+    if !is_in_namespace_of(segment) {
+        return Err(RunError::Daemon(
+            "it is in another pid namespace, where numbers of processes mean other ones (a \
+            container can have the host's: --pid=host)"
+                .into(),
+        ));
+    }
     let frame = ReportFile {
         budget: joined.budget,
         pool_cap: joined.pool_cap,
@@ -361,6 +376,7 @@ fn look_for_daemon(
         max,
         strict: config.strict,
         stall: config.stall,
+        container: ContainerLabels::of_this_process(),
     };
     let Some((joined, segment)) = client::look(&join).map_err(RunError::Daemon)? else {
         return Ok(None);

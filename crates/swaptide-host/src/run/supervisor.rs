@@ -197,6 +197,7 @@ impl Prepared {
             strict: self.strict,
             stall: self.stall,
             attached: matches!(self.subject, Subject::Process(_)),
+            container: None,
         };
         thread.add_run(run);
         let thread = std::thread::Builder::new()

@@ -12,6 +12,7 @@ use swaptide_sys::process::pidfd_open;
 use swaptide_sys::sock::poll_readable;
 
 use super::TickMember;
+use crate::container_labels::ContainerLabels;
 use crate::memctl::policy::Process;
 use crate::memctl::processes::ProcessTree;
 use crate::memctl::stall::{StallPolicy, StallWatch};
@@ -49,6 +50,9 @@ pub struct ManagedRun {
     /// Its processes ran before: nothing of swaptide's stays in those that are let go.
     #[serde(default)]
     pub attached: bool,
+    /// The container that it is in.
+    #[serde(default)]
+    pub container: Option<ContainerLabels>,
 }
 
 /// A run, and what it did so far.

@@ -35,6 +35,7 @@ fn controller(
         strict,
         stall: Default::default(),
         attached: false,
+        container: None,
     });
     controller
 }
