@@ -77,6 +77,7 @@ fn keep(
         strict: true,
         stall: Default::default(),
         attached: false,
+        recorded: true,
     };
     thread.add_run(run);
     let (controller, requests) = mpsc::channel();
@@ -84,7 +85,7 @@ fn keep(
     let mut saved = None;
     for _ in 0..2 {
         let looked = controller::ask(&controller, move |controller| {
-            let (view, totals) = (controller.view(me), controller.totals(me));
+            let (view, totals) = (controller.view(me), controller.final_totals(me));
             assert!(
                 view.processes.iter().all(|process| process.pid == me),
                 "only the kernel's word makes members"

@@ -38,6 +38,11 @@ impl TimeShare {
         (bytes as f64 * self.0) as u64
     }
 
+    /// The microseconds of `elapsed` that it is.
+    pub(crate) fn of_time(self, elapsed: Duration) -> u64 {
+        (elapsed.as_secs_f64() * 1e6 * self.0) as u64
+    }
+
     /// The average of about a second, after `elapsed` more in which it was `now`.
     pub(crate) fn averaged(self, now: TimeShare, elapsed: Duration) -> TimeShare {
         self.over(now, elapsed, OWN_WINDOW.as_secs_f64())

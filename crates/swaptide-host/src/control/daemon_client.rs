@@ -229,6 +229,7 @@ mod tests {
             strict: false,
             stall: Default::default(),
             container: None,
+            recorded: false,
         };
         for (question, asks) in
             [(Question::Look(run()), 1), (Question::Join(run()), 2), (Question::Totals, 1)]

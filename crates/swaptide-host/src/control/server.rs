@@ -152,6 +152,10 @@ pub struct Join {
     /// The container that it is in.
     #[serde(default)]
     pub container: Option<ContainerLabels>,
+    /// It is recorded over time, for its report. A daemon of an older build does not know of this:
+    /// it is sent where it is wanted only.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub recorded: bool,
 }
 
 /// The state of a run that a daemon keeps.

@@ -353,8 +353,9 @@ impl ClientShared {
                 Err(error) => Answer::Error(error),
             },
             Question::Totals => {
-                let totals =
-                    controller::ask(&self.controller, move |controller| controller.totals(pid));
+                let totals = controller::ask(&self.controller, move |controller| {
+                    controller.final_totals(pid)
+                });
                 totals.map_or_else(ending, |totals| Answer::Totals(Box::new(totals)))
             }
             Question::Runs => {
@@ -485,7 +486,7 @@ impl ClientShared {
             }
             let group =
                 Some(controller.groups().ensure(&path, uid).map_err(|error| error.to_string())?);
-            let Join { launcher, program, max, strict, stall, container, .. } = join;
+            let Join { launcher, program, max, strict, stall, container, recorded, .. } = join;
             controller.add_run(controller::ManagedRun {
                 root: pid,
                 launcher,
@@ -498,6 +499,7 @@ impl ClientShared {
                 stall,
                 attached: false,
                 container,
+                recorded,
             });
             Ok(())
         };

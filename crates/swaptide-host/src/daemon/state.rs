@@ -623,6 +623,7 @@ mod tests {
             stall: StallPolicy { then: OnStall::Kill, percent: 70 },
             attached: false,
             container: None,
+            recorded: true,
         };
         controller.add_run(run);
         let text = serde_json::to_vec(&SavedState::of(&mut controller, 9, 1)).expect("JSON");

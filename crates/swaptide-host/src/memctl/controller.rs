@@ -28,21 +28,21 @@ mod runs;
 mod sample;
 mod slots;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use swaptide_ipc::{
-    Counter, EXTENT_BYTES, GroupIndex, NO_LIMIT, ProcSlot, ProcState, Segment, SlotIndex,
+    Counter, EXTENT_BYTES, GroupIndex, NO_LIMIT, ProcSlot, ProcState, Segment, SlotIndex, Transport,
 };
 use swaptide_sys::PAGE_SIZE;
 
 use self::groups::{BudgetNode, GroupControl, Nodes};
 use self::large::LargeProcesses;
 pub use self::runs::ManagedRun;
-use self::runs::Runs;
+use self::runs::{RunUsage, Runs};
 use self::sample::Watches;
 use self::slots::SlotOwners;
 use crate::cgroup::tree::{GroupError, GroupPath, GroupTree, GroupView};
@@ -54,6 +54,7 @@ pub use crate::memctl::reclaim_requests::ReclaimOutcome;
 use crate::memctl::shared_pager::SharedPager;
 use crate::memctl::stall::OnStall;
 use crate::memctl::strict::Reason;
+use crate::report::series::PageTraffic;
 use crate::report::totals::{ProcessView, Totals, View};
 use crate::swap::areas::Areas;
 
@@ -264,7 +265,9 @@ impl MemoryController {
         let sizes = members.iter().zip(&processes);
         let sizes = sizes.map(|(member, process)| (member.pid, process.used));
         self.large.look(sizes, self.last_tick);
-        self.runs.note_peaks(self.segment, &members, &processes, self.budget);
+        let stalled = |index| self.watches.stalled(index);
+        let usage = self.runs.note_peaks(self.segment, stalled, &members, &processes, self.budget);
+        self.record(&usage, left, elapsed);
         let counted = self.watches.counted(&members, &processes);
         let decision = policy::decide(&bounds, &counted, elapsed);
         let sharing: Vec<Sharing> = members
@@ -322,6 +325,56 @@ impl MemoryController {
     /// Whose a process is that is kept here.
     pub(crate) fn owner_of(&self, pid: u32) -> Option<u32> {
         self.runs.get(self.tree.root_of(pid)).map(|kept| kept.run.uid)
+    }
+
+    /// Adds what this look has shown to the series of the runs that are recorded. `left`: what the
+    /// memory cgroups leave.
+    fn record(&mut self, usage: &BTreeMap<u32, RunUsage>, left: u64, elapsed: Duration) {
+        let roots = self.runs.recorded();
+        if roots.is_empty() {
+            return;
+        }
+        let leased = |transport: Transport| {
+            let areas = self.segment.areas().filter(|(_, area)| area.transport() == transport);
+            areas.map(|(_, area)| u64::from(area.used()) * EXTENT_BYTES).sum::<u64>()
+        };
+        let (file, network) = (leased(Transport::File), leased(Transport::Nbd));
+        for root in roots {
+            let Some(kept) = self.runs.get(root) else { continue };
+            let Some(recorder) = &kept.recorder else { continue };
+            let at = recorder.at(self.last_tick);
+            let counted = recorder.is_due(at).then(|| self.traffic(root));
+            let usage = usage.get(&root).copied().unwrap_or_default();
+            let levels = usage.levels(self.most_of(&kept.run).min(left), file, network);
+            let stall_us = usage.stalled.of_time(elapsed);
+            if let Some(recorder) = self.runs.get_mut(root).and_then(|kept| kept.recorder.as_mut())
+            {
+                recorder.look(at, levels, stall_us, counted);
+            }
+        }
+    }
+
+    /// What a run has counted so far.
+    fn traffic(&self, root: u32) -> PageTraffic {
+        let Some(kept) = self.runs.get(root) else { return PageTraffic::default() };
+        let slots: Vec<&ProcSlot> = self.run_slots(root).collect();
+        PageTraffic::of(|counter| {
+            let before = kept.totals.get(counter);
+            slots.iter().fold(before, |sum, slot| sum.saturating_add(slot.counted(counter)))
+        })
+    }
+
+    /// The slots of a run's processes.
+    fn run_slots(&self, root: u32) -> impl Iterator<Item = &'static ProcSlot> {
+        let slots = self.owners.iter().map(|(pid, index)| (pid, self.segment.slot(index)));
+        // One that was given back since has been counted.
+        slots
+            .filter(move |(pid, slot)| {
+                slot.pid.load(Relaxed) == *pid
+                    && self.tree.contains(*pid)
+                    && self.tree.root_of(*pid) == root
+            })
+            .map(|(_, slot)| slot)
     }
 
     /// Ends a run that was started with `--strict` and has more than it may (see
@@ -493,18 +546,18 @@ impl MemoryController {
         let mut totals =
             self.runs.get(root).map_or_else(Totals::default, |kept| kept.totals.clone());
         totals.areas = self.areas.view().into_iter().map(|(_, view)| view).collect();
-        for (pid, index) in self.owners.iter() {
-            let slot = self.segment.slot(index);
-            // One that was given back since has been counted.
-            if slot.pid.load(Relaxed) == pid
-                && self.tree.contains(pid)
-                && self.tree.root_of(pid) == root
-            {
-                totals.add(slot);
-            }
-        }
+        self.run_slots(root).for_each(|slot| totals.add(slot));
         let groups = &self.groups.tree;
         totals.groups = groups.iter().map(|(index, _)| groups.view(index)).collect();
+        totals
+    }
+
+    /// Returns the totals of a run that ends, with its series if it was recorded.
+    pub fn final_totals(&self, root: u32) -> Totals {
+        let mut totals = self.totals(root);
+        let recorder = self.runs.get(root).and_then(|kept| kept.recorder.as_ref());
+        totals.series = recorder
+            .map(|recorder| recorder.series(PageTraffic::of(|counter| totals.get(counter))));
         totals
     }
 

@@ -12,6 +12,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 use swaptide_ipc::{Counter, FaultHistogram, HISTOGRAM_BUCKETS, ProcSlot};
@@ -19,6 +20,7 @@ use swaptide_store::codec::Scheme;
 use swaptide_sys::PAGE_SIZE;
 
 use crate::cgroup::tree::GroupView;
+use crate::report::series::{PageTraffic, RunSeries};
 use crate::report::stalls::{BudgetAdvice, MemoryWaits, StallReport};
 use crate::swap::areas::AreaView;
 use crate::swap::spec::PoolAcceptance;
@@ -56,6 +58,9 @@ pub struct Totals {
     /// Processes that waited for memory.
     #[serde(default)]
     pub waits: MemoryWaits,
+    /// The run over time, if it was recorded and is at its end.
+    #[serde(default)]
+    pub series: Option<RunSeries>,
 }
 
 impl Default for Totals {
@@ -74,6 +79,7 @@ impl Default for Totals {
             strict_kill: false,
             strict_used: None,
             waits: MemoryWaits::default(),
+            series: None,
         }
     }
 }
@@ -100,15 +106,12 @@ impl Totals {
     /// Pages that left memory: compressed, to the file, or as zeros that needed no store. One that
     /// was compressed and continued to the file later left it once.
     pub fn pages_out(&self) -> u64 {
-        let out = [Counter::Pswpout, Counter::Zswpout, Counter::SwpoutZero];
-        let out = out.into_iter().fold(0u64, |sum, counter| sum.saturating_add(self.get(counter)));
-        out.saturating_sub(self.get(Counter::Zswpwb))
+        PageTraffic::of(|counter| self.get(counter)).pages_out
     }
 
     /// Pages that came back.
     pub fn pages_in(&self) -> u64 {
-        let came = [Counter::Pswpin, Counter::Zswpin, Counter::SwpinZero];
-        came.into_iter().fold(0, |sum, counter| sum.saturating_add(self.get(counter)))
+        PageTraffic::of(|counter| self.get(counter)).pages_in
     }
 
     /// Times of all faults.
@@ -135,21 +138,53 @@ impl Totals {
     }
 }
 
+/// What a report is of.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ReportSubject {
+    /// The program's name, for the summary.
+    pub program: String,
+    /// Its command line; what is no UTF-8 is replaced.
+    pub command: Vec<String>,
+    /// When the run began, in seconds since 1970.
+    pub started_s: f64,
+}
+
+impl ReportSubject {
+    /// Of a run that begins now.
+    pub(crate) fn new(program: String, command: Vec<String>) -> ReportSubject {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        ReportSubject { program, command, started_s: now.as_millis() as f64 / 1e3 }
+    }
+}
+
+/// The most that a run had at one time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PeakBytes {
+    /// Resident anonymous memory of the tree.
+    #[serde(rename = "peak_resident_bytes")]
+    pub resident: u64,
+    /// Memory of the programs, resident and swapped.
+    #[serde(rename = "peak_footprint_bytes")]
+    pub footprint: u64,
+    /// Compressed memory.
+    #[serde(rename = "peak_pool_bytes")]
+    pub pool: u64,
+}
+
 /// The content of `--report` as JSON; fields are its keys.
 #[derive(Debug, Serialize)]
 pub struct Report {
+    /// The program, and when it began.
+    pub run: ReportSubject,
     /// The exit status of `swaptide run`.
     pub exit_status: u8,
     /// Seconds from start to end.
     pub wall_s: f64,
     /// The run's budget in bytes; the largest, where it was changed.
     pub budget_bytes: u64,
-    /// Most resident anonymous memory of the tree.
-    pub peak_resident_bytes: u64,
-    /// Most memory of the programs, resident and swapped.
-    pub peak_footprint_bytes: u64,
-    /// Most bytes of compressed memory at one time.
-    pub peak_pool_bytes: u64,
+    /// `peak_resident_bytes`, `peak_footprint_bytes`, `peak_pool_bytes`.
+    #[serde(flatten)]
+    pub peaks: PeakBytes,
     /// The least that the memory cgroups around the run left of the budget; `null` if they left all
     /// of it.
     pub cgroup_left_bytes: Option<u64>,
@@ -167,6 +202,8 @@ pub struct Report {
     pub stalls: StallReport,
     /// The estimate for the run with more memory; `null` if it waited little for memory.
     pub advice: Option<BudgetAdvice>,
+    /// The run over time; `null` where no daemon told of it.
+    pub series: Option<RunSeries>,
 }
 
 /// A run as it is at a moment.
@@ -285,8 +322,8 @@ pub struct ReportFile {
     pub codec: Scheme,
     /// When the pool refuses pages.
     pub acceptance: PoolAcceptance,
-    /// The program's name, for the summary.
-    pub program: String,
+    /// The program, and when it began.
+    pub subject: ReportSubject,
 }
 
 impl Report {
@@ -310,12 +347,15 @@ impl Report {
         }];
         devices.extend(totals.areas.iter().cloned().map(DeviceReport::Area));
         Report {
+            run: frame.subject.clone(),
             exit_status,
             wall_s: (wall_s * 1e6).round() / 1e6,
             budget_bytes: frame.budget,
-            peak_resident_bytes: totals.peak_resident,
-            peak_footprint_bytes: totals.peak_footprint,
-            peak_pool_bytes: totals.peak_pool,
+            peaks: PeakBytes {
+                resident: totals.peak_resident,
+                footprint: totals.peak_footprint,
+                pool: totals.peak_pool,
+            },
             cgroup_left_bytes: totals.cgroup_left,
             stats: Counter::ALL
                 .iter()
@@ -333,6 +373,7 @@ impl Report {
             ]),
             stalls: totals.waits.stalls.clone(),
             advice,
+            series: totals.series.clone(),
         }
     }
 }
@@ -369,13 +410,13 @@ pub(crate) fn summary(frame: &ReportFile, totals: &Totals, wall_s: f64) -> Strin
     let mut line = if totals.get(Counter::Engaged) == 0 && totals.pages_out() == 0 {
         format!(
             "{}: {peak} of memory, within its {budget} budget, nothing swapped, {wall_s:.1} s",
-            frame.program
+            frame.subject.program
         )
     } else {
         format!(
             "{}: {} of memory in a {budget} budget (peak {peak} resident), {} pages out, {} in, \
             {wall_s:.1} s",
-            frame.program,
+            frame.subject.program,
             human(totals.peak_footprint.max(totals.peak_resident)),
             human_count(totals.pages_out()),
             human_count(totals.pages_in()),
@@ -451,12 +492,20 @@ impl Sink {
     pub fn write(&mut self, report: &Report) -> io::Result<()> {
         let mut text = serde_json::to_vec_pretty(report)?;
         text.push(b'\n');
+        self.write_text(&text)
+    }
+
+    /// Writes something else.
+    ///
+    /// # Errors
+    /// As [`Sink::write`].
+    pub fn write_text(&mut self, text: &[u8]) -> io::Result<()> {
         match self {
-            Sink::Stream(file) => file.write_all(&text),
+            Sink::Stream(file) => file.write_all(text),
             Sink::File(path) => {
                 let hidden = hidden_name(path)?;
                 let written =
-                    std::fs::write(&hidden, &text).and_then(|()| std::fs::rename(&hidden, path));
+                    std::fs::write(&hidden, text).and_then(|()| std::fs::rename(&hidden, path));
                 if written.is_err() {
                     let _ = std::fs::remove_file(hidden);
                 }
@@ -487,7 +536,7 @@ mod tests {
             pool_cap: 0,
             codec: Scheme::default(),
             acceptance: PoolAcceptance::default(),
-            program: "python3".into(),
+            subject: ReportSubject::new("python3".into(), vec!["python3".into(), "-c".into()]),
         }
     }
 
@@ -545,7 +594,7 @@ mod tests {
         ] {
             assert!(keys.contains(&key), "{key} in {keys:?}");
         }
-        for key in ["devices", "groups", "errors", "peak_pool_bytes"] {
+        for key in ["devices", "groups", "errors", "peak_pool_bytes", "run", "series"] {
             assert!(keys.contains(&key), "{key} in {keys:?}");
         }
         assert_eq!(json["stats"]["pswpout"], 50_000);

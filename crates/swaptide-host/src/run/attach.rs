@@ -94,6 +94,13 @@ impl AttachTarget {
         name.map_or_else(|_| self.pid.to_string(), |name| name.trim_end().to_owned())
     }
 
+    /// Its command line.
+    pub(super) fn command(&self) -> Vec<String> {
+        let text = std::fs::read(format!("/proc/{}/cmdline", self.pid)).unwrap_or_default();
+        let text = String::from_utf8_lossy(text.strip_suffix(b"\0").unwrap_or(&text)).into_owned();
+        text.split('\0').map(str::to_owned).collect()
+    }
+
     /// Has the process given the agent, and then what it has started.
     ///
     /// # Errors

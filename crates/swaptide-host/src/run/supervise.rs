@@ -47,7 +47,7 @@ use crate::control::daemon_client::{self as client, RemoteAreas};
 use crate::control::server::{Join, Joined};
 use crate::inject::AgentFile;
 use crate::memctl::stall::StallPolicy;
-use crate::report::totals::{ReportFile, Sink, program_name};
+use crate::report::totals::{ReportFile, ReportSubject, Sink, program_name};
 use crate::run::agent::find_agent;
 use crate::run::channel::Channel;
 use crate::run::descriptors::{
@@ -238,23 +238,27 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
     if forks == Forks::Followed && config.reach.shared {
         return Err(RunError::SharedNeedsEvents);
     }
-    let (program, injects, is_needed) = match &subject {
-        Subject::Program { target, .. } => {
+    let (program, command, injects, is_needed) = match &subject {
+        Subject::Program { target, arguments, .. } => {
             let injects = config.reach.inject != Inject::Never;
             if !injects {
                 target.check_loads().map_err(RunError::Target)?;
             }
-            (program_name(&target.name), injects, target.kind.is_injected())
+            let command = [&target.name].into_iter().chain(arguments);
+            let command = command.map(|word| word.to_string_lossy().into_owned()).collect();
+            (program_name(&target.name), command, injects, target.kind.is_injected())
         }
-        Subject::Process(target) => (target.name(), true, true),
+        Subject::Process(target) => (target.name(), target.command(), true, true),
     };
+    let named = ReportSubject::new(program, command);
     if config.reach.shared && !may_write_files_of(MAX_REGION_BYTES) {
         return Err(RunError::SharedFileSize);
     }
     let alone = config.no_daemon
         || matches!(subject, Subject::Process(_))
         || std::env::var_os(ENV_NO_DAEMON).is_some_and(|set| !set.is_empty());
-    let joined = if alone { None } else { look_for_daemon(config, ram.map(|_| budget), &program)? };
+    let joined =
+        if alone { None } else { look_for_daemon(config, ram.map(|_| budget), &named.program)? };
     let mut users = config.userfaultfd.or(file.userfaultfd).unwrap_or_default();
     let mut follows_forks = forks == Forks::Followed;
     let place = match joined {
@@ -271,9 +275,9 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
             }
             // As its engines do, which go by the daemon's segment.
             follows_forks = joined.follows_forks;
-            place_under_daemon(&joined, segment_fd, join, program)?
+            place_under_daemon(&joined, segment_fd, join, named)?
         }
-        None => place_of_its_own(config, &file, budget, &mut devices, program)?,
+        None => place_of_its_own(config, &file, budget, &mut devices, named)?,
     };
     let agent = injects.then(|| AgentFile::new(agent, is_needed));
     let agent = agent.transpose().map_err(RunError::Agent)?;
@@ -315,7 +319,7 @@ fn place_under_daemon(
     joined: &Joined,
     segment_fd: OwnedFd,
     join: Join,
-    program: String,
+    subject: ReportSubject,
 ) -> Result<RunPlace, RunError> {
     let system = |error| RunError::System("the daemon's segment", error);
     let map =
@@ -333,7 +337,7 @@ fn place_under_daemon(
         pool_cap: joined.pool_cap,
         codec: Scheme::from_number(joined.codec),
         acceptance: PoolAcceptance::of(segment),
-        program,
+        subject,
     };
     let mode = RunMode::Daemon { join, areas: Arc::new(RemoteAreas::new(segment)) };
     Ok(RunPlace { segment, segment_fd, mode, frame })
@@ -345,7 +349,7 @@ fn place_of_its_own(
     file: &Config,
     budget: u64,
     devices: &mut [spec::Device],
-    program: String,
+    subject: ReportSubject,
 ) -> Result<RunPlace, RunError> {
     mirror::resolve_all(devices, &tiers_of(config, file)).map_err(RunError::Swap)?;
     let space = spec::open(devices, budget).map_err(RunError::Swap)?;
@@ -353,7 +357,7 @@ fn place_of_its_own(
         .map_err(|error| RunError::System("shared segment", error))?;
     let areas = Arc::new(Areas::new(segment));
     let RunSwapSpace { pool_cap, codec, acceptance, .. } = space;
-    let frame = ReportFile { budget, pool_cap, codec, acceptance, program };
+    let frame = ReportFile { budget, pool_cap, codec, acceptance, subject };
     for backing in space.devices {
         areas.add(backing).map_err(RunError::Area)?;
     }
@@ -377,6 +381,7 @@ fn look_for_daemon(
         strict: config.strict,
         stall: config.stall,
         container: ContainerLabels::of_this_process(),
+        recorded: config.report.is_some(),
     };
     let Some((joined, segment)) = client::look(&join).map_err(RunError::Daemon)? else {
         return Ok(None);

@@ -168,7 +168,7 @@ impl Prepared {
         let RunMode::Alone { areas, groups, group } = &mut self.place.mode else {
             return SideServices { shared: Some(shared), ..SideServices::default() };
         };
-        let (root, program) = (std::process::id(), self.place.frame.program.clone());
+        let (root, program) = (std::process::id(), self.place.frame.subject.program.clone());
         self.place.segment.header.supervisor.store(root, Relaxed);
         let (controller, requests) = mpsc::channel();
         let groups = std::mem::replace(&mut **groups, GroupTree::new(self.place.segment, 0));
@@ -191,13 +191,14 @@ impl Prepared {
             launcher,
             uid,
             program: program.clone(),
-            started: 0.0,
+            started: self.place.frame.subject.started_s,
             group: *group,
             max: None,
             strict: self.strict,
             stall: self.stall,
             attached: matches!(self.subject, Subject::Process(_)),
             container: None,
+            recorded: self.report.is_some(),
         };
         thread.add_run(run);
         let thread = std::thread::Builder::new()
@@ -265,7 +266,7 @@ impl Supervisor {
             Err(error) => {
                 channel.send(&LauncherMessage::Failed(format!(
                     "{}: cannot be started: {error}",
-                    prepared.place.frame.program
+                    prepared.place.frame.subject.program
                 )));
                 std::process::exit(0);
             }
@@ -418,7 +419,7 @@ impl Supervisor {
     }
 
     fn say(&mut self, what: String) {
-        let line = format!("{}: {what}", self.prepared.place.frame.program);
+        let line = format!("{}: {what}", self.prepared.place.frame.subject.program);
         if let Some(channel) = &mut self.channel {
             channel.send(&LauncherMessage::Said(line));
         }
@@ -527,7 +528,7 @@ impl Supervisor {
         let root = std::process::id();
         let totals = match &self.controller {
             Some(controller) => {
-                controller::ask(controller, move |controller| controller.totals(root))
+                controller::ask(controller, move |controller| controller.final_totals(root))
             }
             None => client::totals(),
         };
@@ -551,7 +552,7 @@ impl Supervisor {
         let frame = &self.prepared.place.frame;
         let mut lines = Vec::new();
         if totals.strict_kill {
-            let (program, budget) = (&frame.program, human(frame.budget));
+            let (program, budget) = (&frame.subject.program, human(frame.budget));
             lines.push(match totals.strict_used {
                 None => format!(
                     "{program}: killed by --strict: swap space ran out and its memory went past \
@@ -572,7 +573,7 @@ impl Supervisor {
         {
             // So far it stands in the daemon's log alone.
             let line = last.describe(None) + then.what_is_done();
-            lines.push(format!("{}: {line}", frame.program));
+            lines.push(format!("{}: {line}", frame.subject.program));
         }
         let is_killed = totals.strict_kill || totals.waits.is_killed || status >= 128;
         let is_alone = matches!(self.prepared.place.mode, RunMode::Alone { .. })
@@ -582,10 +583,10 @@ impl Supervisor {
             .then(|| totals.waits.advice(frame.budget, wall_s, least_seconds()))
             .flatten();
         if !told {
-            lines.push(format!("{}: no daemon to ask what was swapped", frame.program));
+            lines.push(format!("{}: no daemon to ask what was swapped", frame.subject.program));
         } else if !self.prepared.quiet {
             lines.push(summary(frame, &totals, wall_s));
-            lines.extend(advice.map(|advice| advice.describe(&frame.program)));
+            lines.extend(advice.map(|advice| advice.describe(&frame.subject.program)));
         }
         if let Some((path, sink)) = &mut self.prepared.report
             && let Err(error) = sink.write(&Report::new(frame, &totals, status, wall_s, advice))

@@ -4,19 +4,21 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
-use swaptide_ipc::{GroupIndex, ProcSlot, Segment};
+use swaptide_ipc::{GroupIndex, ProcSlot, Segment, SlotIndex};
 use swaptide_sys::process::pidfd_open;
 use swaptide_sys::sock::poll_readable;
 
 use super::TickMember;
+use crate::cgroup::psi::TimeShare;
 use crate::container_labels::ContainerLabels;
 use crate::memctl::policy::Process;
 use crate::memctl::processes::ProcessTree;
 use crate::memctl::stall::{StallPolicy, StallWatch};
 use crate::memctl::strict::Excess;
+use crate::report::series::{Levels, SeriesRecorder};
 use crate::report::totals::Totals;
 
 /// How often is looked for runs that are over.
@@ -53,6 +55,18 @@ pub struct ManagedRun {
     /// The container that it is in.
     #[serde(default)]
     pub container: Option<ContainerLabels>,
+    /// It is recorded over time, for its report.
+    #[serde(default)]
+    pub recorded: bool,
+}
+
+impl ManagedRun {
+    /// How long ago it began.
+    fn age(&self) -> Duration {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        // It began a moment ago where the clock was set back since.
+        Duration::try_from_secs_f64(now.as_secs_f64() - self.started).unwrap_or_default()
+    }
 }
 
 /// A run, and what it did so far.
@@ -67,6 +81,29 @@ pub(super) struct RunRecord {
     pub(super) excess: Excess,
     pub(super) stalls: StallWatch,
     peaks: PeakNotes,
+    /// Where a report is wanted.
+    pub(super) recorder: Option<SeriesRecorder>,
+}
+
+/// What the processes of a run have together, at a look.
+#[derive(Clone, Copy, Default)]
+pub(super) struct RunUsage {
+    resident: u64,
+    footprint: u64,
+    pool: u64,
+    swapped_pool: u64,
+    swapped_file: u64,
+    processes: u64,
+    /// What part of the time a thread of theirs waited for memory.
+    pub(super) stalled: TimeShare,
+}
+
+impl RunUsage {
+    /// With what is not the processes' own.
+    pub(super) fn levels(&self, budget: u64, file: u64, network: u64) -> Levels {
+        let RunUsage { resident, pool, swapped_pool, swapped_file, processes, .. } = *self;
+        Levels { budget, resident, pool, swapped_pool, swapped_file, file, network, processes }
+    }
 }
 
 /// Which peaks are a run's own.
@@ -101,6 +138,7 @@ impl Runs {
             excess: Excess::default(),
             stalls: StallWatch::default(),
             peaks: if run.attached { PeakNotes::ComingDown } else { PeakNotes::Within },
+            recorder: run.recorded.then(|| SeriesRecorder::new(run.age())),
             run,
         };
         self.records.insert(record.run.root, record);
@@ -143,38 +181,46 @@ impl Runs {
         }
     }
 
-    /// Notes the most that each run has at a time.
+    /// The runs that are recorded.
+    pub(super) fn recorded(&self) -> Vec<u32> {
+        let recorded = self.records.iter().filter(|(_, record)| record.recorder.is_some());
+        recorded.map(|(root, _)| *root).collect()
+    }
+
+    /// Notes the most that each run has at a time; answers with what each has now. `stalled`: the
+    /// part of the time in which a thread of a process waited.
     pub(super) fn note_peaks(
         &mut self,
         segment: &Segment,
+        stalled: impl Fn(SlotIndex) -> TimeShare,
         members: &[TickMember],
         processes: &[Process],
         budget: u64,
-    ) {
-        #[derive(Default)]
-        struct Sum {
-            resident: u64,
-            footprint: u64,
-            pool: u64,
-        }
-        let mut sums: BTreeMap<u32, Sum> = BTreeMap::new();
+    ) -> BTreeMap<u32, RunUsage> {
+        let mut sums: BTreeMap<u32, RunUsage> = BTreeMap::new();
         for (process, member) in processes.iter().zip(members) {
             let sum = sums.entry(member.run).or_default();
             sum.resident += process.used;
-            let Some(slot) = member.slot.map(|index| segment.slot(index)) else {
+            sum.processes += 1;
+            let Some(index) = member.slot else {
                 sum.footprint += process.used;
                 continue;
             };
+            let slot = segment.slot(index);
             let own =
                 [&slot.usage.pool_bytes, &slot.usage.staging_bytes, &slot.usage.overhead_bytes]
                     .map(ProcSlot::bytes);
-            let swapped = ProcSlot::bytes(&slot.usage.swapped_pool_bytes)
-                + ProcSlot::bytes(&slot.usage.swapped_file_bytes);
-            sum.footprint += process.used.saturating_sub(own.iter().sum()) + swapped;
+            let [in_pool, on_areas] =
+                [&slot.usage.swapped_pool_bytes, &slot.usage.swapped_file_bytes]
+                    .map(ProcSlot::bytes);
+            sum.footprint += process.used.saturating_sub(own.iter().sum()) + in_pool + on_areas;
             sum.pool += own[0];
+            sum.swapped_pool += in_pool;
+            sum.swapped_file += on_areas;
+            sum.stalled = sum.stalled.or(stalled(index));
         }
-        for (run, sum) in sums {
-            if let Some(RunRecord { totals, peaks, .. }) = self.records.get_mut(&run) {
+        for (run, sum) in &sums {
+            if let Some(RunRecord { totals, peaks, .. }) = self.records.get_mut(run) {
                 match peaks {
                     PeakNotes::ComingDown if sum.resident <= budget => {
                         (*peaks, totals.peak_resident) = (PeakNotes::Within, 0);
@@ -187,6 +233,7 @@ impl Runs {
                 totals.peak_pool = totals.peak_pool.max(sum.pool);
             }
         }
+        sums
     }
 
     /// Forgets runs whose supervisor is gone and that have no process left, if it is time to look.

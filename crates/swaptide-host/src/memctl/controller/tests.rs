@@ -36,6 +36,7 @@ fn controller(
         stall: Default::default(),
         attached: false,
         container: None,
+        recorded: true,
     });
     controller
 }
@@ -89,6 +90,36 @@ fn a_process_that_dies_leaves_its_counters_and_no_extent() {
     assert_eq!(segment.extents_used(), 0);
     assert_eq!(file.metadata().expect("metadata").blocks(), 0, "the space is free again");
     assert_eq!(segment.claimed().count(), 0);
+}
+
+#[test]
+fn a_run_is_recorded_with_what_its_dead_have_counted() {
+    let segment = segment();
+    let child = sleeper();
+    let root = child.id();
+    let index = segment.claim(root, 0).expect("slot");
+    let mut controller = controller(&child, segment, no_areas(segment), 64 << 20, false);
+    let slot = segment.slot(index);
+    slot.count(Counter::Pgmajfault, 5);
+    slot.count(Counter::Zswpout, 70);
+    for _ in 0..3 {
+        std::thread::sleep(Duration::from_millis(12));
+        controller.tick();
+    }
+    slot.count(Counter::Pgmajfault, 2);
+    end(child);
+    controller.tick();
+    let totals = controller.final_totals(root);
+    let series = totals.series.as_ref().expect("recorded");
+    let (begin, points) = series.points().expect("points");
+    assert!(begin > 1_000_000, "it began in 1970: {begin}");
+    assert!(points.len() >= 3, "{points:?}");
+    assert_eq!(series.faults.iter().sum::<u64>(), 7, "{series:?}");
+    assert_eq!(series.pages_out.iter().sum::<u64>(), totals.pages_out());
+    assert_eq!(series.resident_bytes.iter().max(), Some(&totals.peak_resident));
+    assert!(series.budget_bytes.iter().all(|budget| *budget == 64 << 20), "{series:?}");
+    assert_eq!(series.processes.iter().max(), Some(&1));
+    assert!(controller.totals(root).series.is_none(), "before the end nothing needs it");
 }
 
 #[test]

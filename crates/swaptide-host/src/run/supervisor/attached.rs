@@ -203,7 +203,7 @@ impl Supervisor {
                     run.enter(AttachStage::Attached);
                     let frame = &self.prepared.place.frame;
                     let line = (!self.prepared.quiet).then(|| {
-                        let (program, budget) = (&frame.program, human(frame.budget));
+                        let (program, budget) = (&frame.subject.program, human(frame.budget));
                         format!(
                             "{program}: process {pid} and what it starts are within {budget} from \
                             now on"
