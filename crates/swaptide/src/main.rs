@@ -52,6 +52,8 @@ enum Command {
     Ctl(ctl::CtlArgs),
     /// Show live statistics of a run or the daemon
     Top(top::TopArgs),
+    /// Draw the reports of runs as an HTML page or an SVG picture
+    Report(swaptide_report::ReportArgs),
     /// Benchmark swaptide against the kernel's swap
     Bench(swaptide_bench::BenchArgs),
     /// Compare the swap layer with earlier kernel designs and published results
@@ -118,7 +120,7 @@ struct RunArgs {
             ,mirror=DIRECTORY or TIER, a copy on a local disk. All of these: ,cipher=none"
     )]
     swap: Vec<String>,
-    /// Write a JSON report to this file when the run ends
+    /// Write a JSON report to this file when the run ends; swaptide report draws it
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
     /// Print no summary and no advice
@@ -275,6 +277,10 @@ impl Cli {
             Command::Doctor(args) => examine(&args),
             Command::Ctl(args) => ctl::main(&args),
             Command::Top(args) => top::main(&args),
+            Command::Report(args) => match swaptide_report::main(&args) {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(error) => refuse("report", &error.to_string()),
+            },
             Command::Bench(args) => ExitCode::from(swaptide_bench::main(&args)),
             Command::Lab(args) => ExitCode::from(swaptide_lab::main(&args)),
             Command::Version(args) => {
