@@ -87,6 +87,20 @@ class Misbehaving:
         return self.counts
 
 
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def listens(port):
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        return True
+    except OSError:
+        return False
+
+
 def forward(listener, place):
     """Passes on what comes over TCP to a Unix socket: only this process is seen."""
 

@@ -4,7 +4,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 import filtercode
 from harness import full, param
+from servers import free_port, listens
 from unprivileged import NOBODY
 
 HOWS = ("own", "all", "fork", "exec", "denied")
@@ -66,20 +66,6 @@ SUM = """if True:
         print(hashlib.sha256(sums).hexdigest())
     print("preloaded" if "LD_PRELOAD" in os.environ else "as it is", file=open({where!r}, "w"))
 """
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def listens(port):
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        return True
-    except OSError:
-        return False
 
 
 def sshd_and_ssh(case, native):

@@ -1,6 +1,7 @@
 """`swaptide daemon` as a service manager has it: readiness, reload, drain, and its end."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ctl import CONFIG, Daemon, ask, ended, listed, until, wait_for_line
+from test_terminal import check_shape, documented
 
 pytestmark = [pytest.mark.daemon]
 
@@ -127,6 +129,9 @@ def test_service_drain(case):
     status, said = ready(daemon)
     assert status == 1 and said.startswith("draining, 1 runs, "), f"{status}: {said!r}"
     assert ready(daemon, "--live")[0] == 0, "it is not alive"
+    view = json.loads(ready(daemon, "--json")[1])
+    check_shape("ctl ready", view, documented()["ctl ready"])
+    assert (view["draining"], view["runs"]) == (True, [program.pid])
     refused = run()
     said = refused.stderr.splitlines()
     assert refused.returncode == 2 and len(said) == 1 and "--no-daemon" in said[0], f"{refused}"
@@ -151,8 +156,11 @@ def test_service_drain(case):
     assert run("--quiet").returncode == 0, "it takes no run"
     program, inside = daemon.program(60, "--group", "/a")
     daemon.ctl("reclaim", "/a", "16M")
-    status, _, errors = drain("--timeout", "0", "--detach")
+    status, said, errors = drain("--timeout", "0", "--detach", "--json")
     assert status == 0, f"{status}: {errors}"
+    view = json.loads(said)
+    check_shape("ctl drain", view, documented()["ctl drain"])
+    assert view["draining"] and view["runs"] == [program.pid], f"{view}"
     # Nothing of it is on the areas any more, and it verifies its memory.
     until(case, "nothing on the areas", lambda: daemon.ctl.value("/", "swap.current") == 0)
     os.kill(inside, signal.SIGUSR1)
@@ -200,6 +208,7 @@ def test_service_end(case):
     daemon.stop()
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=112, needs=("systemd-analyze",), swaps=False, native=False)
 def test_service_unit(case):
     """The unit is what systemd takes, without a warning."""
