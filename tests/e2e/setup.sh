@@ -108,3 +108,14 @@ pip_install() {
         return 1
     }
 }
+
+# need_modules FILE: the Python modules of a list of NAME==VERSION, in target/tools.
+need_modules() {
+    "$tools/bin/python3" - "$1" 2>/dev/null <<'END' || pip_install -r "$1"
+import importlib.metadata, sys
+for line in open(sys.argv[1]):
+    name, _, version = line.strip().partition("==")
+    if version and importlib.metadata.version(name) != version:
+        sys.exit(1)
+END
+}
