@@ -93,7 +93,7 @@ def test_python_document(case):
 
 
 @pytest.mark.swaptide(budget=48, native=False)
-@pytest.mark.parametrize("name", ["multiprocessing_pool", full("futures")])
+@pytest.mark.parametrize("name", [full("multiprocessing_pool"), full("futures")])
 def test_python_examples(case, name):
     """Those of python/examples that need nothing else."""
     program = PACKAGE / "examples" / f"{name}.py"
@@ -133,14 +133,14 @@ def installed(case):
 
 
 @pytest.mark.full
-@pytest.mark.swaptide(budget=160, native=False, limit=900)
+@pytest.mark.swaptide(budget=160, native=False, limit=600)
 @pytest.mark.parametrize("name", ["joblib_workers", "dask_workers", "pandas_frame"])
 def test_full_python_examples(case, name):
     """Those that need a package."""
     place = installed(case)
     env = {**os.environ, "SWAPTIDE": str(case.swaptide)}
     words = [place / "bin" / "python", PACKAGE / "examples" / f"{name}.py"]
-    done = case.run([*words, f"{case.budget}M", 512], native=True, env=env)
+    done = case.run([*words, f"{case.budget}M", 384], native=True, env=env)
     assert "OK " in done.text(), done.text()
 
 
