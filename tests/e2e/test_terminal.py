@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import select
 import struct
 import subprocess
 import termios
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ctl import PRESSURE, ended, started
+from ctl import PRESSURE, ended, started, until
 from harness import full
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,3 +233,51 @@ def on_terminal(case, words, env):
             shown += more
     os.close(master)
     return process.wait(), shown.decode()
+
+
+@pytest.mark.swaptide(budget=48, allowance=8, native=False)
+def test_top_process(case):
+    """`swaptide top` in a terminal: sparklines, sorting, the view of one process and back."""
+    options = ["--group", "/web", "--swap", "zram:8M", "--swap", f"file:{case.directory}:512M"]
+    program, inside, _ = started(case, [case.python, PRESSURE, 96, "wait"], options)
+    words = [case.swaptide, "top", "--pid", str(program.pid)]
+    one = words_of(case, *words[1:], "--once", "--process", str(inside), "--sort", "faults")
+    for part in (f"process {inside} of", "LIMIT", "TIERS", "FAULTS", "p99", "STALL", "PAGES IN"):
+        assert part in one, f"no {part} in the view of one process: {one}"
+    refused = subprocess.run([*words, "--process", "1"], capture_output=True, text=True)
+    assert refused.returncode == 2 and "--process 1:" in refused.stderr, f"{refused}"
+
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
+    live = subprocess.Popen(
+        [*words, "--interval", "0.2", "--color", "never"], stdin=slave, stdout=slave, stderr=slave
+    )
+    seen = ""
+
+    def shows(*parts):
+        """What was drawn since the last key has all of these."""
+        nonlocal seen
+        while select.select([master], [], [], 0.05)[0]:
+            seen += os.read(master, 65536).decode(errors="replace")
+        return all(part in seen for part in parts)
+
+    def press(key):
+        nonlocal seen
+        shows()
+        seen = ""
+        os.write(master, key)
+
+    until(case, "sparklines", lambda: shows("PROCS", "█", "Enter"))
+    assert "\x1b[32m" not in seen and "38;5" not in seen, f"colors: {seen!r}"
+    press(b"r")
+    press(b"\r")
+    until(case, "one process", lambda: shows("TIERS", "STALL", "█"))
+    press(b"\x1b")
+    until(case, "all processes", lambda: shows("PROCS"))
+    assert live.poll() is None, "Escape ended it instead of going back"
+    press(b"q")
+    until(case, "its end", lambda: (shows(), live.poll() is not None)[1])
+    assert live.returncode == 0, f"top ends with {live.returncode}: {seen[-300:]}"
+    os.close(master)
+    os.close(slave)
+    ended(case, program)

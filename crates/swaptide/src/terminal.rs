@@ -57,6 +57,11 @@ pub(crate) fn asked(words: impl IntoIterator<Item = String>) -> Color {
     Color::Auto
 }
 
+/// True if what goes to standard output is shown in colors.
+pub(crate) fn is_colored() -> bool {
+    anstream::AutoStream::choice(&std::io::stdout()) != ColorChoice::Never
+}
+
 /// `text` in a style.
 pub(crate) fn styled(style: Style, text: &str) -> String {
     format!("{style}{text}{style:#}")
