@@ -281,3 +281,22 @@ def test_top_process(case):
     os.close(master)
     os.close(slave)
     ended(case, program)
+
+
+@pytest.mark.swaptide(budget=48, allowance=64, native=False)
+def test_progress(case):
+    """On a terminal: which step of how many, and what is left; nothing of it elsewhere."""
+    env = os.environ | {"TERM": "xterm-256color"}
+    status, shown = on_terminal(case, ["bench", "startup", "--runs", "1"], env)
+    assert status == 0 and "step 1 of 20: " in shown and "so far" in shown, f"{shown!r}"
+    assert re.search(r"step \d+ of 20: .* so far, about \d+s left", shown), f"{shown!r}"
+    options = ["--group", "/web", "--swap", "zram:8M", "--swap", f"file:{case.directory}:512M"]
+    program, _, ctl = started(case, [case.python, PRESSURE, 96, "wait"], options)
+    pid = ["--pid", str(program.pid)]
+    ctl("freeze", "/web")
+    # Room for all of it.
+    ctl("group", "/", "ram.max=max")
+    status, shown = on_terminal(case, ["ctl", "preload", "/web", *pid], env)
+    assert status == 0 and "came back" in shown, f"{status}: {shown!r}"
+    assert re.search(r"/web: \S+ of \S+ left, \d+s so far", shown), f"{shown!r}"
+    ended(case, program)

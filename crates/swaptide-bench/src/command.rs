@@ -66,6 +66,10 @@ fn bench(args: &BenchArgs) -> Result<(), Failed> {
     let ram = args.ram.unwrap_or(256 << 20);
     let session =
         Session { args, runs, ram, peers, runner: Runner::new(restorer, &args.swap_dir)? };
+    session.runner.restorer.at_interrupt(session.runner.progress.ender());
+    if let Some(steps) = steps(&session) {
+        session.expect(steps);
+    }
     let report = match args.name {
         Benchmark::Fill => throughput::memory(&session, Phase::Fill, &[Phase::Fill]),
         Benchmark::Seq => throughput::memory(&session, Phase::Seq, &[Phase::Fill, Phase::Seq]),
@@ -88,13 +92,32 @@ fn bench(args: &BenchArgs) -> Result<(), Failed> {
         Benchmark::KernelBuild => real::kernel_build(&session),
         Benchmark::Density => density::density(&session),
     };
-    session.runner.say("");
+    session.runner.progress.end();
     let report = report?;
     publish(args, &report)?;
     if !report.failed.is_empty() {
         return Err(Failed(1, report.failed.join("; ")));
     }
     Ok(())
+}
+
+/// How many runs there will be; `None` where the benchmark says it itself, or cannot.
+fn steps(session: &Session<'_>) -> Option<u64> {
+    let (args, runs) = (session.args, u64::from(session.runs));
+    let alone = if args.strict_budget { runs } else { 0 };
+    Some(match args.name {
+        Benchmark::Threads => {
+            let counts =
+                if args.threads.is_empty() { threads::THREADS.len() } else { args.threads.len() };
+            counts as u64 * session.steps_of_comparison()
+        }
+        Benchmark::Within | Benchmark::Cipher | Benchmark::Fork => 2 * runs,
+        Benchmark::Startup => u64::from(overhead::STARTS) * runs,
+        Benchmark::Sweep | Benchmark::Real | Benchmark::KernelBuild | Benchmark::Density => {
+            return None;
+        }
+        _ => session.steps_of_comparison() + alone,
+    })
 }
 
 /// The peers asked for that can be had. With `all`, one that cannot is named and left out; asked

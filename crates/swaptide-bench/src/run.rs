@@ -3,7 +3,7 @@
 //! Owns starting the workload's process, collecting what it prints, and looking at the pools at the
 //! moment all phases are over and all memory is still held.
 
-use std::io::{IsTerminal, Read};
+use std::io::Read;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdout, Command, Stdio};
@@ -15,6 +15,7 @@ use swaptide_host::report::totals::ProcessView;
 use crate::peers::cgroup::{Cgroup, Hierarchy};
 use crate::peers::kernel::{Folios, KernelPeer, PoolUsage, Setup};
 use crate::peers::restore::{Machine, Restorer, Undo};
+use crate::progress::StepProgress;
 use crate::workload::phases::{PAGE, PageContent, Phase, PhaseResult};
 use crate::workload::program::DONE;
 use crate::workload::serial::SerialPart;
@@ -142,8 +143,9 @@ pub struct Runner {
     pub restorer: Restorer,
     /// Where swap files and reports go.
     pub dir: PathBuf,
+    /// Which run it is, and the time that is left.
+    pub(crate) progress: StepProgress,
     exe: PathBuf,
-    progress: bool,
 }
 
 impl Runner {
@@ -151,14 +153,12 @@ impl Runner {
     pub fn new(restorer: Restorer, dir: &Path) -> Result<Self, String> {
         let exe = std::env::current_exe()
             .map_err(|e| format!("cannot find this program's own file: {e}"))?;
-        Ok(Runner { restorer, dir: dir.to_owned(), exe, progress: std::io::stderr().is_terminal() })
+        Ok(Runner { restorer, dir: dir.to_owned(), progress: StepProgress::default(), exe })
     }
 
     /// Says what runs now, on a terminal only.
-    pub fn say(&self, what: &str) {
-        if self.progress {
-            eprint!("\r\x1b[K{what}");
-        }
+    pub(crate) fn say(&self, what: &str) {
+        self.progress.begin(what);
     }
 
     /// A command that runs this program's `args` with `swaptide run` and `ram` bytes before it, or

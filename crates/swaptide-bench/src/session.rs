@@ -280,11 +280,34 @@ impl Session<'_> {
     pub(crate) fn publish_at_interrupt(&self, report: &BenchReport) {
         let (args, mut report) = (self.args.clone(), report.clone());
         report.notes.push("interrupted: the rows that were measured before".into());
+        let end = self.runner.progress.ender();
         self.runner.restorer.at_interrupt(move || {
+            end();
             if let Err(Failed(_, message)) = publish(&args, &report) {
                 eprintln!("swaptide bench: {message}");
             }
         });
+    }
+
+    /// Runs of all peers, each with every size of folio and swaptide's next to it, in one turn.
+    fn runs_with_peers(&self) -> u64 {
+        let sides = Folios::choices(self.runner.restorer.machine()).len() as u64 + 1;
+        self.peers.len() as u64 * sides
+    }
+
+    /// The same in all turns.
+    pub(crate) fn steps_with_peers(&self) -> u64 {
+        u64::from(self.runs) * self.runs_with_peers()
+    }
+
+    /// The runs of a comparison, or of swaptide alone without peers.
+    pub(crate) fn steps_of_comparison(&self) -> u64 {
+        u64::from(self.runs) * self.runs_with_peers().max(1)
+    }
+
+    /// Says how many runs there will be; fewer where a side gives up.
+    pub(crate) fn expect(&self, steps: u64) {
+        self.runner.progress.expect(steps, steps);
     }
 
     pub(crate) fn say(&self, who: &str, ram: u64, run: u32) {

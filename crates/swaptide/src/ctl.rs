@@ -3,12 +3,12 @@
 //! Owns the output. [`swaptide_host::control`] finds the run and speaks the protocol.
 
 use std::collections::BTreeMap;
-use std::io::Write;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
+use swaptide_bench::StepProgress;
 use swaptide_host::control::{client, server};
 use swaptide_host::report::totals::View;
 use swaptide_host::swap::areas::AreaView;
@@ -255,19 +255,20 @@ fn answer(what: &What) -> Result<(Printed, ExitCode), server::ControlError> {
         What::Freeze(args) => client::freeze_group(args.pid, &args.path).map(|bytes| {
             Printed::new(format!("{} went out\n", human(bytes)), &json!({ "bytes": bytes }))
         }),
-        What::Preload(args) => {
-            with_progress(|progress| client::preload_group(args.pid, &args.path, progress)).map(
-                |(bytes, whole)| {
-                    let more = if whole { "" } else { ", there is no room for more" };
-                    Printed::new(
-                        format!("{} came back{more}\n", human(bytes)),
-                        &json!({ "bytes": bytes, "complete": whole }),
-                    )
-                },
+        What::Preload(args) => with_progress(&args.path, |progress| {
+            client::preload_group(args.pid, &args.path, progress)
+        })
+        .map(|(bytes, whole)| {
+            let more = if whole { "" } else { ", there is no room for more" };
+            Printed::new(
+                format!("{} came back{more}\n", human(bytes)),
+                &json!({ "bytes": bytes, "complete": whole }),
             )
+        }),
+        What::Detach(args) => {
+            with_progress("processes", |progress| client::detach_process(args.pid, progress))
+                .map(|()| Printed::silent(json!({ "detached": true })))
         }
-        What::Detach(args) => with_progress(|progress| client::detach_process(args.pid, progress))
-            .map(|()| Printed::silent(json!({ "detached": true }))),
         What::Reload => client::reload().map(|()| Printed::silent(json!({ "reloaded": true }))),
     };
     printed.map(|printed| (printed, ExitCode::SUCCESS))
@@ -291,21 +292,13 @@ fn budget(args: &BudgetArgs) -> Asked {
 }
 
 fn swapoff(args: &SwapoffArgs) -> Result<(), server::ControlError> {
-    with_progress(|progress| client::remove_device(args.pid, &args.name, progress))
+    with_progress(&args.name, |progress| client::remove_device(args.pid, &args.name, progress))
 }
 
-/// Does what takes a while; how many bytes are left is shown on a terminal only.
-fn with_progress<T>(work: impl FnOnce(&mut dyn FnMut(u64)) -> T) -> T {
-    let mut terminal = Some(std::io::stderr()).filter(std::io::IsTerminal::is_terminal);
-    let result = work(&mut |left| {
-        if let Some(terminal) = &mut terminal {
-            let _ = write!(terminal, "\r{} left  ", human(left));
-        }
-    });
-    if let Some(terminal) = &mut terminal {
-        let _ = write!(terminal, "\r{:20}\r", "");
-    }
-    result
+/// Does what takes a while; how many bytes are left, of what, is shown on a terminal only.
+fn with_progress<T>(what: &str, work: impl FnOnce(&mut dyn FnMut(u64)) -> T) -> T {
+    let progress = StepProgress::default();
+    work(&mut |left| progress.left(what, left))
 }
 
 /// As /proc/swaps, with the number of each.

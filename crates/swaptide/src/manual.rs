@@ -272,7 +272,7 @@ mod tests {
         let mut grammar = visible(&crate::Cli::command());
         grammar.build();
         for (name, _) in STATUSES_OF {
-            let words = name.split('-').skip(1);
+            let mut words = name.split('-').skip(1);
             let found = words.try_fold(&grammar, |of, word| of.find_subcommand(word));
             assert!(found.is_some(), "{name}");
         }

@@ -243,13 +243,14 @@ fn under_swaptide(
             report.failed.push(format!("{} of {step} processes: {failure}", program.name));
             row.failure = Some(failure);
         }
-        session.runner.say("");
-        eprintln!(
-            "swaptide bench: {step} processes of {} in {}: p99 of a wake {}",
-            program.name,
-            human(budget),
-            row.quantile(0.99).map_or("-".into(), |ms| format!("{ms:.0} ms")),
-        );
+        session.runner.progress.aside(|| {
+            eprintln!(
+                "swaptide bench: {step} processes of {} in {}: p99 of a wake {}",
+                program.name,
+                human(budget),
+                row.quantile(0.99).map_or("-".into(), |ms| format!("{ms:.0} ms")),
+            )
+        });
         let fits = row.fits();
         report.rows.density.push(row);
         session.publish_at_interrupt(report);

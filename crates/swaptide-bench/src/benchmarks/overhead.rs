@@ -46,9 +46,11 @@ pub(crate) fn within(session: &Session<'_>) -> Result<BenchReport, Failed> {
     Ok(report)
 }
 
+/// Starts of a program in each run.
+pub(crate) const STARTS: u32 = 20;
+
 /// What starting a program costs.
 pub(crate) fn startup(session: &Session<'_>) -> Result<BenchReport, Failed> {
-    const STARTS: u32 = 20;
     let program = ["/usr/bin/true", "/bin/true"].map(Path::new).into_iter().find(|p| p.is_file());
     let program = program.ok_or_else(|| Failed(1, "there is no /usr/bin/true here".into()))?;
     let (mut without, mut with) = (SideRuns::default(), SideRuns::default());

@@ -136,6 +136,9 @@ fn rows(
     let title =
         format!("{title}, seconds, {} runs; files in {}", session.runs, place.dir().display());
     let mut report = session.report(name, &title, "s", Better::Lower, 0);
+    // In each part of its memory the kernel with each size of folio, and swaptide.
+    let sides = divisors.len() * (Folios::choices(machine).len() + 1);
+    session.expect(programs.len() as u64 * u64::from(session.runs) * (1 + sides as u64));
     for program in programs {
         let measured = match alone(session, &cgroups, &place, program)? {
             Ok(measured) => measured,
@@ -146,12 +149,13 @@ fn rows(
         };
         for &divisor in divisors {
             let row = compare(session, &cgroups, &measured, divisor, &mut report.failed)?;
-            session.runner.say("");
-            eprintln!(
-                "swaptide bench: {} in 1/{divisor}: {}",
-                program.name,
-                row.ratio().map_or("no ratio".into(), |ratio| format!("{ratio:.2}"))
-            );
+            session.runner.progress.aside(|| {
+                eprintln!(
+                    "swaptide bench: {} in 1/{divisor}: {}",
+                    program.name,
+                    row.ratio().map_or("no ratio".into(), |ratio| format!("{ratio:.2}"))
+                )
+            });
             report.rows.real.push(row);
             session.publish_at_interrupt(&report);
         }

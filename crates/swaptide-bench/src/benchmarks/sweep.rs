@@ -59,6 +59,8 @@ pub(crate) fn sweep(session: &Session<'_>) -> Result<BenchReport, Failed> {
     );
     let mut report = session.report("sweep", &title, "MB/s", Better::Higher, data);
     report.budget = first;
+    let cells = contents.len() as u64 * budgets.len() as u64;
+    session.expect(cells * (u64::from(session.runs) + session.steps_with_peers()));
     for &content in &contents {
         let seconds_cap = args.seconds_cap.unwrap_or(DEFAULT_PHASE_SECONDS);
         let job = Workload { content, touches, seconds_cap, ..session.job(data, &PHASES) };

@@ -10,7 +10,7 @@ use crate::workload::phases::Phase;
 use crate::workload::serial::SerialPart;
 
 const PHASES: [Phase; 4] = [Phase::Fill, Phase::Seq, Phase::Random, Phase::Mixed];
-const THREADS: [u16; 4] = [1, 2, 4, 8];
+pub(crate) const THREADS: [u16; 4] = [1, 2, 4, 8];
 
 /// All rows, against the first peer.
 pub(crate) fn threads(session: &Session<'_>) -> Result<BenchReport, Failed> {

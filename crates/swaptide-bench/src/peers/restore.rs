@@ -214,6 +214,11 @@ impl Restorer {
         Restorer { machine, shared: Arc::default() }
     }
 
+    /// An empty list for this machine.
+    pub fn here() -> Self {
+        Restorer::new(Machine::real())
+    }
+
     /// The machine this list is about.
     pub fn machine(&self) -> &Machine {
         &self.machine
@@ -221,7 +226,7 @@ impl Restorer {
 
     /// Undoes everything when this process is told to end (SIGINT, SIGTERM, SIGHUP) or panics, then
     /// lets it end.
-    pub(crate) fn watch_signals(&self) -> Result<(), String> {
+    pub fn watch_signals(&self) -> Result<(), String> {
         let mut signals = signal_hook::iterator::Signals::new([2, 15, 1])
             .map_err(|e| format!("cannot watch for signals: {e}"))?;
         let restorer = self.clone();
@@ -312,7 +317,7 @@ impl Restorer {
 
     /// Has `last` done when a signal ends this process, after everything was undone. What was given
     /// before is forgotten.
-    pub(crate) fn at_interrupt(&self, last: impl FnOnce() + Send + 'static) {
+    pub fn at_interrupt(&self, last: impl FnOnce() + Send + 'static) {
         *lock(&self.shared.at_interrupt) = Some(Box::new(last));
     }
 
@@ -325,7 +330,7 @@ impl Restorer {
     }
 
     /// Never returns once a signal has come: the signal thread is undoing and ends the process.
-    pub(crate) fn stop_if_interrupted(&self) {
+    pub fn stop_if_interrupted(&self) {
         while self.shared.interrupted.load(Ordering::SeqCst) {
             std::thread::park();
         }
@@ -373,7 +378,7 @@ fn undo_down_to(machine: &Machine, undos: &mut Vec<Undo>, depth: usize) -> Vec<S
 
 fn complain(failures: &[String]) {
     for failure in failures {
-        eprintln!("swaptide bench: could not put the machine back: {failure}");
+        eprintln!("swaptide: could not put the machine back: {failure}");
     }
 }
 
