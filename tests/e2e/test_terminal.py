@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import termios
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ctl import PRESSURE, ended, started, until
-from harness import full
+from harness import full, param
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -190,8 +191,9 @@ def test_json_shapes(case):
     ended(case, program)
     shape("bench NAME", "startup", "--runs", "1")
     shape("lab NAME", "scaling", "--quick")
-    # The cases of test_daemon.py have that one.
-    assert set(known) - seen == {"ctl reload"}, "not all commands were asked"
+    # The cases of daemons have these.
+    others = {"ctl reload", "ctl ready", "ctl drain"}
+    assert set(known) - seen == others, "not all commands were asked"
 
 
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)
@@ -300,3 +302,49 @@ def test_progress(case):
     assert status == 0 and "came back" in shown, f"{status}: {shown!r}"
     assert re.search(r"/web: \S+ of \S+ left, \d+s so far", shown), f"{shown!r}"
     ended(case, program)
+
+
+@pytest.mark.swaptide(budget=32, swaps=False, native=False)
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        param("tiers", signal.SIGINT, id="tiers"),
+        full("preload", signal.SIGTERM, id="preload", needs=("nbdkit", "python3")),
+        full("zswapin", signal.SIGTERM, id="zswapin"),
+    ],
+)
+def test_lab_interrupted(case, name, number):
+    """A lab that a signal ends leaves neither processes nor files."""
+    place = case.directory / "place"
+    place.mkdir()
+    mark = f"SWAPTIDE_TEST_MARK={place}".encode()
+
+    def marked():
+        """The processes of the lab, by their environment."""
+        found = []
+        for directory in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (directory / "environ").read_bytes().split(b"\0"):
+                    found.append((directory / "cmdline").read_bytes().replace(b"\0", b" "))
+        return found
+
+    env = os.environ | {"TMPDIR": str(place), "SWAPTIDE_TEST_MARK": str(place)}
+    words = {"tiers": "--only=usemem", "preload": "--only=python", "zswapin": "--only=seq64_full"}
+    lab = subprocess.Popen(
+        [case.swaptide, "lab", name, words[name]],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    makes_files = name != "zswapin"
+    # The lab, a run of it, and the program.
+    until(
+        case, "programs", lambda: len(marked()) >= 4 and (list(place.iterdir()) or not makes_files)
+    )
+    lab.send_signal(number)
+    output, errors = lab.communicate()
+    assert lab.returncode == 128 + number, f"{lab.returncode}: {output} {errors}"
+    assert (output, errors) == (b"", b""), f"{output} {errors}"
+    # A killed process takes a moment to go.
+    until(case, "no processes", lambda: not marked(), 10)
+    assert not list(place.iterdir()), f"left: {list(place.iterdir())}"

@@ -4,16 +4,17 @@
 //! `--json` and `--svg`.
 
 use std::fs;
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use crate::context::Lab;
 use crate::experiments::{allocator, scaling, search_space, swap_table};
 use crate::plot::draw;
 use crate::programs::{preload, tiers, zswapin};
 use crate::report::LabReport;
 use clap::{Args, ValueEnum};
 use serde_json::json;
-use swaptide_bench::{is_stdout, print_titled};
+use swaptide_bench::{Restorer, StepProgress, is_stdout, print_titled};
 
 /// Arguments of `swaptide lab`.
 #[derive(Debug, Args)]
@@ -31,8 +32,11 @@ pub struct LabArgs {
     /// Fewer and smaller cases
     #[arg(long)]
     quick: bool,
-    /// zswapin, tiers, preload: runs of each side [default: 10, preload 3; 3 with --quick, preload
-    /// 1]
+    /// zswapin, tiers: the whole size and 10 runs of each side, which takes up to an hour [default:
+    /// what ends within ten minutes on two CPUs]
+    #[arg(long, conflicts_with = "quick")]
+    full: bool,
+    /// zswapin, tiers, preload: runs of each side [default: 3, tiers 5; 3 with --quick, preload 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: Option<u32>,
     /// zswapin: rounds of swap-out and touches in each run
@@ -44,7 +48,7 @@ pub struct LabArgs {
     )]
     rounds: u32,
     /// zswapin: part of the published sizes; tiers, preload: of the whole size; 0.03 to 1 [default:
-    /// 1; 0.125 with --quick, tiers 0.5]
+    /// zswapin 0.25, tiers 0.5, preload 1; 0.125 with --quick, tiers 0.5]
     #[arg(long, value_name = "PART", value_parser = scale)]
     scale: Option<f64>,
     /// zswapin, tiers, preload: only cases whose names start with this
@@ -76,63 +80,63 @@ enum Experiment {
     Preload,
 }
 
-/// Runs one experiment. 0: done; 1: a run failed, or a file could not be written.
+/// Runs one experiment. 0: done; 1: a run failed, or a file could not be written. A signal ends
+/// what was started, removes what was made, and ends the call with 128 and its number.
 pub fn main(args: &LabArgs) -> u8 {
-    let mut errors = std::io::stderr();
-    if errors.is_terminal() {
-        let long = match args.name {
-            Experiment::Zswapin => "up to an hour",
-            Experiment::Tiers | Experiment::Preload => "some ten minutes",
-            _ => "a minute or two",
-        };
-        let _ = writeln!(errors, "swaptide lab: measuring; this takes {long} without --quick");
-    }
-    let report = match args.name {
-        Experiment::Allocator => allocator::measure(args.quick),
-        Experiment::SearchSpace => search_space::measure(args.quick),
-        Experiment::SwapTable => swap_table::measure(args.quick),
-        Experiment::Scaling => match scaling::measure(args.quick) {
-            Ok(report) => report,
-            Err(error) => {
-                let _ = writeln!(errors, "swaptide lab: {error}");
-                return 1;
-            }
-        },
-        Experiment::Zswapin | Experiment::Tiers | Experiment::Preload => match of_engine(args) {
-            Ok(report) => report,
-            Err(error) => {
-                let _ = writeln!(errors, "swaptide lab: {error}");
-                return 1;
-            }
-        },
-    };
-    let machine = machine();
-    match deliver(args, &report, &machine) {
+    match run(args) {
         Ok(()) => 0,
         Err(error) => {
-            let _ = writeln!(errors, "swaptide lab: {error}");
+            let _ = writeln!(std::io::stderr(), "swaptide lab: {error}");
             1
         }
     }
 }
 
-/// The experiments that run programs.
-fn of_engine(args: &LabArgs) -> Result<LabReport, String> {
-    let (runs, scale) = match (args.name, args.quick) {
-        (Experiment::Preload, false) => (3, 1.0),
-        (Experiment::Preload, true) => (1, 0.125),
-        (Experiment::Tiers, true) => (3, 0.5),
-        (_, false) => (10, 1.0),
-        (_, true) => (3, 0.125),
+fn run(args: &LabArgs) -> Result<(), String> {
+    let lab = Lab { restorer: Restorer::here(), progress: StepProgress::default() };
+    lab.restorer.watch_signals()?;
+    lab.restorer.at_interrupt(lab.progress.ender());
+    let report = match args.name {
+        Experiment::Allocator => Ok(allocator::measure(&lab, args.quick)),
+        Experiment::SearchSpace => Ok(search_space::measure(&lab, args.quick)),
+        Experiment::SwapTable => Ok(swap_table::measure(&lab, args.quick)),
+        Experiment::Scaling => scaling::measure(&lab, args.quick),
+        Experiment::Zswapin | Experiment::Tiers | Experiment::Preload => of_engine(&lab, args),
     };
+    // A program that the signal ended is no failure to tell of.
+    lab.restorer.stop_if_interrupted();
+    lab.progress.end();
+    deliver(args, &report?, &machine())
+}
+
+/// The runs of each side, and the part of the size, of an experiment that runs programs. By default
+/// each ends within ten minutes on two CPUs (docs/lab.md has the times).
+fn sizes(args: &LabArgs) -> (u32, f64) {
+    match (args.name, args.quick, args.full) {
+        (Experiment::Preload, true, _) => (1, 0.125),
+        (Experiment::Preload, ..) => (3, 1.0),
+        (_, _, true) => (10, 1.0),
+        (Experiment::Tiers, true, _) => (3, 0.5),
+        (Experiment::Tiers, ..) => (5, 0.5),
+        (_, true, _) => (3, 0.125),
+        _ => (3, 0.25),
+    }
+}
+
+/// The experiments that run programs.
+fn of_engine(lab: &Lab, args: &LabArgs) -> Result<LabReport, String> {
+    let (runs, scale) = sizes(args);
     let (runs, scale, only) =
         (args.runs.unwrap_or(runs), args.scale.unwrap_or(scale), args.only.clone());
     match args.name {
         Experiment::Tiers => {
-            tiers::measure(&tiers::TiersPlan { runs, rounds: runs * 20, scale, only })
+            tiers::measure(lab, &tiers::TiersPlan { runs, rounds: runs * 20, scale, only })
         }
-        Experiment::Preload => preload::measure(&preload::PreloadPlan { runs, scale, only }),
-        _ => zswapin::measure(&zswapin::ZswapinPlan { runs, rounds: args.rounds, scale, only }),
+        Experiment::Preload => preload::measure(lab, &preload::PreloadPlan { runs, scale, only }),
+        _ => {
+            let plan = zswapin::ZswapinPlan { runs, rounds: args.rounds, scale, only };
+            zswapin::measure(lab, &plan)
+        }
     }
 }
 
@@ -217,6 +221,7 @@ mod tests {
             json: Some(json.clone()),
             svg: Some(svg.clone()),
             quick: true,
+            full: false,
             runs: None,
             rounds: 1,
             scale: None,

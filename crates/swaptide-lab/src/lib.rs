@@ -8,6 +8,7 @@
 //! | module      | what it owns |
 //! |-------------|--------------|
 //! | command     | `swaptide lab`: arguments and output |
+//! | context     | progress, and putting everything back |
 //! | designs     | the swap layers that are compared, and the core behind the same interface |
 //! | experiments | tables of the designs alone; they run no program |
 //! | programs    | measurements of the whole of swaptide, and the programs that they run |
@@ -15,6 +16,7 @@
 //! | random, measure | what experiments share: random numbers, CPU time, medians |
 
 mod command;
+mod context;
 pub mod designs;
 mod experiments;
 mod measure;

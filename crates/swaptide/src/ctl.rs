@@ -426,6 +426,8 @@ fn ready(args: &ReadyArgs) -> Result<(Printed, ExitCode), server::ControlError> 
 
 /// How often it is asked what is left.
 const DRAIN_INTERVAL: Duration = Duration::from_millis(100);
+/// How long a run that has ended may still be listed.
+const RUN_END_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// No run is taken from now on; waits until none is left, or detaches those that are.
 fn drain(args: &DrainArgs) -> Result<(Printed, ExitCode), server::ControlError> {
@@ -436,19 +438,17 @@ fn drain(args: &DrainArgs) -> Result<(Printed, ExitCode), server::ControlError> 
         for run in std::mem::take(&mut left.runs) {
             let detach =
                 |progress: &mut dyn FnMut(u64)| client::detach_process(Some(run), progress);
-            if let Err(error) = with_progress(detach) {
-                // One that has ended meanwhile is not left.
-                if client::ready().is_ok_and(|view| !view.runs.contains(&run)) {
+            if let Err(error) = with_progress(&run.to_string(), detach) {
+                if is_over_soon(run) {
                     continue;
                 }
-                let _ = writeln!(std::io::stderr(), "swaptide ctl: run {run}: {error}");
+                eprintln!("swaptide ctl: run {run}: {error}");
                 status = ExitCode::FAILURE;
             }
         }
         left = client::ready()?;
     } else if !left.runs.is_empty() || left.processes > 0 {
-        let _ = writeln!(
-            std::io::stderr(),
+        eprintln!(
             "swaptide ctl: {} runs and {} processes are left: {}",
             left.runs.len(),
             left.processes,
@@ -457,6 +457,19 @@ fn drain(args: &DrainArgs) -> Result<(Printed, ExitCode), server::ControlError> 
         status = ExitCode::FAILURE;
     }
     Ok((Printed::new(String::new(), &left), status))
+}
+
+/// True if a run is no more, or is not within a moment: the daemon knows of one for a little longer
+/// than it lasts.
+fn is_over_soon(run: u32) -> bool {
+    let end = Instant::now() + RUN_END_TIMEOUT;
+    while client::ready().is_ok_and(|view| view.runs.contains(&run)) {
+        if Instant::now() >= end {
+            return false;
+        }
+        std::thread::sleep(DRAIN_INTERVAL);
+    }
+    true
 }
 
 /// What is left when nothing is, or the time is over.

@@ -12,6 +12,7 @@
 //! iteration compaction moves pages out of sparse clusters, which changes their names (the test
 //! keeps the user of each slot) and gives tables back.
 
+use crate::context::Lab;
 use crate::designs::clusters::ClusterAllocator;
 use crate::designs::layers::{Layer, SwapTable};
 use crate::designs::scanning::ScanAllocator;
@@ -461,11 +462,13 @@ fn worst(values: &[f64]) -> f64 {
 }
 
 /// Runs all four modes on the three allocators.
-pub(crate) fn measure(quick: bool) -> LabReport {
+pub(crate) fn measure(lab: &Lab, quick: bool) -> LabReport {
     let iterations = if quick { 20 } else { 100 };
     let mut rows = Vec::new();
     let mut curves = Vec::new();
+    lab.progress.expect(MODES.len() as u64, MODES.len() as u64);
     for (mode, aligned, small, seed) in &MODES {
+        lab.progress.begin(&format!("mode {mode}"));
         let (aligned, small) = (*aligned, *small);
         let scanning = run(&ScanAllocator::new(SLOTS, 1), aligned, small, iterations, |_| ());
         let lists = run(&ClusterAllocator::new(SLOTS, 1), aligned, small, iterations, |_| ());

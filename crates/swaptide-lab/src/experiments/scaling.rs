@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use swaptide_engine::scaling::{MAX_THREADS, StepKind, Structures};
 
+use crate::context::Lab;
 use crate::measure::{median, use_yield};
 use crate::report::{Curve, LabReport, Plot, Row};
 
@@ -56,7 +57,7 @@ fn run(structures: &Structures, part: StepKind, threads: usize, time: Duration) 
 ///
 /// # Errors
 /// When memory is refused.
-pub(crate) fn measure(quick: bool) -> Result<LabReport, String> {
+pub(crate) fn measure(lab: &Lab, quick: bool) -> Result<LabReport, String> {
     use_yield();
     let threads: &[usize] = if quick { &[1, 2, 8] } else { &[1, 2, 4, 8, 16, 32, 64] };
     let (time, runs) =
@@ -64,7 +65,9 @@ pub(crate) fn measure(quick: bool) -> Result<LabReport, String> {
     let structures = Structures::new(PAGES).map_err(|error| error.to_string())?;
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     let (mut rows, mut curves, mut notes) = (Vec::new(), Vec::new(), Vec::new());
+    lab.progress.expect(KINDS.len() as u64, KINDS.len() as u64);
     for (part, name) in KINDS {
+        lab.progress.begin(name);
         let speeds: Vec<f64> = threads
             .iter()
             .map(|&n| median((0..runs).map(|_| run(&structures, part, n, time)).collect()))
@@ -107,7 +110,7 @@ mod tests {
 
     #[test]
     fn all_parts_are_measured_with_several_threads() {
-        let report = measure(true).expect("memory");
+        let report = measure(&Lab::quiet(), true).expect("memory");
         assert_eq!((report.rows.len(), report.notes.len()), (8, 4));
         for row in &report.rows {
             assert!(row.before > Some(0.0) && row.after > Some(0.0), "{row:?}");

@@ -6,6 +6,7 @@
 //! difference to it). Look-ups are random and each waits for the one before, as a fault does; a
 //! swap-in is an insertion over a shadow.
 
+use crate::context::Lab;
 use crate::designs::forest::{Cached, Forest, Shape};
 use crate::designs::layers::{Layer, SwapTable};
 use crate::experiments::allocator::only;
@@ -274,12 +275,18 @@ fn full_device(gib: u32) -> [f64; 2] {
 }
 
 /// Runs the comparison for every size.
-pub(crate) fn measure(quick: bool) -> LabReport {
+pub(crate) fn measure(lab: &Lab, quick: bool) -> LabReport {
     let sizes: &[u32] = if quick { &[1, 128] } else { &[1, 4, 16, 64, 128, 256, 1024] };
     let runs = if quick { 3 } else { 9 };
     let mut rows = Vec::new();
     let mut curves: Vec<Curve> = Vec::new();
+    // What decides is how much is in use, not how large the device is.
+    let used: &[(u32, &str)] =
+        if quick { &[(1, "64M")] } else { &[(1, "64M"), (4, "256M"), (64, "4G"), (256, "16G")] };
+    let steps = (sizes.len() + used.len() + 1) as u64;
+    lab.progress.expect(steps, steps);
     for &gib in sizes {
+        lab.progress.begin(&format!("a device of {}", name_of(gib)));
         let slots = slots_of(gib) & !(REGION - 1);
         let all = device(slots, REGIONS, runs);
         let size = name_of(gib);
@@ -320,10 +327,8 @@ pub(crate) fn measure(quick: bool) -> LabReport {
             curves[i].points.push((f64::from(gib), median(s.times.chained.clone())));
         }
     }
-    // What decides is how much is in use, not how large the device is.
-    let used: &[(u32, &str)] =
-        if quick { &[(1, "64M")] } else { &[(1, "64M"), (4, "256M"), (64, "4G"), (256, "16G")] };
     for &(regions, name) in used {
+        lab.progress.begin(&format!("128G, {name} used"));
         let all = device(slots_of(128), regions, runs);
         for from in [SMALL, LOCKED] {
             let case = format!("128G, {name} used: {} -> {}", all[from].name, all[TABLE].name);
@@ -331,6 +336,7 @@ pub(crate) fn measure(quick: bool) -> LabReport {
         }
     }
     let gib = if quick { 8 } else { 128 };
+    lab.progress.begin(&format!("{}, every slot cached", name_of(gib)));
     let [split, small] = full_device(gib);
     let case = format!("{}, every slot cached", name_of(gib));
     let row = Row::new(&case, "tree nodes: device -> own offsets", "KiB", split, small);

@@ -6,6 +6,7 @@
 //! layers take turns in every run, so that a machine that grows slower does so for all. The BGSAVE
 //! case: after a fork every slot has a count of 2; parent and child fault on each page in turn.
 
+use crate::context::Lab;
 use crate::designs::forest::{Cached, Forest, Shape};
 use crate::designs::layers::{Before, Layer, SwapTable};
 use crate::experiments::allocator::only;
@@ -290,7 +291,7 @@ fn lookup_rows(rows: &mut Vec<Row>, threads: &[usize], pages: u32, all: usize, r
 }
 
 /// Runs everything.
-pub(crate) fn measure(quick: bool) -> LabReport {
+pub(crate) fn measure(lab: &Lab, quick: bool) -> LabReport {
     crate::measure::use_yield();
     let (pages, runs) = if quick { (GIB / 16, 3) } else { (GIB / 2, 9) };
     let threads: &[usize] = if quick { &[1, 2, 8] } else { &[1, 2, 4, 8, 16, 32] };
@@ -300,8 +301,10 @@ pub(crate) fn measure(quick: bool) -> LabReport {
         .enumerate()
         .map(|(i, &name)| Curve { name: name.into(), ours: i == TABLE, points: vec![] })
         .collect();
+    lab.progress.expect(2 * threads.len() as u64, 2 * threads.len() as u64);
     for &t in threads {
         for order in [0, 4] {
+            lab.progress.begin(&format!("{t} threads, order {order}"));
             let all = sweep(t, pages, order, runs);
             let folios = if order == 0 { "4K" } else { "64K" };
             let s = if t == 1 { "" } else { "s" };

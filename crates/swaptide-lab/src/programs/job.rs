@@ -74,7 +74,11 @@ fn cpu(who: libc::c_int) -> f64 {
 
 fn say(took: &Took) -> Result<(), String> {
     let text = serde_json::to_string(took).map_err(|error| error.to_string())?;
-    writeln!(std::io::stdout(), "{text}").map_err(|error| error.to_string())
+    match writeln!(std::io::stdout(), "{text}") {
+        // The lab was ended; the end of the input follows.
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        said => said.map_err(|error| error.to_string()),
+    }
 }
 
 /// A command to its end.

@@ -2,21 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use std::process::Child;
+use swaptide_bench::{Restorer, Undo, UndoScope};
 
 use crate::report::Row;
 
 use crate::programs::job::Took;
-
-/// A child process that is killed and waited for when this is dropped.
-pub(crate) struct ChildGuard(pub Child);
-
-impl Drop for ChildGuard {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
 
 /// Measurements of both sides, in the order of their turns.
 #[derive(Default)]
@@ -90,33 +80,33 @@ impl Pairs {
     }
 }
 
-/// A directory on a disk that goes when this is dropped.
-pub struct ScratchDir(PathBuf);
+/// A directory on a disk that goes when this is dropped, or a signal ends the call.
+pub struct ScratchDir {
+    path: PathBuf,
+    _scope: UndoScope,
+}
 
 impl ScratchDir {
     /// A new one.
     ///
     /// # Errors
     /// Why there is none.
-    pub fn new(name: &str) -> Result<ScratchDir, String> {
+    pub fn new(restorer: &Restorer, name: &str) -> Result<ScratchDir, String> {
         let place =
             swaptide_host::swap::spec::default_places().into_iter().find(|place| place.is_dir());
         let path = place
             .ok_or("no directory for temporary files")?
             .join(format!("swaptide-lab-{name}-{}", std::process::id()));
-        std::fs::create_dir(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-        Ok(ScratchDir(path))
+        let scope = restorer.scope();
+        restorer.change(Undo::RemoveTree(path.clone()), |_| {
+            std::fs::create_dir(&path).map_err(|error| format!("{}: {error}", path.display()))
+        })?;
+        Ok(ScratchDir { path, _scope: scope })
     }
 
     /// Returns its path.
     pub fn path(&self) -> &Path {
-        &self.0
-    }
-}
-
-impl Drop for ScratchDir {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
+        &self.path
     }
 }
 

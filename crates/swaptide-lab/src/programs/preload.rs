@@ -8,16 +8,18 @@
 //! runs with room for all of it, as an application does that is preloaded; the network tier is an
 //! NBD server on this machine, which keeps its export in its own memory.
 
-use std::io::{IsTerminal, Read, Write};
+use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::context::Lab;
 use crate::report::{Curve, LabReport, Plot, Row};
+use swaptide_bench::RunningChild;
 use swaptide_host::control::{client, server};
 
-use crate::programs::pairs::{ChildGuard, ScratchDir, deviation, mean};
+use crate::programs::pairs::{ScratchDir, deviation, mean};
 
 const GROUP: &str = "/app";
 /// Rows at the whole size.
@@ -38,6 +40,12 @@ pub(crate) struct PreloadPlan {
     pub scale: f64,
     /// Beginnings of the names of programs; empty: all.
     pub only: Vec<String>,
+}
+
+impl PreloadPlan {
+    fn wants(&self, service: &Service) -> bool {
+        self.only.is_empty() || self.only.iter().any(|begin| service.name.starts_with(begin))
+    }
 }
 
 /// One of the three.
@@ -61,6 +69,11 @@ const SERVICES: [Service; 3] = [
 ];
 
 impl Service {
+    /// True if all that it needs is installed.
+    fn is_here(&self) -> bool {
+        self.needs.iter().all(|(program, _)| is_there(program))
+    }
+
     /// Makes it ready to be started in `place`, and says how.
     fn install(&self, place: &Path) -> Result<Vec<String>, String> {
         let file = place.join(self.file);
@@ -100,7 +113,7 @@ fn is_there(program: &str) -> bool {
 
 /// A run and the program in it: ended together.
 struct Started {
-    run: ChildGuard,
+    run: RunningChild,
     socket: PathBuf,
 }
 
@@ -108,21 +121,21 @@ impl Drop for Started {
     fn drop(&mut self) {
         // The program's parent outlives a killed run; the signal is passed on to the program.
         // SAFETY: a call without pointers; the number is of a child that was not waited for yet.
-        unsafe { libc::kill(self.run.0.id() as i32, libc::SIGTERM) };
+        unsafe { libc::kill(self.run.child.id() as i32, libc::SIGTERM) };
         let end = Instant::now() + Duration::from_secs(10);
-        while Instant::now() < end && matches!(self.run.0.try_wait(), Ok(None)) {
+        while Instant::now() < end && matches!(self.run.child.try_wait(), Ok(None)) {
             std::thread::sleep(Duration::from_millis(20));
         }
         let _ = std::fs::remove_file(&self.socket);
     }
 }
 
-fn nbd_server(place: &Path) -> Result<(ChildGuard, String), String> {
+fn nbd_server(lab: &Lab, place: &Path) -> Result<(RunningChild, String), String> {
     let socket = place.join("nbd.socket");
     let mut command = Command::new("nbdkit");
     command.args(["--foreground", "--unix"]).arg(&socket).args(["memory", "8G"]);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    let server = ChildGuard(command.spawn().map_err(|error| format!("nbdkit: {error}"))?);
+    let server = lab.restorer.spawn(&mut command)?;
     let end = Instant::now() + Duration::from_secs(20);
     while UnixStream::connect(&socket).is_err() {
         if Instant::now() > end {
@@ -195,6 +208,7 @@ struct ServiceTimes {
 }
 
 fn once(
+    lab: &Lab,
     service: &Service,
     words: &[String],
     rows: &Path,
@@ -222,12 +236,9 @@ fn once(
     ]);
     command.args(words).arg(rows).arg(&socket).stdin(Stdio::null()).stdout(Stdio::null());
     let began = Instant::now();
-    let mut started = Started {
-        run: ChildGuard(command.spawn().map_err(|error| failed(error.to_string()))?),
-        socket,
-    };
-    let pid = started.run.0.id();
-    let first = ask(&started.socket, 1, &mut started.run.0).map_err(failed)?;
+    let mut started = Started { run: lab.restorer.spawn(&mut command).map_err(failed)?, socket };
+    let pid = started.run.child.id();
+    let first = ask(&started.socket, 1, &mut started.run.child).map_err(failed)?;
     seen.cold.push(began.elapsed().as_secs_f64());
     let control = |error: server::ControlError| failed(error.to_string());
 
@@ -253,7 +264,7 @@ fn once(
             .map_err(|error| error.to_string());
         (done, Instant::now())
     });
-    let again = ask(&started.socket, 1, &mut started.run.0).map_err(failed)?;
+    let again = ask(&started.socket, 1, &mut started.run.child).map_err(failed)?;
     seen.back.push(began.elapsed().as_secs_f64());
     let (done, at) = preload.join().map_err(|_| failed("a thread ended".into()))?;
     done.map_err(failed)?;
@@ -268,17 +279,19 @@ fn once(
 ///
 /// # Errors
 /// What failed, of which program.
-pub(crate) fn measure(plan: &PreloadPlan) -> Result<LabReport, String> {
+pub(crate) fn measure(lab: &Lab, plan: &PreloadPlan) -> Result<LabReport, String> {
     if !is_there("nbdkit") {
         return Err("there is no nbdkit; apt install nbdkit".into());
     }
-    let scratch = ScratchDir::new("preload")?;
+    let scratch = ScratchDir::new(&lab.restorer, "preload")?;
     let place = scratch.path();
-    let (_server, url) = nbd_server(place)?;
+    let (_server, url) = nbd_server(lab, place)?;
     let rows_file = place.join("rows.csv");
     let count = (FULL_SIZE_ROWS * plan.scale) as u32;
     write_rows(&rows_file, count).map_err(|error| format!("{}: {error}", rows_file.display()))?;
-    let shows = std::io::stderr().is_terminal();
+    let wanted = SERVICES.iter().filter(|service| plan.wants(service) && service.is_here()).count();
+    let steps = wanted as u64 * u64::from(plan.runs);
+    lab.progress.expect(steps, steps);
     let mut notes: Vec<String> = [
         "mean+-sample standard deviation",
         "cold: from the start to the right answer; brought back: from the command to the right \
@@ -293,9 +306,7 @@ pub(crate) fn measure(plan: &PreloadPlan) -> Result<LabReport, String> {
     .into();
     let (mut rows, mut ours, mut seeds) = (Vec::new(), Vec::new(), Vec::new());
     for (number, service) in SERVICES.iter().enumerate() {
-        if !plan.only.is_empty()
-            && !plan.only.iter().any(|begin| service.name.starts_with(begin.as_str()))
-        {
+        if !plan.wants(service) {
             continue;
         }
         if let Some((program, package)) =
@@ -310,10 +321,8 @@ pub(crate) fn measure(plan: &PreloadPlan) -> Result<LabReport, String> {
         let words = service.install(place).map_err(|error| format!("{}: {error}", service.name))?;
         let mut seen = ServiceTimes::default();
         for turn in 0..plan.runs {
-            if shows {
-                eprint!("\r\x1b[K{}, run {} of {}", service.name, turn + 1, plan.runs);
-            }
-            once(service, &words, &rows_file, place, &url, &mut seen)?;
+            lab.progress.begin(&format!("{}, run {} of {}", service.name, turn + 1, plan.runs));
+            once(lab, service, &words, &rows_file, place, &url, &mut seen)?;
         }
         let row = |metric: &str, back: &[f64]| {
             Row::new(service.name, metric, "s", mean(&seen.cold), mean(back))
@@ -329,9 +338,6 @@ pub(crate) fn measure(plan: &PreloadPlan) -> Result<LabReport, String> {
         });
         ours.push((number as f64 + 1.0, mean(&seen.back) / mean(&seen.cold) * 100.0));
         seeds.push((number as f64 + 1.0, warm / cold * 100.0));
-    }
-    if shows {
-        eprint!("\r\x1b[K");
     }
     let curves = vec![
         Curve { name: "swaptide".into(), ours: true, points: ours },
@@ -361,7 +367,7 @@ mod tests {
 
     #[test]
     fn the_rows_are_the_same_every_time_and_have_four_columns() {
-        let scratch = ScratchDir::new("preload-test").expect("a directory");
+        let scratch = ScratchDir::new(&Lab::quiet().restorer, "preload-test").expect("a directory");
         let paths = ["a", "b"].map(|name| scratch.path().join(name));
         paths.iter().for_each(|path| write_rows(path, 500).expect("written"));
         let [one, other] = paths.map(|path| std::fs::read_to_string(path).expect("read"));
@@ -378,20 +384,18 @@ mod tests {
 
     #[test]
     fn the_services_that_can_run_here_give_one_answer() {
-        let scratch = ScratchDir::new("preload-services").expect("a directory");
+        let lab = &Lab::quiet();
+        let scratch = ScratchDir::new(&lab.restorer, "preload-services").expect("a directory");
         let rows = scratch.path().join("rows.csv");
         write_rows(&rows, 300).expect("rows");
         let mut answers = Vec::new();
-        for service in SERVICES
-            .iter()
-            .filter(|service| service.needs.iter().all(|(program, _)| is_there(program)))
-        {
+        for service in SERVICES.iter().filter(|service| service.is_here()) {
             let words = service.install(scratch.path()).expect(service.name);
             let socket = scratch.path().join(service.name);
             let mut command = Command::new(&words[0]);
             command.args(&words[1..]).arg(&rows).arg(&socket).stdin(Stdio::null());
-            let mut running = ChildGuard(command.spawn().expect(service.name));
-            answers.push(ask(&socket, 7, &mut running.0).expect(service.name));
+            let mut running = lab.restorer.spawn(&mut command).expect(service.name);
+            answers.push(ask(&socket, 7, &mut running.child).expect(service.name));
         }
         assert!(answers.windows(2).all(|pair| pair[0] == pair[1]), "{answers:?}");
     }

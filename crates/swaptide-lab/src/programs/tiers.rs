@@ -5,17 +5,18 @@
 //! Where runs are whole, the sides take turns; in the row `mask on and off` it is one run whose
 //! group has the mask in every other round, so that nothing differs but the mask.
 
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::context::Lab;
 use crate::report::{Curve, LabReport, Plot, Row};
 use swaptide_host::control::client;
 
 use crate::programs::job::Took;
-use crate::programs::pairs::{ChildGuard, Pairs, ScratchDir, ratio_row};
-use swaptide_bench::{Lines, Next};
+use crate::programs::pairs::{Pairs, ScratchDir, ratio_row};
+use swaptide_bench::{Lines, Next, RunningChild};
 
 const TIERS: &str = "+SSD:100 +HDD:50 +NET:-1";
 const GROUP: &str = "/lab";
@@ -39,6 +40,9 @@ pub struct TiersPlan {
     pub only: Vec<String>,
 }
 
+/// How many rounds of the one run take as long as a turn of the others.
+const USEMEM_UNITS: u64 = 16;
+const COMPILE_UNITS: u64 = 12;
 const ONE_RUN: &str = "mask on and off";
 const USEMEM: &str = "usemem";
 const COMPILE: &str = "compile job";
@@ -46,6 +50,23 @@ const COMPILE: &str = "compile job";
 impl TiersPlan {
     fn wants(&self, name: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|begin| name.starts_with(begin.as_str()))
+    }
+}
+
+impl TiersPlan {
+    /// Says how many steps there will be, and how long they take, in rounds.
+    fn announce(&self, lab: &Lab, compiler: bool) {
+        let (runs, rounds) = (u64::from(self.runs), u64::from(self.rounds));
+        let steps = [
+            (self.wants(ONE_RUN), rounds, 2),
+            (self.wants(USEMEM), runs, USEMEM_UNITS),
+            (self.wants(COMPILE) && compiler, runs, COMPILE_UNITS),
+        ];
+        let (steps, units) = steps
+            .into_iter()
+            .filter(|(wanted, ..)| *wanted)
+            .fold((0, 0), |(all, units), (_, steps, each)| (all + steps, units + steps * each));
+        lab.progress.expect(steps, units);
     }
 }
 
@@ -84,15 +105,15 @@ fn command(place: &Path, ram: f64, with_tiers: bool) -> Result<Command, String> 
 
 /// A program of the lab's under way, which answers a line with what a round took.
 struct LabJob {
-    running: ChildGuard,
+    running: RunningChild,
     stdin: Option<std::process::ChildStdin>,
     lines: Lines,
 }
 
 impl LabJob {
-    fn start(mut command: Command) -> Result<LabJob, String> {
-        let mut running = ChildGuard(command.spawn().map_err(|error| error.to_string())?);
-        let (stdin, stdout) = (running.0.stdin.take(), running.0.stdout.take());
+    fn start(lab: &Lab, mut command: Command) -> Result<LabJob, String> {
+        let mut running = lab.restorer.spawn(&mut command)?;
+        let (stdin, stdout) = (running.child.stdin.take(), running.child.stdout.take());
         let lines = Lines::new(stdout.ok_or("no pipes")?, Instant::now() + RUN_TIMEOUT);
         Ok(LabJob { running, stdin, lines })
     }
@@ -115,7 +136,7 @@ impl LabJob {
 
     fn end(mut self) -> Result<(), String> {
         self.stdin = None;
-        let status = self.running.0.wait().map_err(|error| error.to_string())?;
+        let status = self.running.child.wait().map_err(|error| error.to_string())?;
         if status.success() { Ok(()) } else { Err(format!("the program ended with {status}")) }
     }
 }
@@ -131,9 +152,9 @@ fn usemem(plan: &TiersPlan, place: &Path, with_tiers: bool) -> Result<Command, S
     Ok(command)
 }
 
-fn one_run(plan: &TiersPlan, place: &Path, tell: &dyn Fn(&str)) -> Result<Pairs, String> {
-    let mut job = LabJob::start(usemem(plan, place, true)?)?;
-    let pid = job.running.0.id();
+fn one_run(lab: &Lab, plan: &TiersPlan, place: &Path) -> Result<Pairs, String> {
+    let mut job = LabJob::start(lab, usemem(plan, place, true)?)?;
+    let pid = job.running.child.id();
     // The first rounds fill memory, and what is behind it.
     for _ in 0..3 {
         job.go_on()?;
@@ -141,7 +162,8 @@ fn one_run(plan: &TiersPlan, place: &Path, tell: &dyn Fn(&str)) -> Result<Pairs,
     }
     let mut pairs = Pairs::default();
     for round in 0..plan.rounds {
-        tell(&format!("mask on and off, round {} of {}", round + 1, plan.rounds));
+        let round_of = format!("mask on and off, round {} of {}", round + 1, plan.rounds);
+        lab.progress.begin_units(&round_of, 2);
         for before in [round % 2 == 0, round % 2 != 0] {
             let mask = if before { "" } else { "-NET" };
             client::run_group(Some(pid), GROUP, &[("swap.tiers".into(), mask.into())])
@@ -154,8 +176,13 @@ fn one_run(plan: &TiersPlan, place: &Path, tell: &dyn Fn(&str)) -> Result<Pairs,
     Ok(pairs)
 }
 
-fn whole_usemem(plan: &TiersPlan, place: &Path, with_tiers: bool) -> Result<Took, String> {
-    let mut job = LabJob::start(usemem(plan, place, with_tiers)?)?;
+fn whole_usemem(
+    lab: &Lab,
+    plan: &TiersPlan,
+    place: &Path,
+    with_tiers: bool,
+) -> Result<Took, String> {
+    let mut job = LabJob::start(lab, usemem(plan, place, with_tiers)?)?;
     let mut sum = Took::default();
     for _ in 0..6 {
         job.go_on()?;
@@ -170,10 +197,16 @@ fn whole_usemem(plan: &TiersPlan, place: &Path, with_tiers: bool) -> Result<Took
     Ok(sum)
 }
 
-fn build(plan: &TiersPlan, place: &Path, source: &Path, with_tiers: bool) -> Result<Took, String> {
+fn build(
+    lab: &Lab,
+    plan: &TiersPlan,
+    place: &Path,
+    source: &Path,
+    with_tiers: bool,
+) -> Result<Took, String> {
     let mut command = command(place, 48.0 * plan.scale * 1048576.0, with_tiers)?;
     command.args(["--", "cc", "-O1", "-g", "-c", "-o"]).arg(place.join("lab.o")).arg(source);
-    let mut job = LabJob::start(command)?;
+    let mut job = LabJob::start(lab, command)?;
     let took = job.took()?;
     job.end()?;
     Ok(took)
@@ -215,15 +248,11 @@ fn is_there(program: &str) -> bool {
 ///
 /// # Errors
 /// What failed, of which case.
-pub(crate) fn measure(plan: &TiersPlan) -> Result<LabReport, String> {
-    let scratch = ScratchDir::new("tiers")?;
+pub(crate) fn measure(lab: &Lab, plan: &TiersPlan) -> Result<LabReport, String> {
+    let scratch = ScratchDir::new(&lab.restorer, "tiers")?;
     let place = scratch.path();
-    let shows = std::io::stderr().is_terminal();
-    let tell = |text: &str| {
-        if shows {
-            eprint!("\r\x1b[K{text}");
-        }
-    };
+    let compiler = is_there("cc");
+    plan.announce(lab, compiler);
     let (mut rows, mut curves) = (Vec::new(), Vec::new());
     let mut notes: Vec<String> = [
         "mean+-sample standard deviation; `ratio` is the median of the ratios of neighbours, in \
@@ -238,7 +267,7 @@ pub(crate) fn measure(plan: &TiersPlan) -> Result<LabReport, String> {
     .map(String::from)
     .into();
     if plan.wants(ONE_RUN) {
-        let one = one_run(plan, place, &tell)?;
+        let one = one_run(lab, plan, place)?;
         rows.extend(one.rows(ONE_RUN, None));
         curves.push(one.curve(ONE_RUN));
     }
@@ -246,9 +275,10 @@ pub(crate) fn measure(plan: &TiersPlan) -> Result<LabReport, String> {
     let mut pairs = Pairs::default();
     let runs = if plan.wants(USEMEM) { plan.runs } else { 0 };
     for turn in 0..runs {
-        tell(&format!("usemem, run {} of {}", turn + 1, plan.runs));
+        let run_of = format!("usemem, run {} of {}", turn + 1, plan.runs);
+        lab.progress.begin_units(&run_of, USEMEM_UNITS);
         for before in [turn % 2 == 0, turn % 2 != 0] {
-            pairs.push(before, whole_usemem(plan, place, !before)?);
+            pairs.push(before, whole_usemem(lab, plan, place, !before)?);
         }
     }
     if runs > 0 {
@@ -258,16 +288,16 @@ pub(crate) fn measure(plan: &TiersPlan) -> Result<LabReport, String> {
         rows.push(ratio);
     }
 
-    let compiler = is_there("cc");
     if plan.wants(COMPILE) && compiler {
         let file: PathBuf = place.join("lab.c");
         std::fs::write(&file, source((500.0 * plan.scale).max(50.0) as u32))
             .map_err(|error| error.to_string())?;
         let mut pairs = Pairs::default();
         for turn in 0..plan.runs {
-            tell(&format!("compile job, run {} of {}", turn + 1, plan.runs));
+            let run_of = format!("compile job, run {} of {}", turn + 1, plan.runs);
+            lab.progress.begin_units(&run_of, COMPILE_UNITS);
             for before in [turn % 2 == 0, turn % 2 != 0] {
-                pairs.push(before, build(plan, place, &file, !before)?);
+                pairs.push(before, build(lab, plan, place, &file, !before)?);
             }
         }
         let [elapsed, cpu, ratio] = pairs.rows(COMPILE, Some("elapsed"));
@@ -278,7 +308,6 @@ pub(crate) fn measure(plan: &TiersPlan) -> Result<LabReport, String> {
     } else if !compiler {
         notes.push("compile job: not measured, there is no cc; apt install gcc".into());
     }
-    tell("");
     Ok(LabReport {
         name: "tiers",
         title: format!(
@@ -330,7 +359,7 @@ mod tests {
 
     #[test]
     fn the_sides_differ_in_the_configuration_alone() {
-        let scratch = ScratchDir::new("tiers-test").expect("a directory");
+        let scratch = ScratchDir::new(&Lab::quiet().restorer, "tiers-test").expect("a directory");
         let plan = TiersPlan { runs: 2, rounds: 2, scale: 1.0, only: Vec::new() };
         let words = |with| {
             let command = usemem(&plan, scratch.path(), with).expect("a command");

@@ -9,14 +9,15 @@
 //! they are.
 
 use std::collections::BTreeMap;
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::context::Lab;
 use crate::report::{Curve, LabReport, Plot, Row};
 use swaptide_host::control::client;
 
-use crate::programs::pairs::{ChildGuard, deviation, mean, middle_of, ratio_row, ratios};
+use crate::programs::pairs::{deviation, mean, middle_of, ratio_row, ratios};
 use crate::programs::work::{READY, Touched};
 use swaptide_bench::{Lines, Next};
 
@@ -306,12 +307,13 @@ fn command(case: &Case, plan: &ZswapinPlan, order_0: bool, rounds: u32) -> Resul
 }
 
 /// One run on a side; what it gives is the sum of its rounds.
-fn run(case: &Case, plan: &ZswapinPlan, order_0: bool) -> Result<RoundOutcome, String> {
+fn run(lab: &Lab, case: &Case, plan: &ZswapinPlan, order_0: bool) -> Result<RoundOutcome, String> {
     let mut sum = RoundOutcome {
         touched: Touched { elapsed_s: 0.0, refault_s: 0.0, pages: 0 },
         counters: BTreeMap::new(),
     };
     rounds(
+        lab,
         case,
         command(case, plan, order_0, plan.rounds)?,
         plan.rounds,
@@ -323,7 +325,7 @@ fn run(case: &Case, plan: &ZswapinPlan, order_0: bool) -> Result<RoundOutcome, S
 
 /// One run in which the sides take turns, as many rounds of each as are planned; what each gives is
 /// a pair's half. One round before them is not counted: it fills the target.
-fn run_of_both(case: &Case, plan: &ZswapinPlan, pair: &mut Pair) -> Result<(), String> {
+fn run_of_both(lab: &Lab, case: &Case, plan: &ZswapinPlan, pair: &mut Pair) -> Result<(), String> {
     let all = 1 + 2 * plan.rounds;
     // Pairs begin with the first counted round; the first side changes from pair to pair.
     let is_base = |round: u32| round % 4 < 2;
@@ -334,18 +336,24 @@ fn run_of_both(case: &Case, plan: &ZswapinPlan, pair: &mut Pair) -> Result<(), S
             .map(drop)
             .map_err(|error| format!("{}: {error}", case.name))
     };
-    rounds(case, command(case, plan, false, all)?, all, prepare, |round, outcome| {
-        match is_base(round) {
+    rounds(
+        lab,
+        case,
+        command(case, plan, false, all)?,
+        all,
+        prepare,
+        |round, outcome| match is_base(round) {
             _ if round == 0 => {}
             true => pair.base.push(outcome),
             false => pair.ours.push(outcome),
-        }
-    })
+        },
+    )
 }
 
 /// Runs `rounds` rounds; `prepare` is called with the run and the round before the target is
 /// touched, and `take` with what the round gave.
 fn rounds(
+    lab: &Lab,
     case: &Case,
     mut command: Command,
     rounds: u32,
@@ -353,16 +361,13 @@ fn rounds(
     mut take: impl FnMut(u32, RoundOutcome),
 ) -> Result<(), String> {
     let failed = |what: &str| format!("{}: {what}", case.name);
-    let child = command
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .map_err(|e| failed(&e.to_string()))?;
-    let mut running = ChildGuard(child);
-    let (Some(mut stdin), Some(stdout)) = (running.0.stdin.take(), running.0.stdout.take()) else {
+    let command = command.stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut running = lab.restorer.spawn(command).map_err(|e| failed(&e))?;
+    let child = &mut running.child;
+    let (Some(mut stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
         return Err(failed("no pipes"));
     };
-    let run = running.0.id();
+    let run = child.id();
     let mut lines = Lines::new(stdout, Instant::now() + RUN_TIMEOUT);
     let mut line = || match lines.next_line() {
         Ok(Next::Line(line)) => Ok(line),
@@ -389,7 +394,7 @@ fn rounds(
         take(round, RoundOutcome { touched, counters: stats()?.into_iter().map(more).collect() });
         go_on()?;
     }
-    let status = running.0.wait().map_err(|e| failed(&e.to_string()))?;
+    let status = running.child.wait().map_err(|e| failed(&e.to_string()))?;
     if !status.success() {
         return Err(failed(&format!("the program ended with {status}")));
     }
@@ -469,7 +474,7 @@ impl Pair {
 }
 
 /// Runs all cases, or those asked for.
-pub(crate) fn measure(plan: &ZswapinPlan) -> Result<LabReport, String> {
+pub(crate) fn measure(lab: &Lab, plan: &ZswapinPlan) -> Result<LabReport, String> {
     let cases = cases();
     let is_wanted = |case: &&Case| {
         plan.only.is_empty() || plan.only.iter().any(|only| case.name.starts_with(only.as_str()))
@@ -479,39 +484,28 @@ pub(crate) fn measure(plan: &ZswapinPlan) -> Result<LabReport, String> {
         let names: Vec<&str> = cases.iter().map(|case| case.name).collect();
         return Err(format!("--only: no case begins so; there are {}", names.join(", ")));
     }
-    let shows = std::io::stderr().is_terminal();
+    let steps = wanted.len() as u64 * u64::from(plan.runs);
+    lab.progress.expect(steps, steps);
     let mut rows = Vec::new();
     let (mut ours, mut seeds) = (Vec::new(), Vec::new());
     for (number, case) in wanted.iter().enumerate() {
         let mut pair = Pair::default();
         for turn in 0..plan.runs {
-            if shows {
-                eprint!(
-                    "\r\x1b[K{} of {}: {}, run {} of {}",
-                    number + 1,
-                    wanted.len(),
-                    case.name,
-                    turn + 1,
-                    plan.runs
-                );
-            }
+            lab.progress.begin(&format!("{}, run {} of {}", case.name, turn + 1, plan.runs));
             if case.is_in_one_run() {
-                run_of_both(case, plan, &mut pair)?;
+                run_of_both(lab, case, plan, &mut pair)?;
                 continue;
             }
             // The first side changes too.
             for order_0 in [turn % 2 == 0, turn % 2 != 0] {
                 let side = if order_0 { &mut pair.base } else { &mut pair.ours };
-                side.push(run(case, plan, order_0)?);
+                side.push(run(lab, case, plan, order_0)?);
             }
         }
         rows.extend(pair.rows(case));
         let x = number as f64 + 1.0;
         ours.push((x, 100.0 + pair.refault_change()));
         seeds.extend(case.seed.refault_pct.map(|pct| (x, 100.0 + pct)));
-    }
-    if shows {
-        eprint!("\r\x1b[K");
     }
     let mut curves = vec![Curve { name: "swaptide".into(), ours: true, points: ours }];
     if !seeds.is_empty() {
