@@ -78,6 +78,7 @@ fn keep(
         stall: Default::default(),
         attached: false,
         recorded: true,
+        container: None,
     };
     thread.add_run(run);
     let (controller, requests) = mpsc::channel();

@@ -137,6 +137,10 @@ def test_service_drain(case):
     assert refused.returncode == 2 and len(said) == 1 and "--no-daemon" in said[0], f"{refused}"
     alone = run("--no-daemon", "--quiet")
     assert (alone.returncode, alone.stderr) == (0, ""), f"{alone}"
+    elsewhere = dict(daemon.env, SWAPTIDE_DIRECTORY=str(case.directory / "none"))
+    words = case.command("true", ram=None, options=["--need-daemon"])
+    lost = subprocess.run(words, env=elsewhere, capture_output=True, text=True)
+    assert lost.returncode == 2 and "start swaptide daemon" in lost.stderr, f"{lost}"
     daemon.ctl("reload")
     assert [manager.told().get(key) for key in ("RELOADING", "STATUS")] == [
         "1",

@@ -76,7 +76,8 @@ struct DrainArgs {
     /// Wait so long at most; 0 does not wait [default: without a bound]
     #[arg(long, value_name = "SECONDS")]
     timeout: Option<u32>,
-    /// Then bring the memory of those that are left in, and let them continue without swaptide
+    /// Then bring the memory of those that are left in, and let them continue without swaptide.
+    /// Status 1 if one could not be let go
     #[arg(long)]
     detach: bool,
     /// Take runs again
@@ -482,6 +483,10 @@ fn drained(
     {
         std::thread::sleep(DRAIN_INTERVAL);
         view = client::ready()?;
+        if !view.draining {
+            let why = "another daemon answers, or the drain was cancelled: runs are taken";
+            return Err(server::ControlError::Refused(why.into()));
+        }
     }
     Ok(view)
 }

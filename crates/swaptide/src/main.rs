@@ -19,8 +19,9 @@ use swaptide_host::control::agent_api::Users;
 use swaptide_host::daemon::server::{self, DaemonConfig};
 use swaptide_host::memctl::stall::{OnStall, StallPolicy};
 use swaptide_host::oci;
+use swaptide_host::oci::runtime::OciPermissions;
 use swaptide_host::run::doctor::{self, Diagnosis};
-use swaptide_host::run::supervise::{self, Inject, RunConfig, RunReach, RunSubject};
+use swaptide_host::run::supervise::{self, DaemonUse, Inject, RunConfig, RunReach, RunSubject};
 
 use crate::terminal::{BAD, Color, GOOD, styled};
 
@@ -68,7 +69,7 @@ enum Command {
     /// front of another one
     OciRuntime(OciRuntimeArgs),
     /// The same as a hook (precreate) of podman: reads a config.json, and prints what to start
-    OciHook,
+    OciHook(OciHookArgs),
     /// Workload of `bench`
     #[command(hide = true)]
     BenchWork(swaptide_bench::BenchWorkArgs),
@@ -149,9 +150,8 @@ struct RunArgs {
     /// Group of the program and its children, regardless of their cgroup: /NAME or /NAME/NAME
     #[arg(long, value_name = "PATH")]
     group: Option<String>,
-    /// Do not join a running daemon (see swaptide daemon)
-    #[arg(long)]
-    no_daemon: bool,
+    #[command(flatten)]
+    daemon: JoinArgs,
     /// Read memory, devices, tiers and groups from a TOML file; options given here override it
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -199,6 +199,27 @@ struct AttachArgs {
     /// The process
     #[arg(value_name = "PID")]
     pid: u32,
+}
+
+/// Whether a daemon is joined.
+#[derive(Args)]
+struct JoinArgs {
+    /// Do not join a running daemon (see swaptide daemon)
+    #[arg(long)]
+    no_daemon: bool,
+    /// Fail where no daemon answers: a container with swaptide.group
+    #[arg(long, hide = true, conflicts_with = "no_daemon")]
+    need_daemon: bool,
+}
+
+impl JoinArgs {
+    fn joins(&self) -> DaemonUse {
+        match (self.no_daemon, self.need_daemon) {
+            (true, _) => DaemonUse::Never,
+            (false, true) => DaemonUse::Always,
+            (false, false) => DaemonUse::IfThere,
+        }
+    }
 }
 
 /// What is done about a process that makes almost no progress.
@@ -249,14 +270,24 @@ struct VersionArgs {
 }
 
 #[derive(Args)]
+struct OciHookArgs {
+    /// Permit swaptide.group: the container can then do what root can with swaptide ctl
+    #[arg(long)]
+    groups: bool,
+}
+
+#[derive(Args)]
 struct OciRuntimeArgs {
     /// The runtime that does all else
     #[arg(long, value_name = "PROGRAM", default_value = "runc")]
     runtime: OsString,
-    /// Take the container's variables SWAPTIDE_RAM, _SWAP and _GROUP for annotations, for engines
-    /// that pass none on; an image may set them, too
+    /// Take the container's variables SWAPTIDE_RAM and _SWAP for annotations, for engines that pass
+    /// none on; an image may set them, too
     #[arg(long)]
     environment: bool,
+    /// Permit swaptide.group: the container can then do what root can with swaptide ctl
+    #[arg(long)]
+    groups: bool,
     /// What the engine calls the runtime with
     #[arg(value_name = "ARG", trailing_var_arg = true, allow_hyphen_values = true)]
     words: Vec<OsString>,
@@ -289,14 +320,18 @@ impl Cli {
             }
             Command::Completions(args) => manual::completions(&args, &Cli::command()),
             Command::Man(args) => manual::pages(&args, &Cli::command()),
-            Command::OciRuntime(OciRuntimeArgs { runtime, environment, words }) => {
-                let error = oci::runtime::run(&runtime, &words, environment);
+            Command::OciRuntime(OciRuntimeArgs { runtime, environment, groups, words }) => {
+                let permissions = OciPermissions { environment, groups };
+                let error = oci::runtime::run(&runtime, &words, permissions);
                 refuse("oci-runtime", &error.to_string())
             }
-            Command::OciHook => match oci::runtime::hook(std::io::stdin(), std::io::stdout()) {
-                Ok(()) => ExitCode::SUCCESS,
-                Err(error) => refuse("oci-hook", &error.to_string()),
-            },
+            Command::OciHook(OciHookArgs { groups }) => {
+                let permissions = OciPermissions { environment: false, groups };
+                match oci::runtime::hook(std::io::stdin(), std::io::stdout(), permissions) {
+                    Ok(()) => ExitCode::SUCCESS,
+                    Err(error) => refuse("oci-hook", &error.to_string()),
+                }
+            }
             Command::BenchWork(args) => ExitCode::from(swaptide_bench::work(&args)),
             Command::LabWork(args) => ExitCode::from(swaptide_lab::work(&args)),
             Command::LabJob(args) => ExitCode::from(swaptide_lab::job(&args)),
@@ -324,7 +359,7 @@ fn run(args: RunArgs) -> ExitCode {
         page_cluster,
         tiers,
         group,
-        no_daemon,
+        daemon,
         config,
         largest_order,
         command,
@@ -343,7 +378,7 @@ fn run(args: RunArgs) -> ExitCode {
         group,
         tiers,
         config,
-        no_daemon,
+        daemon: daemon.joins(),
         subject: RunSubject::Command(command),
     }) {
         Ok(status) => ExitCode::from(status),
@@ -402,9 +437,14 @@ fn refuse(command: &str, message: &str) -> ExitCode {
     ExitCode::from(BAD_INPUT)
 }
 
+/// The words behind the command's name, as far as they are text.
+fn words_given() -> impl Iterator<Item = String> {
+    std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned())
+}
+
 /// Prints help and version as clap formats them, errors as one line.
 fn refuse_usage(error: &clap::Error) -> ExitCode {
-    terminal::choose(terminal::asked(std::env::args().skip(1)));
+    terminal::choose(terminal::asked(words_given()));
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
             terminal::print(&error.render().ansi().to_string());
@@ -424,7 +464,7 @@ fn refuse_usage(error: &clap::Error) -> ExitCode {
         _ => {}
     }
     let message = one_line(&error.render().to_string());
-    match std::env::args().nth(1).filter(|first| Cli::command().find_subcommand(first).is_some()) {
+    match words_given().next().filter(|first| Cli::command().find_subcommand(first).is_some()) {
         Some(command) => refuse(&command, &message),
         None => {
             terminal::complain(&format!("{} {message}", styled(BAD, "swaptide:")));

@@ -149,8 +149,8 @@ pub struct Join {
     /// The action when one of them makes almost no progress for lack of memory.
     #[serde(default)]
     pub stall: StallPolicy,
-    /// The container that it is in.
-    #[serde(default)]
+    /// The container that it is in; left out elsewhere, for daemons of older builds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub container: Option<ContainerLabels>,
     /// It is recorded over time, for its report. A daemon of an older build does not know of this:
     /// it is sent where it is wanted only.

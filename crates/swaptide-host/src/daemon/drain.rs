@@ -14,18 +14,28 @@ pub(super) const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub(super) struct Drain {
     is_on: AtomicBool,
+    is_ending: AtomicBool,
     grace_s: AtomicU32,
 }
 
 impl Drain {
     /// Runs are taken; at the end they get `grace_s` seconds.
     pub(super) fn new(grace_s: u32) -> Drain {
-        Drain { is_on: AtomicBool::new(false), grace_s: AtomicU32::new(grace_s) }
+        Drain {
+            is_on: AtomicBool::new(false),
+            is_ending: AtomicBool::new(false),
+            grace_s: AtomicU32::new(grace_s),
+        }
     }
 
     /// No run is taken from now on, or they are taken again.
     pub(super) fn set(&self, on: bool) {
         self.is_on.store(on, Relaxed);
+    }
+
+    /// The daemon waits for its runs, and ends then: that is not taken back.
+    pub(super) fn is_ending(&self) -> bool {
+        self.is_ending.load(Relaxed)
     }
 
     /// No run is taken.
@@ -41,7 +51,11 @@ impl Drain {
     /// The daemon is told to end: when it does so at the latest.
     pub(super) fn end(&self) -> GracePeriod {
         let grace = Duration::from_secs(self.grace_s.load(Relaxed).into());
-        self.set(true);
+        // Without it a client that comes now is cut off, and asks the next daemon.
+        if !grace.is_zero() {
+            self.set(true);
+            self.is_ending.store(true, Relaxed);
+        }
         GracePeriod { grace, latest: Instant::now() + grace }
     }
 }

@@ -300,6 +300,10 @@ fn serve(shared: &Arc<ClientShared>, listener: &UnixListener, signals: &signals:
     }
 }
 
+/// What a run is told that is not taken.
+const DRAINED: &str = "the daemon takes no runs, it is being drained; start the program when that \
+    is over (swaptide ctl ready), or with --no-daemon";
+
 /// True if what is to be kept over a restart may be another after this.
 fn changes_state(question: &Question) -> bool {
     !matches!(
@@ -381,14 +385,20 @@ impl ClientShared {
                 "the budget is the daemon's: change ram in its file, then swaptide ctl reload"
                     .into(),
             ),
-            Question::Ready => self.view().map_or_else(ending, Answer::Ready),
+            Question::Ready => {
+                let view = self.view(if all { None } else { Some(uid) });
+                view.map_or_else(ending, Answer::Ready)
+            }
             Question::Drain(_) if !all => {
                 Answer::Error("only root and the daemon's user may drain it".into())
+            }
+            Question::Drain(false) | Question::Reload if self.drain.is_ending() => {
+                Answer::Error("the daemon is ending".into())
             }
             Question::Drain(on) => {
                 self.drain.set(on);
                 notify::status(if on { DRAINING } else { TAKING });
-                self.view().map_or_else(ending, Answer::Ready)
+                self.view(None).map_or_else(ending, Answer::Ready)
             }
             Question::Reload if !all => {
                 Answer::Error("only root and the daemon's user may reload the configuration".into())
@@ -409,10 +419,11 @@ impl ClientShared {
         send_answer(&client, &answer)
     }
 
-    /// Whether runs are taken, and what there is.
-    fn view(&self) -> Option<DaemonView> {
-        let list = |controller: &mut MemoryController| {
-            controller.runs().map(|run| run.launcher).collect::<Vec<_>>()
+    /// Whether runs are taken, and what there is; of one user's runs alone, or of all.
+    fn view(&self, uid: Option<u32>) -> Option<DaemonView> {
+        let list = move |controller: &mut MemoryController| {
+            let runs = controller.runs().filter(|run| uid.is_none_or(|uid| run.uid == uid));
+            runs.map(|run| run.launcher).collect::<Vec<_>>()
         };
         let runs = controller::ask(&self.controller, list)?;
         let processes = self.segment.claimed().count();
@@ -421,15 +432,13 @@ impl ClientShared {
 
     /// True unless it is known that no run is kept and no process is left of one.
     fn has_runs(&self) -> bool {
-        self.view().is_none_or(|view| !view.runs.is_empty() || view.processes > 0)
+        self.view(None).is_none_or(|view| !view.runs.is_empty() || view.processes > 0)
     }
 
     /// The group that a run would be in, and what it would have.
     fn look(&self, join: &Join, pid: u32) -> Result<(Joined, GroupPath), String> {
         if self.drain.is_on() {
-            return Err("the daemon takes no runs, it is being drained; start the program when \
-                        that is over (swaptide ctl ready), or with --no-daemon"
-                .into());
+            return Err(DRAINED.into());
         }
         let named = join
             .group
@@ -476,11 +485,16 @@ impl ClientShared {
     }
 
     /// Keeps the processes that descend from the peer.
-    fn join(&self, join: Join, pid: u32, uid: u32, all: bool) -> Result<Joined, String> {
+    fn join(self: &Arc<Self>, join: Join, pid: u32, uid: u32, all: bool) -> Result<Joined, String> {
         let (joined, path) = self.look(&join, pid)?;
         let started =
             SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+        let shared = self.clone();
         let add = move |controller: &mut MemoryController| {
+            // What drains looks for runs on this thread afterwards.
+            if shared.drain.is_on() {
+                return Err(DRAINED.into());
+            }
             if join.group.is_some() && !all && !controller.groups().is_owned(&path, uid) {
                 return Err(format!("{path}: not a group of this user"));
             }
@@ -498,7 +512,8 @@ impl ClientShared {
                 strict,
                 stall,
                 attached: false,
-                container,
+                // Others could take a place among another pod's numbers.
+                container: container.filter(|_| all),
                 recorded,
             });
             Ok(())
@@ -569,6 +584,9 @@ impl ClientShared {
 
     fn read_again(self: &Arc<Self>) -> Result<(), DaemonError> {
         let file = Config::load(&self.config, self.ram).map_err(DaemonError::Config)?;
+        if file.follow_forks && !self.follows_forks {
+            log_line("daemon.follow_forks counts when the daemon begins with no run left");
+        }
         let budget = budget_of(&file, self.ram)?;
         let list = self.follow_list(&file)?;
         let whole = file.clone();

@@ -22,6 +22,8 @@ const PLACE: &str = "/run/.swaptide";
 /// Programs that start the container's own after `--`, and reap what it leaves.
 const INITS: [&str; 6] =
     ["docker-init", "podman-init", "tini", "tini-static", "catatonit", "dumb-init"];
+/// Options of theirs whose value is the next word: tini's and dumb-init's.
+const INIT_OPTIONS_WITH_VALUE: [&str; 4] = ["-p", "-e", "-r", "--rewrite"];
 /// Where a run makes its swap file, of those that containers have.
 const SWAP_PLACES: [&str; 2] = ["/var/tmp", "/tmp"];
 
@@ -80,7 +82,8 @@ impl Container {
     ) -> Result<bool, OciError> {
         let words = self.arguments()?;
         let command = format!("{PLACE}/swaptide");
-        if words.iter().any(|word| *word == command) {
+        let at = behind_init(&words);
+        if words.get(at..at + 2) == Some(&[command.as_str(), "run"]) && self.has_mount(&command) {
             return Ok(false);
         }
         self.check_limit(request)?;
@@ -90,7 +93,9 @@ impl Container {
         };
         let mut run = vec![command, "run".to_owned(), "--ram".to_owned(), request.ram.to_string()];
         match &request.group {
-            Some(group) => run.extend(["--group".to_owned(), group.to_string()]),
+            Some(group) => {
+                run.extend(["--need-daemon".to_owned(), "--group".to_owned(), group.to_string()]);
+            }
             None => run.push("--no-daemon".to_owned()),
         }
         let swap = match request.swap.is_empty() && request.group.is_none() {
@@ -100,7 +105,6 @@ impl Container {
         };
         run.extend(swap.into_iter().flat_map(|area| ["--swap".to_owned(), area]));
         run.push("--".to_owned());
-        let at = behind_init(&words);
         let user = self.user();
         let labels = self.labels();
         self.mount(parts, sockets)?;
@@ -112,6 +116,12 @@ impl Container {
             array(process, "env")?.extend([line, labels.variable()].map(Value::String));
         }
         Ok(true)
+    }
+
+    /// True if something is mounted there.
+    fn has_mount(&self, place: &str) -> bool {
+        let mounts = self.0.get("mounts").and_then(Value::as_array);
+        mounts.into_iter().flatten().any(|mount| mount.get("destination") == Some(&json!(place)))
     }
 
     fn labels(&self) -> ContainerLabels {
@@ -246,13 +256,24 @@ impl Container {
     }
 }
 
-/// Where `swaptide run` goes: behind an init that starts the program after `--`, else in front.
+/// Where `swaptide run` goes: behind an init that starts the program after `--`, else in front. A
+/// `--` behind a word that is no option is the program's own.
 fn behind_init(words: &[&str]) -> usize {
     let name = Path::new(words[0]).file_name().and_then(|name| name.to_str());
-    let is_init = name.is_some_and(|name| INITS.contains(&name));
-    let dashes = words.iter().position(|word| *word == "--");
-    // With nothing behind it, it is no init's call.
-    dashes.filter(|at| is_init && at + 1 < words.len()).map_or(0, |at| at + 1)
+    if !name.is_some_and(|name| INITS.contains(&name)) {
+        return 0;
+    }
+    let mut at = 1;
+    while let Some(word) = words.get(at) {
+        at += match *word {
+            // With nothing behind it, it is no init's call.
+            "--" => return if at + 1 < words.len() { at + 1 } else { 0 },
+            option if INIT_OPTIONS_WITH_VALUE.contains(&option) => 2,
+            option if option.starts_with('-') => 1,
+            _ => return 0,
+        };
+    }
+    0
 }
 
 /// The object of that name, made where there is none.

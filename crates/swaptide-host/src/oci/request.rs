@@ -16,6 +16,9 @@ const PREFIX: &str = "swaptide.";
 /// In an environment.
 const ENV_PREFIX: &str = "SWAPTIDE_";
 const NAMES: [&str; 3] = ["ram", "swap", "group"];
+/// Those that an environment may have. An image can set it, so what gives it the host's daemon is
+/// not among them.
+const ENV_NAMES: [&str; 2] = ["ram", "swap"];
 /// Where engines tell the name of a container in its pod.
 const CONTAINER_NAMES: [&str; 2] =
     ["io.kubernetes.cri.container-name", "io.kubernetes.container.name"];
@@ -56,7 +59,7 @@ impl ContainerRequest {
         let container = one(CONTAINER_NAMES).and_then(Value::as_str);
         // What is found later counts more.
         let mut found: Vec<Found<'_>> = Vec::new();
-        for name in NAMES {
+        for name in ENV_NAMES {
             let variable = format!("{ENV_PREFIX}{}", name.to_ascii_uppercase());
             let value = environment
                 .iter()
@@ -196,10 +199,10 @@ mod tests {
         let of = |annotations: Value, environment: &[&str]| {
             let Value::Object(map) = annotations else { panic!("an object") };
             let request = ContainerRequest::of(&map, environment).expect("sound");
+            assert!(request.iter().all(|request| request.group.is_none()), "an image's own");
             request.map(|request| request.ram)
         };
-        let lines =
-            ["PATH=/bin", "SWAPTIDE_RAM=64Mi", "SWAPTIDE_RAM=128Mi", "SWAPTIDE_NO_DAEMON=1"];
+        let lines = ["PATH=/bin", "SWAPTIDE_RAM=64Mi", "SWAPTIDE_RAM=128Mi", "SWAPTIDE_GROUP=/a"];
         assert_eq!(of(json!({}), &lines), Some(128 << 20), "as a program finds it");
         assert_eq!(of(json!({"swaptide.ram": "1Gi"}), &lines), Some(1 << 30));
         assert_eq!(of(json!({}), &[]), None);

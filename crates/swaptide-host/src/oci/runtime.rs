@@ -7,7 +7,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, Permissions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -90,17 +90,27 @@ fn bundle_of(words: &[OsString]) -> PathBuf {
     found
 }
 
+/// What the administrator permits.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct OciPermissions {
+    /// Variables of the container count as annotations do: an image may set them.
+    pub environment: bool,
+    /// A container may join the host's daemon by an annotation. It can then do to all of the host's
+    /// runs what root can with `swaptide ctl`.
+    pub groups: bool,
+}
+
 /// Changes the container that the words create, if it asks for that, and executes the runtime with
-/// these words. `reads_environment`: variables of the container count as annotations do.
+/// these words.
 ///
 /// # Errors
 /// Why the container is not created. It does not return otherwise.
-pub fn run(runtime: &OsStr, words: &[OsString], reads_environment: bool) -> OciError {
+pub fn run(runtime: &OsStr, words: &[OsString], permissions: OciPermissions) -> OciError {
     let call = RuntimeCall::read(words);
     let changed = call
         .bundle
         .as_deref()
-        .map_or(Ok(()), |bundle| change_file(bundle, reads_environment, HostParts::find));
+        .map_or(Ok(()), |bundle| change_file(bundle, permissions, HostParts::find));
     let error = match changed {
         Ok(()) => OciError::Runtime(runtime.into(), Command::new(runtime).args(words).exec()),
         Err(error) => error,
@@ -113,20 +123,24 @@ pub fn run(runtime: &OsStr, words: &[OsString], reads_environment: bool) -> OciE
 ///
 /// # Errors
 /// Why the container is not to be started.
-pub fn hook(mut input: impl Read, mut output: impl Write) -> Result<(), OciError> {
+pub fn hook(
+    mut input: impl Read,
+    mut output: impl Write,
+    permissions: OciPermissions,
+) -> Result<(), OciError> {
     let file = |name: &str| {
         let name = PathBuf::from(name);
         move |error: io::Error| OciError::File(name, error)
     };
     let mut text = Vec::new();
     input.read_to_end(&mut text).map_err(file("standard input"))?;
-    let changed = change(&text, Path::new("."), false, HostParts::find)?;
+    let changed = change(&text, Path::new("."), permissions, HostParts::find)?;
     output.write_all(changed.as_deref().unwrap_or(&text)).map_err(file("standard output"))
 }
 
 fn change_file(
     bundle: &Path,
-    reads_environment: bool,
+    permissions: OciPermissions,
     parts: impl FnOnce() -> Result<HostParts, OciError>,
 ) -> Result<(), OciError> {
     let path = bundle.join(FILE);
@@ -137,11 +151,15 @@ fn change_file(
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(fail(error)),
     };
-    let Some(changed) = change(&text, bundle, reads_environment, parts)? else { return Ok(()) };
+    let Some(changed) = change(&text, bundle, permissions, parts)? else { return Ok(()) };
     let mode = std::fs::metadata(&path).map_err(fail)?.permissions().mode();
     // Whole or not at all: the file is another one under the same name.
     let other = bundle.join(format!("{FILE}.swaptide-{}", std::process::id()));
-    let written = std::fs::write(&other, changed)
+    // It may have secrets among the variables.
+    let mut options = File::options();
+    let created = options.write(true).create_new(true).mode(0o600).open(&other);
+    let written = created
+        .and_then(|mut file| file.write_all(&changed))
         .and_then(|()| std::fs::set_permissions(&other, Permissions::from_mode(mode)))
         .and_then(|()| std::fs::rename(&other, &path));
     written.map_err(|error| {
@@ -154,11 +172,16 @@ fn change_file(
 fn change(
     text: &[u8],
     bundle: &Path,
-    reads_environment: bool,
+    permissions: OciPermissions,
     parts: impl FnOnce() -> Result<HostParts, OciError>,
 ) -> Result<Option<Vec<u8>>, OciError> {
     let mut container = Container::read(text)?;
-    let Some(request) = container.request(reads_environment)? else { return Ok(None) };
+    let Some(request) = container.request(permissions.environment)? else { return Ok(None) };
+    if request.group.is_some() && !permissions.groups {
+        let why = "the administrator has to permit it (swaptide oci-runtime --groups, oci-hook \
+            --groups), for the container can do what root can with swaptide ctl";
+        return Err(OciError::Group(why.into()));
+    }
     let is_changed = container.put_under(&request, &parts()?, bundle)?;
     Ok(is_changed.then(|| container.text()))
 }
@@ -218,7 +241,8 @@ mod tests {
         let change = |text: &str| {
             std::fs::write(&path, text).expect("write");
             std::fs::set_permissions(&path, Permissions::from_mode(0o640)).expect("mode");
-            let result = change_file(bundle, false, parts).map_err(|error| error.to_string());
+            let result = change_file(bundle, OciPermissions::default(), parts)
+                .map_err(|error| error.to_string());
             let mode = std::fs::metadata(&path).expect("file").permissions().mode();
             assert_eq!(mode & 0o777, 0o640);
             assert_eq!(std::fs::read_dir(bundle).expect("directory").count(), 1, "left behind");
@@ -242,7 +266,10 @@ mod tests {
         );
         assert!(result == Ok(()) && text.contains("\"1073741824\""), "{text}");
         std::fs::remove_file(&path).expect("removed");
-        assert!(change_file(bundle, false, parts).is_ok(), "the runtime says that it is missing");
+        assert!(
+            change_file(bundle, OciPermissions::default(), parts).is_ok(),
+            "the runtime says that it is missing"
+        );
     }
 
     #[test]
@@ -252,7 +279,8 @@ mod tests {
         std::fs::write(scratch.path(FILE), annotations).expect("write");
         let (bundle, log) = (scratch.root().display(), scratch.path("log"));
         let line = format!("--log {} --log-format json create --bundle {bundle} x", log.display());
-        let error = run(OsStr::new("/no/such/runtime"), &words(&line), false).to_string();
+        let error = run(OsStr::new("/no/such/runtime"), &words(&line), OciPermissions::default())
+            .to_string();
         assert!(error.contains("swaptide.ram") && error.contains("lots"), "{error}");
         let told: serde_json::Value =
             serde_json::from_slice(&std::fs::read(log).expect("a log")).expect("a line");
@@ -260,7 +288,9 @@ mod tests {
             (&told["level"], &told["msg"]),
             (&"error".into(), &format!("swaptide: {error}").into())
         );
-        let error = run(OsStr::new("/no/such/runtime"), &words("state x"), false).to_string();
+        let error =
+            run(OsStr::new("/no/such/runtime"), &words("state x"), OciPermissions::default())
+                .to_string();
         assert!(error.contains("/no/such/runtime") && error.contains("--runtime"), "{error}");
     }
 
@@ -268,9 +298,9 @@ mod tests {
     fn a_hook_gives_back_what_it_read() {
         let text = include_bytes!("../../tests/oci/docker.json");
         let mut output = Vec::new();
-        hook(&text[..], &mut output).expect("nothing to do");
+        hook(&text[..], &mut output, OciPermissions::default()).expect("nothing to do");
         assert_eq!(output, text);
         let wrong = &b"{\"annotations\": {\"swaptide.ram\": \"5\"}}"[..];
-        assert!(hook(wrong, &mut output).is_err() && output == text);
+        assert!(hook(wrong, &mut output, OciPermissions::default()).is_err() && output == text);
     }
 }

@@ -112,10 +112,39 @@ pub struct RunConfig {
     pub tiers: Option<String>,
     /// `--config`.
     pub config: Option<PathBuf>,
-    /// `--no-daemon`: no daemon is joined, should one be there.
-    pub no_daemon: bool,
+    /// Whether a daemon is joined.
+    pub daemon: DaemonUse,
     /// Whose memory is limited.
     pub subject: RunSubject,
+}
+
+/// Whether a run joins the daemon.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DaemonUse {
+    /// If one answers.
+    #[default]
+    IfThere,
+    /// `--no-daemon`: not even then.
+    Never,
+    /// A run that is to be kept by it fails without one.
+    Always,
+}
+
+/// Of a run that is to be kept by a daemon.
+const NEEDED: &str = "none answers, and this run is to be kept by one; start swaptide daemon";
+
+impl DaemonUse {
+    /// True for a run that asks no daemon.
+    fn is_alone(self, subject: &Subject) -> bool {
+        match self {
+            DaemonUse::Never => true,
+            DaemonUse::Always => false,
+            DaemonUse::IfThere => {
+                matches!(subject, Subject::Process(_))
+                    || std::env::var_os(ENV_NO_DAEMON).is_some_and(|set| !set.is_empty())
+            }
+        }
+    }
 }
 
 /// Whose memory a run limits.
@@ -235,9 +264,6 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         None => None,
     };
     let forks = doctor::forks().map_err(RunError::Userfaultfd)?;
-    if forks == Forks::Followed && config.reach.shared {
-        return Err(RunError::SharedNeedsEvents);
-    }
     let (program, command, injects, is_needed) = match &subject {
         Subject::Program { target, arguments, .. } => {
             let injects = config.reach.inject != Inject::Never;
@@ -254,11 +280,11 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
     if config.reach.shared && !may_write_files_of(MAX_REGION_BYTES) {
         return Err(RunError::SharedFileSize);
     }
-    let alone = config.no_daemon
-        || matches!(subject, Subject::Process(_))
-        || std::env::var_os(ENV_NO_DAEMON).is_some_and(|set| !set.is_empty());
-    let joined =
-        if alone { None } else { look_for_daemon(config, ram.map(|_| budget), &named.program)? };
+    let joined = if config.daemon.is_alone(&subject) {
+        None
+    } else {
+        look_for_daemon(config, ram.map(|_| budget), &named.program)?
+    };
     let mut users = config.userfaultfd.or(file.userfaultfd).unwrap_or_default();
     let mut follows_forks = forks == Forks::Followed;
     let place = match joined {
@@ -277,8 +303,12 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
             follows_forks = joined.follows_forks;
             place_under_daemon(&joined, segment_fd, join, named)?
         }
+        None if config.daemon == DaemonUse::Always => return Err(RunError::Daemon(NEEDED.into())),
         None => place_of_its_own(config, &file, budget, &mut devices, named)?,
     };
+    if follows_forks && config.reach.shared {
+        return Err(RunError::SharedNeedsEvents);
+    }
     let agent = injects.then(|| AgentFile::new(agent, is_needed));
     let agent = agent.transpose().map_err(RunError::Agent)?;
     Ok(Prepared {

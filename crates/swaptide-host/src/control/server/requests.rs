@@ -205,7 +205,7 @@ pub(super) fn preload(
         Some(Err(error)) => return Answer::Error(error),
         Some(Ok(begun)) => begun,
     };
-    let (mut least, mut since) = (u64::MAX, Instant::now());
+    let (mut least, mut since, mut tells) = (u64::MAX, Instant::now(), true);
     loop {
         let give_up = since.elapsed() > REQUEST_TIMEOUT;
         let look = controller::ask(controller, move |controller| {
@@ -217,9 +217,9 @@ pub(super) fn preload(
             return Answer::Reclaimed { bytes, enough: busy == 0 };
         }
         if usage.swapped < least {
+            // The client may have gone, or be stopped: the work continues all the same, untold.
+            tells = tells && send_answer(client, &Answer::Left(usage.swapped)).is_ok();
             (least, since) = (usage.swapped, Instant::now());
-            // The client may have gone; the work continues all the same.
-            let _ = send_answer(client, &Answer::Left(least));
         }
         std::thread::sleep(Duration::from_millis(10));
     }

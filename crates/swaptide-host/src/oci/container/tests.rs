@@ -107,6 +107,10 @@ fn the_program_gets_the_command_in_front() {
     for (line, at) in [
         (&["/usr/bin/tini", "-g", "--", "server", "--", "x"][..], 3),
         (&["/sbin/tini", "server"][..], 0),
+        // The program's own dashes.
+        (&["tini", "node", "app.js", "--", "--port", "80"][..], 0),
+        (&["tini", "-e", "143", "--", "server"][..], 4),
+        (&["dumb-init", "--rewrite", "15:3", "--", "server"][..], 4),
         (&["/usr/bin/tini", "--"][..], 0),
         (&["server", "--", "tini"][..], 0),
         (&["./tinier", "--", "x"][..], 0),
@@ -164,8 +168,9 @@ fn a_swap_file_is_left_out_where_there_is_no_place_for_it() {
 fn a_group_needs_the_hosts_numbers_of_processes() {
     let group = [("swaptide.ram", "256Mi"), ("swaptide.group", "/web")];
     let (before, after) = changed(file("podman-hostpid"), &group).expect("sound");
-    let run = [COMMAND, "run", "--ram", "268435456", "--group", "/web", "--", "echo", "hi"];
-    assert_eq!(words(&after), run);
+    let run = ["run", "--ram", "268435456", "--need-daemon", "--group", "/web", "--", "echo", "hi"];
+    assert_eq!(words(&after)[0], COMMAND);
+    assert_eq!(words(&after)[1..], run);
     let line = json!("SWAPTIDE_DIRECTORY=/run/.swaptide/sockets");
     let name = json!("SWAPTIDE_CONTAINER=container=217c72951fc5");
     assert_eq!(added(&before["process"]["env"], &after["process"]["env"]), [line, name]);
