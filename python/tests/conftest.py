@@ -39,12 +39,15 @@ if state["refuses"].get(words[0]):
 if words[0] == "attach":
     state["run"] = 4711
     state["budget"] = int(value("--ram").rstrip("MG"))
+    state["refuses"] = state.get("run-refuses", state["refuses"])
     save()
 elif words[0] == "run":
     command = words[words.index("--") + 1 :]
     status = subprocess.call(command)
     report = {{"exit_status": status, "budget_bytes": 5, "stats": {{"zswpout": 3, "pswpout": 4}}}}
-    if "--report" in words:
+    if "--report" in words and "left" in state:
+        Path(value("--report")).write_text(state["left"])
+    elif "--report" in words:
         Path(value("--report")).write_text(json.dumps(report))
     sys.exit(status)
 elif state["run"] is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import StandIn
-from swaptide import _kernelspec
+from swaptide import SwaptideError, _kernelspec
 
 SOURCE = Path(_kernelspec.__file__).parents[1]
 
@@ -71,10 +71,37 @@ def test_bad_usage_is_one_line(words: list[str], named: str) -> None:
     assert named in lines[0]
 
 
-def test_without_jupyter(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_jupyter(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "jupyter_client.kernelspec", None)
     assert _kernelspec.main(["install", "--ram", "1G"]) == 2
+    assert "pip install jupyter-client ipykernel" in capsys.readouterr().err
     assert stand_in.asked() == []
+
+
+def test_a_kernel_of_another_is_not_replaced(tmp_path: Path) -> None:
+    def kernel(place: Path, text: str) -> Path:
+        place.mkdir(parents=True)
+        (place / "kernel.json").write_text(text)
+        return place
+
+    own = kernel(tmp_path / "own", json.dumps({"argv": ["/usr/bin/swaptide", "run", "--", "R"]}))
+    others = [
+        kernel(tmp_path / str(number), text)
+        for number, text in enumerate(['{"argv": ["R"]}', '{"argv": ["R", "run"]}', "{}", "[]", ""])
+    ]
+    _kernelspec._check_name("R", {}, None)
+    _kernelspec._check_name("R", {"r": str(own)}, None)
+    for place in others:
+        with pytest.raises(SwaptideError, match="add --force"):
+            _kernelspec._check_name("R", {"r": str(place)}, None)
+    # Where Jupyter does not look.
+    prefix = tmp_path / "prefix"
+    kernel(prefix / "share" / "jupyter" / "kernels" / "r", '{"argv": ["R"]}')
+    with pytest.raises(SwaptideError, match="add --force"):
+        _kernelspec._check_name("R", {}, str(prefix))
+    _kernelspec._check_name("S", {}, str(prefix))
 
 
 def test_install(stand_in: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,3 +120,15 @@ def test_install(stand_in: StandIn, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert spec["argv"][:6] == [str(stand_in.path), "run", "--quiet", "--ram", "1G", "--"]
     assert spec["display_name"].endswith("(swaptide 1G)")
     assert (place / "logo-svg.svg").exists()
+    # It is replaced; one that is not swaptide's with --force alone.
+    assert _kernelspec.main([*words, "--display-name", "Another"]) == 0
+    text = (place / "kernel.json").read_text()
+    assert json.loads(text)["display_name"] == "Another"
+    other = place.with_name("other")
+    place.rename(other)
+    (other / "kernel.json").write_text('{"argv": ["R"]}')
+    assert _kernelspec.main([*words, "--name", "Python3"]) == 2
+    assert _kernelspec.main([*words, "--name", "other"]) == 2
+    assert (other / "kernel.json").read_text() == '{"argv": ["R"]}'
+    assert _kernelspec.main([*words, "--name", "other", "--force"]) == 0
+    assert "swaptide" in (other / "kernel.json").read_text()

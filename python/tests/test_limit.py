@@ -1,6 +1,7 @@
 """The budget of the process: who sets it, and what it is before, within and after a block."""
 
 import os
+from collections.abc import Callable
 
 import pytest
 
@@ -161,6 +162,113 @@ def test_a_forked_child_does_not_release(stand_in: StandIn) -> None:
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert stand_in.budget == 2
+
+
+def in_a_fork(check: Callable[[], bool]) -> int:
+    """The status of a forked child: 0 if the check holds there."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = 0 if check() else 2
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_forked_child_that_leaves_a_block(stand_in: StandIn) -> None:
+    block = swaptide.budget("5M")
+
+    def leaves() -> bool:
+        block.__exit__(None, None, None)
+        return stand_in.budget == 5
+
+    def has_its_own() -> bool:
+        with swaptide.budget("3M"):
+            is_set = stand_in.budget == 3
+        return is_set and stand_in.budget == 5
+
+    with block:
+        stand_in.asked()
+        assert in_a_fork(leaves) == 0
+        assert stand_in.asked() == []
+        assert in_a_fork(has_its_own) == 0
+        assert stand_in.budget == 5
+    assert stand_in.budget == 100
+
+
+def test_a_forked_child_names_the_tracer(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int | None] = []
+    monkeypatch.setattr(_prctl, "allow_tracer", told.append)
+    swaptide.limit("2G")
+    told.clear()
+    assert in_a_fork(lambda: told == [4711]) == 0
+    assert told == []
+
+
+def test_a_release_within_a_block(stand_in: StandIn) -> None:
+    with swaptide.budget("5M"), swaptide.budget("3M"):
+        swaptide.release()
+        assert stand_in.budget is None
+        stand_in.asked()
+    assert stand_in.asked() == [], "nothing begins again at the end of a block"
+    with swaptide.budget("5M"):
+        swaptide.release()
+        swaptide.limit("8")
+    assert stand_in.budget == 8
+
+
+def test_a_release_that_is_refused_leaves_the_block(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_limit, "_REFUSED_SECONDS", 0)
+    with swaptide.budget("5M"):
+        stand_in.tell(refuses={"detach": "detach: memory ran short", "run-after": 4711})
+        with pytest.raises(RefusedError, match="memory ran short"):
+            swaptide.release()
+        assert stand_in.budget == 5
+    assert stand_in.budget == 100
+
+
+def test_a_run_that_does_not_answer_is_a_run(stand_in: StandIn) -> None:
+    line = "the run 12 does not answer: timed out; is it stopped? see swaptide ctl list"
+    stand_in.tell(run=12, budget=7, refuses={"ctl": line})
+    with pytest.raises(RefusedError, match="^the run 12 does not answer"):
+        swaptide.limit("3G")
+    with pytest.raises(RefusedError, match="^the run 12 does not answer"):
+        swaptide.stats()
+    assert stand_in.asked() == [], "no second run is begun"
+
+
+def test_what_was_attached_can_be_released(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in.tell(**{"run-refuses": {"ctl": "the run 4711 does not answer: timed out"}})
+    with pytest.raises(SwaptideError, match="^the budget is in force, but its run cannot be asked"):
+        swaptide.limit("2G")
+    stand_in.tell(refuses={}, **{"run-refuses": {}})
+    assert stand_in.budget == 2
+    swaptide.release()
+    assert stand_in.budget is None
+
+
+def test_a_process_that_is_not_managed_warns(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_limit, "_JOIN_SECONDS", 0.1)
+    stand_in.tell(**{"as": "unmanaged"})
+    with pytest.warns(RuntimeWarning, match="is not managed so far.*--pid 4711") as warned:
+        swaptide.limit("2G")
+    assert warned[0].filename == __file__
+    swaptide.release()
+    with (
+        pytest.warns(RuntimeWarning, match="is not managed so far") as warned,
+        swaptide.budget("5M"),
+    ):
+        assert stand_in.budget == 5
+    assert warned[0].filename == __file__
 
 
 def test_a_block_without_a_budget_outside(stand_in: StandIn) -> None:

@@ -81,6 +81,17 @@ def test_a_terminal(stand_in: StandIn, capsys: pytest.CaptureFixture[str]) -> No
     ]
 
 
+@pytest.mark.parametrize("error", [OSError("no fork"), ValueError("no JSON")])
+def test_a_line_that_cannot_be_had_is_shown(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails() -> swaptide.Stats:
+        raise error
+
+    monkeypatch.setattr(_magic, "stats", fails)
+    assert _magic._line() == f"swaptide: {error}"
+
+
 def test_errors_are_one_line(stand_in: StandIn) -> None:
     shell = Shell()
     swaptide.load_ipython_extension(shell)

@@ -54,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DEV",
         help="a swap area, as for swaptide run --swap; repeat for more",
     )
+    install.add_argument(
+        "--force", action="store_true", help="replace a kernel that is not one of swaptide's"
+    )
     place = install.add_mutually_exclusive_group()
     place.add_argument("--user", action="store_true", help="for this user (default)")
     place.add_argument("--sys-prefix", action="store_true", help="for this environment of Python")
@@ -72,12 +75,36 @@ def wrapped(spec: dict[str, Any], ram: str, swap: list[str], display_name: str) 
     return {**spec, "argv": [*words, "--", *argv], "display_name": display_name}
 
 
+def _is_wrapped(place: Path) -> bool:
+    """Whether the kernel in a directory is one that swaptide runs."""
+    try:
+        program, command = json.loads((place / "kernel.json").read_text())["argv"][:2]
+        return Path(program).name == "swaptide" and bool(command == "run")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _check_name(name: str, known: dict[str, str], prefix: str | None) -> None:
+    """Refuses the name of a kernel that is none of swaptide's, here or in `prefix`."""
+    name = name.lower()  # as Jupyter does
+    places = [Path(known[name])] if name in known else []
+    if prefix is not None:
+        # Jupyter may not look there.
+        places.append(Path(prefix) / "share" / "jupyter" / "kernels" / name)
+    for place in places:
+        if place.is_dir() and not _is_wrapped(place):
+            raise SwaptideError(
+                f"--name: {name}: there is such a kernel, and it is none of swaptide's ({place}); "
+                "choose another name, or add --force to replace it"
+            )
+
+
 def _install(given: argparse.Namespace) -> str:
     try:
         from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
     except ImportError:
         raise SwaptideError(
-            "Jupyter is not installed for this Python; pip install 'swaptide[jupyter]'"
+            "Jupyter is not installed for this Python; pip install jupyter-client ipykernel"
         ) from None
     manager = KernelSpecManager()
     try:
@@ -86,11 +113,14 @@ def _install(given: argparse.Namespace) -> str:
         raise SwaptideError(
             f"--kernel: there is no {given.kernel!r}; see jupyter kernelspec list"
         ) from None
+    name = given.name or f"swaptide-{given.kernel}"
+    prefix = sys.prefix if given.sys_prefix else given.prefix
+    if not given.force:
+        _check_name(name, manager.find_kernel_specs(), prefix)
     # Size and areas are right, and swaptide works here: one line says it otherwise.
     areas = [word for area in given.swap for word in ("--swap", area)]
     ask("run", "--quiet", "--ram", given.ram, *areas, "--", sys.executable, "-S", "-c", "")
     display = given.display_name or f"{spec.display_name} (swaptide {given.ram})"
-    name = given.name or f"swaptide-{given.kernel}"
     with tempfile.TemporaryDirectory(prefix="swaptide-") as directory:
         for path in Path(spec.resource_dir).glob("*"):
             if path.is_file() and path.name != "kernel.json":
@@ -98,7 +128,6 @@ def _install(given: argparse.Namespace) -> str:
         kernel = wrapped(spec.to_dict(), given.ram, given.swap, display)
         text = json.dumps(kernel, indent=1) + "\n"
         (Path(directory) / "kernel.json").write_text(text)
-        prefix = sys.prefix if given.sys_prefix else given.prefix
         try:
             place = manager.install_kernel_spec(directory, name, user=prefix is None, prefix=prefix)
         except (OSError, ValueError) as error:

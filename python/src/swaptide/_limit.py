@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+import warnings
 from collections.abc import Iterable
 from contextlib import ContextDecorator
 from types import TracebackType
@@ -28,7 +29,8 @@ _WHOLE = "100%"
 _AGENT = "libswaptide_agent.so"
 """What `swaptide run` has its programs load."""
 _LOOK_SECONDS = 0.05
-
+_NO_RUN = "neither a run of this user nor a process in one"
+"""What `swaptide ctl` says of a process that is in no run."""
 
 _ENV_RUN = "SWAPTIDE_LIMITED_BY"
 """Names the run to what this process starts, in the environment."""
@@ -42,7 +44,7 @@ class _State:
         self.owner = 0
         """The process that attached a run to itself; another one after a fork."""
         self.run = 0
-        """The number of that run."""
+        """The number of that run; 0 where it is not known."""
         self.base: int | None = None
         """The budget outside of all blocks; `None`: there is none."""
         self.blocks: list[tuple[object, str]] = []
@@ -50,10 +52,12 @@ class _State:
 
     def after_fork(self) -> None:
         self.lock = threading.RLock()
+        # They are the parent's, whose budget does not change when the child leaves them.
+        self.blocks = []
+        self.base = None
 
 
 _state = _State()
-os.register_at_fork(after_in_child=_state.after_fork)
 
 
 def name_inherited_run() -> None:
@@ -61,6 +65,15 @@ def name_inherited_run() -> None:
     named = os.environ.get(_ENV_RUN, "")
     if named.isascii() and named.isdigit():
         _prctl.allow_tracer(int(named))
+
+
+def _after_fork() -> None:
+    _state.after_fork()
+    # The kernel does not hand the name of the tracer to a child.
+    name_inherited_run()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _find() -> Stats | None:
@@ -91,10 +104,22 @@ def _is_started_by_run() -> bool:
 
 
 def _look() -> Stats | None:
+    """The run that has this process; `None`: there is none. `RefusedError` where that is not to be
+    learned."""
     try:
         return _asked()
+    except RefusedError as error:
+        if _NO_RUN in str(error):
+            return None
+        raise
+
+
+def _is_gone() -> bool:
+    """Whether this process is in no run any more; a run that ends may give any answer."""
+    try:
+        return _look() is None
     except RefusedError:
-        return None
+        return False
 
 
 def _asked() -> Stats:
@@ -116,6 +141,8 @@ def stats() -> Stats:
     try:
         return _asked()
     except RefusedError as error:
+        if _NO_RUN not in str(error):
+            raise
         raise NotLimitedError(
             f"process {os.getpid()} is under no budget; call swaptide.limit('2G'), or start it by "
             f"swaptide run ({error})"
@@ -123,27 +150,46 @@ def stats() -> Stats:
 
 
 def _taken() -> Stats:
-    """The run that was attached, once this process is managed or seen to stay as it is."""
-    end = time.monotonic() + _JOIN_SECONDS
+    """The run that was attached."""
     try:
-        found = _asked()
+        return _asked()
     except RefusedError as error:
+        if _NO_RUN in str(error):
+            raise _ended() from None
         raise SwaptideError(
             f"the budget is in force, but its run cannot be asked: {error}"
         ) from None
-    while time.monotonic() < end:
+
+
+def _ended() -> RefusedError:
+    _forget()
+    return RefusedError(
+        "the run has ended at once, and nothing is limited: this process cannot be managed; "
+        "without CAP_SYS_ADMIN a process that was released cannot be limited again"
+    )
+
+
+def _forget() -> None:
+    """This process has no run of its own any more."""
+    _state.owner = _state.run = 0
+    os.environ.pop(_ENV_RUN, None)
+
+
+def _is_managed(found: Stats) -> bool:
+    """Whether this process is managed, or seen to stay as it is."""
+    end = time.monotonic() + _JOIN_SECONDS
+    while True:
         own = [process for process in found.processes if process.pid == os.getpid()]
         if own and own[0].state != _UNMANAGED:
-            break
+            return True
+        if time.monotonic() >= end:
+            return False
         time.sleep(_LOOK_SECONDS)
         try:
             found = _asked()
-        except RefusedError:
-            raise RefusedError(
-                "the run has ended at once, and nothing is limited: this process cannot be "
-                "managed; without CAP_SYS_ADMIN a process that was released cannot be limited again"
-            ) from None
-    return found
+        except RefusedError as error:
+            if _NO_RUN in str(error):
+                raise _ended() from None
 
 
 def _attach(ram: str, options: Iterable[str]) -> None:
@@ -153,17 +199,26 @@ def _attach(ram: str, options: Iterable[str]) -> None:
             "the first process of a container cannot limit itself; start it by swaptide run, or "
             "the container with an init (docker run --init)"
         )
+    _state.owner = _state.run = 0
     _prctl.allow_tracer(None)
-    tracer = 0
     try:
         with _prctl.orphans_leave():
             ask("attach", "--background", "--quiet", "--ram", ram, *options, str(own))
+        # What follows may fail, and `release` ends the run then, too.
+        _state.owner, _state.run = own, 0
         found = _taken()
-        _state.owner, _state.run = own, found.pid
-        tracer = found.pid
-        os.environ[_ENV_RUN] = str(tracer)
+        _state.run = found.pid
+        os.environ[_ENV_RUN] = str(found.pid)
+        is_managed = _is_managed(found)
     finally:
-        _prctl.allow_tracer(tracer)
+        _prctl.allow_tracer(_state.run if _state.owner == own else 0)
+    if not is_managed:
+        warnings.warn(
+            f"process {own} counts in its budget and is not managed so far: none of its memory "
+            f"goes out; see swaptide ctl stats --pid {found.pid}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _set(ram: str, options: Iterable[str] = ()) -> None:
@@ -191,7 +246,8 @@ def limit(ram: str | int, *, swap: Iterable[str] = (), report: str | os.PathLike
     unlinked file. `report`: a file for a JSON report, written when the process ends or is let go.
     Both only where the process has no budget yet.
 
-    Raises `RefusedError` with swaptide's line where that cannot be; nothing has changed then.
+    Raises `RefusedError` with swaptide's line where that cannot be; nothing has changed then. Warns
+    where the budget is in force and this process is not managed within 2 s.
     """
     words = [word for area in swap for word in ("--swap", area)]
     if os.fspath(report):
@@ -204,7 +260,8 @@ def limit(ram: str | int, *, swap: Iterable[str] = (), report: str | os.PathLike
 
 def release() -> None:
     """Ends the budget that this process has given itself by `limit`: everything comes back into
-    memory and stays. Without such a budget it does nothing.
+    memory and stays. Without such a budget it does nothing. Blocks of `budget` that are under way
+    change nothing any more when they end.
 
     Raises `RefusedError` where what is out does not fit into memory; the budget stays then. In a
     process that was started under a budget: `SwaptideError`.
@@ -212,8 +269,9 @@ def release() -> None:
     with _state.lock:
         found = _find()
         if found is None:
+            _state.blocks, _state.base = [], None
             return
-        if (_state.owner, _state.run) != (os.getpid(), found.pid):
+        if _state.owner != os.getpid() or _state.run not in (0, found.pid):
             raise SwaptideError(
                 f"the budget is that of the run {found.pid}, which this process has not started; "
                 f"swaptide ctl detach {os.getpid()} lets this process go for good"
@@ -225,14 +283,14 @@ def release() -> None:
             # It may have ended before it has answered.
             refusal, seconds = error, _REFUSED_SECONDS
         end = time.monotonic() + seconds
-        while _look() is not None:
+        while not _is_gone():
             if time.monotonic() > end:
                 raise refusal or SwaptideError(
                     f"the run {found.pid} does not end; see swaptide ctl list"
                 )
             time.sleep(_LOOK_SECONDS)
-        _state.owner = _state.run = 0
-        os.environ.pop(_ENV_RUN, None)
+        _forget()
+        _state.blocks, _state.base = [], None
         _prctl.allow_tracer(0)
 
 
@@ -267,9 +325,12 @@ class budget(ContextDecorator):  # noqa: N801
     ) -> None:
         with _state.lock:
             token = self._tokens.pop()
-            counted = _state.blocks[-1][0]
+            tokens = [block[0] for block in _state.blocks]
+            # In a child that was forked within the block, and after `release`, it is none of them.
+            if token not in tokens:
+                return
             _state.blocks = [block for block in _state.blocks if block[0] is not token]
-            if token is not counted:
+            if token is not tokens[-1]:
                 return
             if _state.blocks:
                 _set(_state.blocks[-1][1])

@@ -21,7 +21,8 @@ def _line() -> str:
         return str(stats())
     except NotLimitedError:
         return "swaptide: no budget; %swaptide 2G sets one"
-    except SwaptideError as error:
+    # The thread that follows a cell goes on: the next line may be a good one.
+    except (SwaptideError, OSError, ValueError) as error:
         return f"swaptide: {error}"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swaptide._binary import binary, last_line, size
-from swaptide._errors import RefusedError
+from swaptide._errors import RefusedError, SwaptideError
 from swaptide._stats import Report
 
 _BAD_INPUT = 2
@@ -23,7 +23,17 @@ _LOOK_SECONDS = 0.2
 class CompletedProcess(subprocess.CompletedProcess[Any]):
     """What `subprocess.run` gives, and the report of the run."""
 
-    report: Report
+    _report: Report | None = None
+
+    @property
+    def report(self) -> Report:
+        """The report of the run. Raises `SwaptideError` where the run has ended without one."""
+        if self._report is None:
+            raise SwaptideError(
+                f"the run has ended without a report, with status {self.returncode}: swaptide was "
+                "killed, or could not write it; what it said is on standard error"
+            )
+        return self._report
 
 
 def _children(pid: int) -> list[int]:
@@ -56,7 +66,7 @@ def _end(process: "subprocess.Popen[Any]") -> tuple[Any, Any]:
         except subprocess.TimeoutExpired:
             wait = _LOOK_SECONDS
         for pid in (pid for supervisor in supervisors for pid in _below(supervisor)):
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -85,8 +95,12 @@ def run(
         if name in popen:
             raise TypeError(f"run() takes no {name}; name the program in args")
     if capture_output:
+        if popen.get("stdout") is not None or popen.get("stderr") is not None:
+            raise ValueError("run() takes capture_output, or stdout and stderr, not both")
         popen["stdout"] = popen["stderr"] = subprocess.PIPE
     if input is not None:
+        if popen.get("stdin") is not None:
+            raise ValueError("run() takes input or stdin, not both")
         popen["stdin"] = subprocess.PIPE
     words = [os.fspath(word) for word in args]
     with tempfile.TemporaryDirectory(prefix="swaptide-") as directory:
@@ -112,5 +126,7 @@ def run(
     if check and process.returncode != 0:
         raise subprocess.CalledProcessError(process.returncode, words, output, errors)
     done = CompletedProcess(words, process.returncode, output, errors)
-    done.report = Report.from_json(json.loads(text) if text else {})
+    # One that was killed may have written half of it.
+    with contextlib.suppress(ValueError):
+        done._report = Report.from_json(json.loads(text))
     return done
