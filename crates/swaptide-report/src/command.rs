@@ -2,11 +2,14 @@
 //!
 //! Invariants
 //! 1. Nothing is written before everything was read and drawn.
-//! 2. No file is replaced without `--force`, and no report at all.
+//! 2. Nothing that exists is replaced or written to without `--force`, but pipes, terminals and
+//!    `/dev/null`; and no report at all.
+//! 3. The two pictures go to two places, however these are named.
 
 use std::fs::File;
+use std::fs::Metadata;
 use std::io::{self, Read, Write};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -88,7 +91,11 @@ impl OutputPlace {
             if args.files.iter().any(same) {
                 return Err(DrawError::IsReport(path.to_owned()));
             }
-            if found.is_file() && !args.force {
+        }
+        // A link that leads nowhere would be replaced, too.
+        if std::fs::symlink_metadata(path).is_ok() && !args.force {
+            let found = std::fs::metadata(path);
+            if !found.is_ok_and(|found| found.is_dir() || is_stream(&found)) {
                 return Err(DrawError::Exists(path.to_owned()));
             }
         }
@@ -112,6 +119,30 @@ impl OutputPlace {
             }
         }
     }
+}
+
+/// True for a pipe, a terminal, and `/dev/null`: writing there replaces nothing. Devices are known
+/// by their numbers, because to open one may already change something.
+fn is_stream(found: &Metadata) -> bool {
+    let (major, minor) = ((found.rdev() >> 8) & 0xfff, found.rdev() & 0xff);
+    let is_terminal = matches!(major, 4 | 5 | 136..=143);
+    let kind = found.file_type();
+    kind.is_fifo() || kind.is_char_device() && (is_terminal || (major, minor) == (1, 3))
+}
+
+/// True if both name one place.
+fn is_same_place(one: &Path, other: &Path) -> bool {
+    let place = |path: &Path| {
+        let path = std::path::absolute(path).ok()?;
+        Some(path.parent()?.canonicalize().ok()?.join(path.file_name()?))
+    };
+    let stdout = Path::new("/dev/stdout");
+    let [one, other] = [one, other].map(|path| if path == Path::new("-") { stdout } else { path });
+    let found = |path| std::fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
+    let is_same = |one: Option<_>, other| one.is_some() && one == other;
+    one == other
+        || place(one).is_some_and(|one| Some(one) == place(other))
+        || is_same(found(one), found(other))
 }
 
 fn read(path: &Path) -> Result<(String, SavedReport), DrawError> {
@@ -146,7 +177,7 @@ pub fn main(args: &ReportArgs) -> Result<(), DrawError> {
     let runs = args.files.iter().map(|file| read(file)).collect::<Result<Vec<_>, _>>()?;
     let (html, svg) = outputs(args);
     if let (Some(html), Some(svg)) = (&html, &svg)
-        && std::path::absolute(html).ok() == std::path::absolute(svg).ok()
+        && is_same_place(html, svg)
     {
         return Err(DrawError::SamePlace(html.clone()));
     }
@@ -176,5 +207,85 @@ mod tests {
         assert_eq!(of(None, None), (Some("/tmp/a.html".into()), None));
         assert_eq!(of(None, Some("x.svg")), (None, Some("x.svg".into())));
         assert_eq!(of(Some("-"), Some("y")), (Some("-".into()), Some("y".into())));
+    }
+
+    /// A directory of one test, removed when it ends.
+    struct Place(PathBuf);
+
+    impl Place {
+        fn new(name: &str) -> Place {
+            let place = format!("swaptide-report-{name}-{}", std::process::id());
+            let place = std::env::temp_dir().join(place);
+            std::fs::create_dir_all(&place).expect("a directory");
+            Place(place)
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            self.0.join(name)
+        }
+    }
+
+    impl Drop for Place {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn what_exists_is_left_without_force() {
+        let place = Place::new("exists");
+        let file = place.path("file");
+        std::fs::write(&file, "kept").expect("write");
+        let link = |name: &str, to: &Path| {
+            std::os::unix::fs::symlink(to, place.path(name)).expect("link");
+        };
+        link("to-file", &file);
+        link("to-nothing", &place.path("new"));
+        link("to-null", Path::new("/dev/null"));
+        let _socket = std::os::unix::net::UnixListener::bind(place.path("socket")).expect("bind");
+        let open = |path: &Path, force| {
+            let args = ReportArgs { files: Vec::new(), html: None, svg: None, force };
+            OutputPlace::open(path, &args)
+        };
+        for name in ["file", "to-file", "to-nothing", "socket"] {
+            let refused = open(&place.path(name), false);
+            assert!(matches!(refused, Err(DrawError::Exists(_))), "{name}");
+        }
+        assert!(matches!(open(Path::new("/dev/zero"), false), Err(DrawError::Exists(_))));
+        assert!(matches!(open(&place.0, false), Err(DrawError::Write(..))));
+        for path in [place.path("to-null"), place.path("free"), "/dev/null".into()] {
+            assert!(open(&path, false).is_ok(), "{}", path.display());
+        }
+        assert!(open(&file, true).is_ok() && open(&place.path("to-nothing"), true).is_ok());
+        assert_eq!(std::fs::read_to_string(&file).expect("read"), "kept");
+        assert!(!place.path("new").exists() && !place.path("free").exists());
+    }
+
+    #[test]
+    fn pipes_and_terminals_are_written_to() {
+        let place = Place::new("pipe");
+        let (_reader, writer) = io::pipe().expect("a pipe");
+        let pipe = File::from(std::os::fd::OwnedFd::from(writer));
+        assert!(is_stream(&pipe.metadata().expect("metadata")));
+        assert!(is_stream(&std::fs::metadata("/dev/tty").expect("/dev/tty")));
+        assert!(!is_stream(&std::fs::metadata("/dev/full").expect("/dev/full")));
+        assert!(!is_stream(&std::fs::metadata(&place.0).expect("a directory")));
+    }
+
+    #[test]
+    fn one_place_by_two_names_is_refused() {
+        let place = Place::new("same");
+        std::fs::create_dir(place.path("in")).expect("a directory");
+        std::os::unix::fs::symlink(&place.0, place.path("in/up")).expect("link");
+        let same = |one: &str, other: &str| is_same_place(&place.path(one), &place.path(other));
+        assert!(same("x", "x") && same("x", "./x"));
+        assert!(same("x", "in/../x") && same("in/up/x", "x") && same("in/up/in/y", "in/y"));
+        assert!(!same("x", "y") && !same("x", "in/x"));
+        std::fs::write(place.path("x"), "").expect("write");
+        std::os::unix::fs::symlink(place.path("x"), place.path("link")).expect("link");
+        assert!(same("x", "link") && !same("x", "in"));
+        assert!(is_same_place(Path::new("-"), Path::new("-")));
+        assert!(is_same_place(Path::new("-"), Path::new("/dev/stdout")));
+        assert!(!is_same_place(Path::new("-"), &place.path("x")));
     }
 }

@@ -4,11 +4,13 @@ use swaptide_host::report::series::coarser;
 use swaptide_host::units::{human, human_count};
 
 use crate::panels::{PANELS, PanelSample, samples};
-use crate::saved::SavedReport;
+use crate::saved::{SavedReport, shortened};
 use crate::scale::{duration, moment};
 
 /// Rows of the table of values over time, at most.
 const MAX_ROWS: u64 = 24;
+/// Letters of a text in the table: enough for command lines that were typed.
+const MAX_TEXT: usize = 8192;
 
 /// A report, and the name of its file.
 pub(crate) struct NamedRun<'a> {
@@ -39,9 +41,11 @@ pub(crate) fn facts(named: &NamedRun<'_>) -> Vec<(&'static str, Fact)> {
     let share = 100.0 * stalled_s / run.wall_s.max(stalled_s).max(1e-6);
     let of_budget = 100.0 * run.peaks.resident as f64 / run.budget_bytes.max(1) as f64;
     let times = &run.fault_us;
-    let mut rows =
-        vec![("Command line", Fact::Code(run.command())), ("Report", Fact::Code(file.to_owned()))];
-    let mut words = |name, text| rows.push((name, Fact::Words(text)));
+    let mut rows = vec![
+        ("Command line", Fact::Code(shortened(&run.command(), MAX_TEXT))),
+        ("Report", Fact::Code(file.to_owned())),
+    ];
+    let mut words = |name, text: String| rows.push((name, Fact::Words(shortened(&text, MAX_TEXT))));
     words("Started", moment(run.run.started_s));
     words("Duration", duration(run.wall_s));
     words("Exit status", run.exit_status.to_string());

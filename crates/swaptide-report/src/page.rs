@@ -240,6 +240,24 @@ mod tests {
         }
     }
 
+    #[test]
+    fn long_texts_of_a_report_do_not_make_a_large_page() {
+        let plain = page_of(&[sample(2), sample(2)]).len();
+        let long = "&".repeat(1 << 20);
+        let mut value = sample(2);
+        value["run"]["program"] = long.as_str().into();
+        value["run"]["command"] = serde_json::json!([long, long]);
+        value["devices"][1]["place"] = long.as_str().into();
+        value["devices"][1]["type"] = long.as_str().into();
+        value["errors"][&long] = 1.into();
+        let runs = [value.clone(), value];
+        let html = page_of(&runs);
+        assert!(html.len() < plain + (512 << 10), "{}", html.len());
+        let runs = runs.map(|value| ("x.json".to_owned(), parse(&value).expect("a report")));
+        let svg = crate::svg::picture(&runs);
+        assert!(svg.len() < plain + (512 << 10), "{}", svg.len());
+    }
+
     proptest! {
         #[test]
         fn no_text_brings_an_element(program in any::<String>(), word in any::<String>()) {

@@ -2,6 +2,7 @@
 //!
 //! Invariants
 //! 1. The points of a report that was read follow each other in time, and there is at least one.
+//! 2. The program's name, which a picture has many times, is short.
 
 use std::collections::BTreeMap;
 
@@ -14,6 +15,10 @@ use thiserror::Error;
 pub(crate) const MAX_REPORT_BYTES: u64 = 16 << 20;
 /// Seconds beyond which nothing is a time: a thousand years.
 const MAX_SECONDS: f64 = 3e10;
+/// Letters of a program's name. Names of files have 255 bytes at most.
+const MAX_NAME: usize = 256;
+/// Letters of a damage that is told.
+const MAX_DAMAGE: usize = 256;
 
 /// Why a text is no report that can be drawn.
 #[derive(Debug, Error)]
@@ -97,11 +102,14 @@ impl SavedReport {
             Some(serde_json::Value::Null) => return Err(NotAReport::Untold),
             Some(_) => {}
         }
-        let damaged = |error: serde_json::Error| NotAReport::Damaged(error.to_string());
+        let damaged = |error: serde_json::Error| {
+            NotAReport::Damaged(shortened(&error.to_string(), MAX_DAMAGE))
+        };
         let mut report: SavedReport = serde_json::from_value(value).map_err(damaged)?;
         if !(0.0..MAX_SECONDS).contains(&report.wall_s) {
             return Err(NotAReport::Damaged("wall_s is no time".into()));
         }
+        report.run.program = shortened(&report.run.program, MAX_NAME);
         (report.begin_us, report.points) = report.series.points().map_err(NotAReport::Damaged)?;
         Ok(report)
     }
@@ -128,6 +136,14 @@ impl SavedReport {
         };
         self.run.command.iter().map(quoted).collect::<Vec<_>>().join(" ")
     }
+}
+
+/// The text, or its beginning if it has more letters.
+pub(crate) fn shortened(text: &str, letters: usize) -> String {
+    if text.chars().nth(letters).is_none() {
+        return text.to_owned();
+    }
+    text.chars().take(letters.saturating_sub(3)).collect::<String>() + "..."
 }
 
 #[cfg(test)]
@@ -229,6 +245,19 @@ pub(crate) mod tests {
             assert!(matches!(error, NotAReport::Damaged(_)), "{line}");
             assert!(line.contains(part) && !line.contains('\n'), "{line}");
         }
+    }
+
+    #[test]
+    fn names_and_damages_are_short() {
+        let mut value = sample(3);
+        let named = |value: &Value| parse(value).expect("a report").run.program;
+        value["run"]["program"] = "ä".repeat(256).into();
+        assert_eq!(named(&value), "ä".repeat(256));
+        value["run"]["program"] = "ä".repeat(257).into();
+        assert_eq!(named(&value), "ä".repeat(253) + "...");
+        value["run"] = "x".repeat(1 << 20).into();
+        let line = parse(&value).expect_err("damaged").to_string();
+        assert!(line.len() < 512 && line.contains("invalid type"), "{line}");
     }
 
     proptest! {

@@ -3,7 +3,7 @@
 use crate::chart::{self, Axes, HEIGHT, WIDTH, coordinate};
 use crate::figures::{Fact, NamedRun, facts};
 use crate::panels::{PANELS, Panel, axis, time_axis};
-use crate::saved::SavedReport;
+use crate::saved::{SavedReport, shortened};
 use crate::style;
 use crate::xml::Xml;
 
@@ -122,13 +122,6 @@ fn lines(named: &NamedRun<'_>) -> Vec<String> {
             of("Stalled")
         ),
     ]
-}
-
-fn shortened(text: &str, letters: usize) -> String {
-    if text.chars().count() <= letters {
-        return text.to_owned();
-    }
-    text.chars().take(letters.saturating_sub(3)).collect::<String>() + "..."
 }
 
 #[cfg(test)]

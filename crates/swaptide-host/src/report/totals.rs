@@ -6,7 +6,7 @@
 //! Locks: none.
 
 use std::collections::BTreeMap;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
@@ -479,8 +479,7 @@ impl Sink {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error),
         }
-        let hidden = hidden_name(&path)?;
-        File::create(&hidden)?;
+        let (_, hidden) = hidden_file(&path)?;
         std::fs::remove_file(hidden)?;
         Ok(Sink::File(path))
     }
@@ -503,9 +502,8 @@ impl Sink {
         match self {
             Sink::Stream(file) => file.write_all(text),
             Sink::File(path) => {
-                let hidden = hidden_name(path)?;
-                let written =
-                    std::fs::write(&hidden, text).and_then(|()| std::fs::rename(&hidden, path));
+                let (mut file, hidden) = hidden_file(path)?;
+                let written = file.write_all(text).and_then(|()| std::fs::rename(&hidden, path));
                 if written.is_err() {
                     let _ = std::fs::remove_file(hidden);
                 }
@@ -515,12 +513,29 @@ impl Sink {
     }
 }
 
-fn hidden_name(path: &Path) -> io::Result<PathBuf> {
+/// Names that are tried for a hidden file.
+const HIDDEN_NAMES: u32 = 100;
+
+/// A new file next to `path`. What is there under its name, a link too, is not this process's, and
+/// is left.
+fn hidden_file(path: &Path) -> io::Result<(File, PathBuf)> {
     let name = path.file_name().ok_or(io::ErrorKind::IsADirectory)?;
-    let mut hidden = std::ffi::OsString::from(".");
-    hidden.push(name);
-    hidden.push(format!(".{}", std::process::id()));
-    Ok(path.with_file_name(hidden))
+    let mut tried = 0;
+    loop {
+        let mut hidden = OsString::from(".");
+        hidden.push(name);
+        hidden.push(format!(".{}", std::process::id()));
+        if tried > 0 {
+            hidden.push(format!(".{tried}"));
+        }
+        let hidden = path.with_file_name(hidden);
+        match File::options().write(true).create_new(true).open(&hidden) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && tried < HIDDEN_NAMES => {
+                tried += 1;
+            }
+            opened => return opened.map(|file| (file, hidden)),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -642,6 +657,24 @@ mod tests {
             1,
             "nothing else is left"
         );
+    }
+
+    #[test]
+    fn links_under_the_hidden_name_are_not_followed() {
+        let scratch = Scratch::new("hidden-link");
+        let (path, other) = (scratch.path("out.json"), scratch.path("other"));
+        std::fs::write(&other, "kept").expect("write");
+        let planted = scratch.path(&format!(".out.json.{}", std::process::id()));
+        let missing = scratch.path(&format!(".out.json.{}.1", std::process::id()));
+        std::os::unix::fs::symlink(&other, &planted).expect("link");
+        std::os::unix::fs::symlink(scratch.path("new"), &missing).expect("link");
+        let mut sink = Sink::open(&path).expect("writable");
+        sink.write_text(b"text").expect("written");
+        let read = |path: &Path| std::fs::read_to_string(path).expect("read");
+        assert_eq!((read(&path), read(&other)), ("text".into(), "kept".into()));
+        assert!(std::fs::symlink_metadata(&path).expect("out").is_file());
+        let list = std::fs::read_dir(scratch.root()).expect("list").count();
+        assert_eq!(list, 4, "the two links stay, nothing is made where they lead");
     }
 
     #[test]

@@ -108,13 +108,20 @@ fn ordered_has(scene: &Scene, pid: u32) -> bool {
     scene.runs.iter().flat_map(|run| &run.processes).any(|process| process.pid == pid)
 }
 
+/// Whom to ask after the first look: the run itself, which goes on when the process that it was
+/// named by ends.
+fn asked(args: &TopArgs, first: &Scene) -> Option<u32> {
+    let named = args.pid.or(args.process)?;
+    Some(first.runs.first().map_or(named, |run| run.pid))
+}
+
 /// One frame, of two looks.
 fn once(args: &TopArgs, first: Scene) -> ExitCode {
     let mut history = TopHistory::default();
     history.add(&first);
     std::thread::sleep(SAMPLE_INTERVAL);
     // One that ended meanwhile is shown as it was.
-    let scene = watch::look(args.pid.or(args.process)).unwrap_or_else(|_| first.clone());
+    let scene = watch::look(asked(args, &first)).unwrap_or_else(|_| first.clone());
     history.add(&scene);
     let rates = scene.rates_since(&first);
     terminal::print(&if args.json {
@@ -132,7 +139,10 @@ fn live(args: &TopArgs, first: Scene) -> io::Result<Option<ControlError>> {
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT] {
         signal_hook::flag::register(signal, Arc::clone(&over))?;
     }
-    let mut terminal = ratatui::try_init()?;
+    // What failed may have left the terminal in raw mode.
+    let mut terminal = ratatui::try_init().inspect_err(|_| {
+        let _ = ratatui::try_restore();
+    })?;
     let shown = show(&mut terminal, args, first, &over);
     ratatui::try_restore()?;
     shown
@@ -181,6 +191,7 @@ fn show(
     over: &AtomicBool,
 ) -> io::Result<Option<ControlError>> {
     let interval = Duration::from_secs_f64(args.interval);
+    let run = asked(args, &first);
     let mut history = TopHistory::default();
     history.add(&first);
     let (mut scene, mut rates) = (first, Rates::default());
@@ -216,7 +227,7 @@ fn show(
                 }
             }
             if looked.elapsed() >= interval {
-                match watch::look(args.pid.or(args.process)) {
+                match watch::look(run) {
                     Ok(now) => {
                         rates = now.rates_since(&scene);
                         scene = now;
@@ -242,6 +253,30 @@ mod tests {
         for text in ["0", "-1", "x", "1e9", "NaN"] {
             assert!(seconds(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn a_run_named_by_one_of_its_processes_is_asked_for_by_its_own_number() {
+        let args = |pid, process| TopArgs {
+            pid,
+            process,
+            sort: SortKey::Size,
+            interval: 1.0,
+            once: false,
+            json: false,
+        };
+        let mut first = scene();
+        let run = first.runs[0].pid;
+        let process = first.runs[0].processes.last().expect("a process").pid;
+        assert_ne!(run, process);
+        for (pid, one) in [(Some(process), None), (None, Some(process)), (Some(run), Some(process))]
+        {
+            assert_eq!(asked(&args(pid, one), &first), Some(run));
+        }
+        // All that a daemon keeps.
+        assert_eq!(asked(&args(None, None), &first), None);
+        first.runs.clear();
+        assert_eq!(asked(&args(Some(7), None), &first), Some(7));
     }
 
     #[test]
