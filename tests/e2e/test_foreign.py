@@ -188,6 +188,7 @@ def test_foreign_cgo(case, user):
     assert case.run([built, 1024], options=INJECT).text() == "OK\n"
 
 
+@pytest.mark.full
 @pytest.mark.swaptide(budget=32, allowance=UNTIL_MANAGED, needs=("busybox", "sort"))
 def test_foreign_sort(case):
     """busybox's sort, linked statically, of a million lines."""
