@@ -189,8 +189,15 @@ def test_service_end(case):
     told = manager.told()
     assert told["STOPPING"] == "1" and int(told["EXTEND_TIMEOUT_USEC"]) == 75_000_000, f"{told}"
     assert ready(daemon)[0] == 1, "it takes runs"
+    # It is neither opened again nor reloaded, and says so to the manager by saying nothing.
+    daemon.process.send_signal(signal.SIGHUP)
+    for words in (("drain", "--cancel"), ("reload",)):
+        status, _, errors = ask(case, *words, env=daemon.env)
+        assert status == 2 and "the daemon is ending" in errors, f"{words}: {status}: {errors!r}"
+    assert ready(daemon)[0] == 1, "it takes runs"
     daemon.process.terminate()
     assert daemon.process.wait(timeout=20) == 0
+    assert manager.told()["STATUS"] == "Ending"
     daemon.start()
     assert listed(daemon) == [program.pid], "the run is not found again"
     daemon.process.terminate()

@@ -226,7 +226,8 @@ fn read_memory(pid: u32, at: u64, to: &mut [u8]) -> Result<(), Errno> {
     };
     let done = match done {
         Err(errno) if MAY_BE_FILTERED.contains(&errno) => {
-            retry(|| rustix::io::pread(memory_of(pid, OFlags::RDONLY)?, &mut *to, at))
+            let memory = memory_of(pid, OFlags::RDONLY)?;
+            retry(|| rustix::io::pread(&memory, &mut *to, at)).map_err(as_the_call)
         }
         done => done,
     };
@@ -241,6 +242,16 @@ const MAY_BE_FILTERED: [Errno; 2] = [Errno::PERM, Errno::NOSYS];
 fn memory_of(pid: u32, access: OFlags) -> Result<OwnedFd, Errno> {
     let path = ProcPath::proc(pid, "mem");
     retry(|| rustix::fs::open(path.as_c_str(), access | OFlags::CLOEXEC, Mode::empty()))
+        .map_err(as_the_call)
+}
+
+/// An error of that file as the calls in whose stead it is used have it.
+fn as_the_call(errno: Errno) -> Errno {
+    match errno {
+        Errno::IO => Errno::FAULT,
+        Errno::ACCESS => Errno::PERM,
+        other => other,
+    }
 }
 
 /// The first `syscall` instruction of a process's vdso.
@@ -463,7 +474,7 @@ impl Remote {
         let done = match done {
             Err(errno) if MAY_BE_FILTERED.contains(&errno) => {
                 let memory = memory_of(self.tid, OFlags::WRONLY)?;
-                retry(|| rustix::io::pwrite(&memory, bytes, at))
+                retry(|| rustix::io::pwrite(&memory, bytes, at)).map_err(as_the_call)
             }
             done => done,
         };

@@ -2,7 +2,8 @@
 //!
 //! Owns whether that is so, and how long a daemon that is told to end waits for it.
 //!
-//! Locks: none.
+//! Locks: none. The flags are set before the controller is asked for the runs that it has. A run is
+//! added on the controller's thread, which reads them first: its channel orders the two.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -15,6 +16,7 @@ pub(super) const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 pub(super) struct Drain {
     is_on: AtomicBool,
     is_ending: AtomicBool,
+    is_closed: AtomicBool,
     grace_s: AtomicU32,
 }
 
@@ -24,6 +26,7 @@ impl Drain {
         Drain {
             is_on: AtomicBool::new(false),
             is_ending: AtomicBool::new(false),
+            is_closed: AtomicBool::new(false),
             grace_s: AtomicU32::new(grace_s),
         }
     }
@@ -36,6 +39,16 @@ impl Drain {
     /// The daemon waits for its runs, and ends then: that is not taken back.
     pub(super) fn is_ending(&self) -> bool {
         self.is_ending.load(Relaxed)
+    }
+
+    /// The daemon looks for runs a last time: one that comes now is cut off, and asks the next one.
+    pub(super) fn close(&self) {
+        self.is_closed.store(true, Relaxed);
+    }
+
+    /// The daemon has looked for runs a last time, or is about to.
+    pub(super) fn is_closed(&self) -> bool {
+        self.is_closed.load(Relaxed)
     }
 
     /// No run is taken.

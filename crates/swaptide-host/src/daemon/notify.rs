@@ -10,11 +10,15 @@ use std::os::fd::BorrowedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::time::Duration;
 
+use rustix::net::sockopt::{self, Timeout};
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
     SocketFlags, SocketType,
 };
 use swaptide_sys::time::now;
+
+/// How long a service manager may take to make room for a datagram.
+const SEND_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The daemon answers, with what it was told last; a line for people.
 pub(super) fn ready(status: &str) {
@@ -64,7 +68,9 @@ pub(super) fn send(text: &str, fds: &[BorrowedFd<'_>]) {
         return;
     }
     let bytes = [IoSlice::new(text.as_bytes())];
-    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    // A word that is lost while the manager is busy could have it end the daemon.
+    let _ = sockopt::set_socket_timeout(&socket, Timeout::Send, Some(SEND_TIMEOUT));
+    let flags = SendFlags::NOSIGNAL;
     let _ = rustix::net::sendmsg_addr(&socket, &address, &bytes, &mut control, flags);
 }
 

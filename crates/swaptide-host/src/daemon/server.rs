@@ -263,7 +263,7 @@ fn serve(shared: &Arc<ClientShared>, listener: &UnixListener, signals: &signals:
                     notify::stopping("Ending", END_TIME);
                     return;
                 }
-                libc::SIGHUP => {
+                libc::SIGHUP if ending.is_none() => {
                     if let Err(error) = shared.reload() {
                         log_line(&format!("configuration unchanged: {error}"));
                     }
@@ -354,6 +354,7 @@ impl ClientShared {
                     self.save();
                     return send_with(&client, &Answer::Joined(joined), self.segment_fd.as_fd());
                 }
+                Err(_) if self.drain.is_closed() && !self.drain.is_on() => return Ok(()),
                 Err(error) => Answer::Error(error),
             },
             Question::Totals => {
@@ -491,8 +492,8 @@ impl ClientShared {
             SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
         let shared = self.clone();
         let add = move |controller: &mut MemoryController| {
-            // What drains looks for runs on this thread afterwards.
-            if shared.drain.is_on() {
+            // What drains, or ends, looks for runs on this thread afterwards.
+            if shared.drain.is_on() || shared.drain.is_closed() {
                 return Err(DRAINED.into());
             }
             if join.group.is_some() && !all && !controller.groups().is_owned(&path, uid) {
@@ -637,6 +638,7 @@ impl ClientShared {
 
     /// The end: if no run is kept any more, nothing stays behind.
     fn close(&self) {
+        self.drain.close();
         if self.has_runs() {
             self.save();
             return;
