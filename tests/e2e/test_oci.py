@@ -13,7 +13,7 @@ import pytest
 
 import contained
 import unprivileged
-from ctl import PRESSURE, Daemon, until
+from ctl import PRESSURE, Daemon, listed, until
 from harness import MIB, compiled_as
 from test_containers import static_command
 from test_daemon import metrics_of
@@ -307,6 +307,8 @@ def test_oci_daemon(case):
     until(case, "no charge", lambda: daemon.ctl.value("/", "swap.current") == 0)
     for name in names:
         run([*words, "rm", name])
+    # With a run that it still knows of, it would leave its file to the next one.
+    until(case, "no run", lambda: listed(daemon) == [])
     daemon.stop()
     left = [path.name for path in place.iterdir() if path.name != "metrics"]
     assert left == [], left
