@@ -443,18 +443,18 @@ fn drain(args: &DrainArgs) -> Result<(Printed, ExitCode), server::ControlError> 
                 if is_over_soon(run) {
                     continue;
                 }
-                eprintln!("swaptide ctl: run {run}: {error}");
+                terminal::complain(&format!("swaptide ctl: run {run}: {error}"));
                 status = ExitCode::FAILURE;
             }
         }
         left = client::ready()?;
     } else if !left.runs.is_empty() || left.processes > 0 {
-        eprintln!(
+        terminal::complain(&format!(
             "swaptide ctl: {} runs and {} processes are left: {}",
             left.runs.len(),
             left.processes,
             comma_list(&left.runs)
-        );
+        ));
         status = ExitCode::FAILURE;
     }
     Ok((Printed::new(String::new(), &left), status))
