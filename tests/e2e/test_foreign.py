@@ -11,15 +11,15 @@ import pytest
 import cgroups
 from confine import PROFILE, run_confined
 from ctl import until
-from harness import HERE, Failure, compiled_as, full, param, visit
+from harness import HERE, MIB, Failure, PeakTooHigh, compiled_as, full, param, visit
 from processes import comm, descendants
 
 KINDS = ["static", "pie", "musl", "musl-static"]
 
 INJECT = ["--inject"]
 
-# Until management begins nothing holds a program that maps memory: it fills what it can.
-UNTIL_MANAGED = 96
+# Until it is found nothing holds a program that maps memory: it fills what it can.
+UNTIL_MANAGED = 48
 
 
 def program(case, name, kind):
@@ -141,6 +141,42 @@ func main() {
 """
 
 
+# Starts what its other arguments say, and keeps words of its own meanwhile.
+GO_PARENT = r"""
+package main
+
+import ("fmt"; "os"; "os/exec"; "strconv")
+
+func main() {
+    megabytes, _ := strconv.Atoi(os.Args[1])
+    words := make([]uint64, megabytes << 20 / 8)
+    for i := range words { words[i] = uint64(i) * 0x9e3779b97f4a7c15 }
+    child := exec.Command(os.Args[2], os.Args[3:]...)
+    child.Stdout, child.Stderr = os.Stdout, os.Stderr
+    if err := child.Run(); err != nil {
+        fmt.Println("FAILED", err)
+        os.Exit(3)
+    }
+    for i := range words {
+        if words[i] != uint64(i) * 0x9e3779b97f4a7c15 {
+            fmt.Println("FAILED", i)
+            os.Exit(3)
+        }
+    }
+    fmt.Println("OK")
+}
+"""
+
+# The same in Python, which prints nothing of its own.
+PYTHON_PARENT = """
+import subprocess, sys
+megabytes, words = int(sys.argv[1]), sys.argv[2:]
+numbers = list(range(1_000_000, 1_000_000 + megabytes * (1 << 20) // 40))
+subprocess.check_call(words)
+assert numbers == list(range(1_000_000, 1_000_000 + len(numbers)))
+"""
+
+
 GO_MAKE = "words := make([]uint64, megabytes << 20 / 8 / parts)"
 CGO_IMPORT = """"sync"; "unsafe")
 
@@ -250,6 +286,25 @@ def test_foreign_tree(case):
         done = case.run(["sh", "-ec", f"{line}; exit 0"], options=INJECT)
         wanted = "OK foreign all\n" * line.count(words)
         assert done.text() == wanted, f"{line}: {done.text()!r}"
+
+
+@pytest.mark.full
+@pytest.mark.swaptide(budget=256, limit=180, needs=("go", "/usr/bin/python3"), forks=True)
+@USERS
+@pytest.mark.parametrize("options", [param([], id="large"), param(INJECT, id="always")])
+def test_foreign_budget_tree(case, user, options):
+    """Go, a shell, Python and static C, each the child of the one before, within one budget."""
+    parent = go_program(case, GO_PARENT, "0")
+    file = case.directory / "parent.py"
+    file.write_text(PYTHON_PARENT)
+    static = openly(case, "foreign", "static")
+    # One that every user may execute.
+    line = f"/usr/bin/python3 {file} 96 {static} 160 1 {case.seed} all; exit 0"
+    done = case.run([parent, 160, "sh", "-ec", line], options=options)
+    assert done.text() == "OK foreign all\nOK\n"
+    peak, most = int(done.report["peak_resident_bytes"]), case.budget * MIB * 1.05
+    if peak > most:
+        raise PeakTooHigh(f"peak {peak / MIB:.1f} MiB, allowed {most / MIB:.1f}")
 
 
 @pytest.mark.swaptide(budget=32, allowance=64, swaps=False, forks=True, needs=("unshare",))

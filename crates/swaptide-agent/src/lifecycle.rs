@@ -67,7 +67,7 @@ extern "C" fn sleeper(_: usize) {
     if empty_table(None).is_ok() {
         set_name(c"swaptide");
         // A program that grows does not wait for its engine to start.
-        go_first();
+        let goes_first = go_first();
         match segment() {
             None => log::line(
                 "the supervisor does not answer (another network namespace?): this process is not \
@@ -76,7 +76,7 @@ extern "C" fn sleeper(_: usize) {
             Some(segment) if !same_pid_namespace(segment) => {
                 log::line("separate pid namespace: this process is not managed");
             }
-            Some(segment) => wait_for_supervisor(segment),
+            Some(segment) => wait_for_supervisor(segment, goes_first),
         }
     }
     PLACE.store(SLOT_UNCLAIMED, Release);
@@ -90,7 +90,8 @@ pub(crate) fn start_sleeper() {
 }
 
 /// Claims a slot, and waits until the supervisor engages this process.
-pub(crate) fn wait_for_supervisor(segment: &'static Segment) {
+/// `goes_first`: the calling thread runs before those of the program.
+pub(crate) fn wait_for_supervisor(segment: &'static Segment, goes_first: bool) {
     let forked_from = PARENT.load(Relaxed);
     let index = match segment.claim(getpid().0, forked_from) {
         Some(index) => index,
@@ -112,6 +113,7 @@ pub(crate) fn wait_for_supervisor(segment: &'static Segment) {
         }
     };
     let slot = segment.slot(index);
+    slot.agent.goes_first.store(u32::from(goes_first), Relaxed);
     past_libc::tell(slot);
     PLACE.store(index.0 + 1, Release);
     loop {

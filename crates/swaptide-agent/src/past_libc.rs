@@ -107,13 +107,13 @@ extern "C" fn let_all_go(number: usize) {
 
 /// Says in this process's slot that its forks are to be held.
 pub(crate) fn tell(slot: &ProcSlot) {
-    slot.past_libc.store(u32::from(is_program()), Release);
+    slot.agent.past_libc.store(u32::from(is_program()), Release);
 }
 
 /// True while a thread forks; says that nothing is out. For the thread that begins management.
 pub(crate) fn is_held(slot: &ProcSlot) -> bool {
     let number = slot.control.fork_hold.load(Acquire);
-    slot.fork_held.store(number, Release);
+    slot.agent.fork_held.store(number, Release);
     number != 0
 }
 

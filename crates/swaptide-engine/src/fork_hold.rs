@@ -75,7 +75,7 @@ fn hold(pager: &mut Pager, forks: &mut ForkServer) {
         is_open = is_open || forks.try_to_open_mappings(pager, MAX_FAULT_DELAY);
         match wanted(engine) {
             0 => break,
-            number if is_open => slot.fork_held.store(number, Release),
+            number if is_open => slot.agent.fork_held.store(number, Release),
             // Mappings change without pause.
             _ => {}
         }
@@ -87,7 +87,7 @@ fn hold(pager: &mut Pager, forks: &mut ForkServer) {
             forks.serve_untracked(pager);
         }
     }
-    slot.fork_held.store(0, Relaxed);
+    slot.agent.fork_held.store(0, Relaxed);
     if engine.fork.followed {
         forks.close_mappings(pager);
     }

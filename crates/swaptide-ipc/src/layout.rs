@@ -19,7 +19,7 @@ use crate::optional_limit::OptionalLimit;
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 18;
+pub const VERSION: u32 = 19;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// The limit of a process that is being released.
@@ -167,12 +167,8 @@ pub struct ProcSlot {
     pub engage_now: AtomicU32,
     /// Threads of the engine in this process.
     pub engine_threads: AtomicU32,
-    /// Not 0: its forks come through no hook, and wait until it has said in `fork_held` that they
-    /// may be made.
-    pub past_libc: AtomicU32,
-    /// The number in [`ProcControl::fork_hold`] that it has seen: since then everything is in, and
-    /// stays, until that is 0.
-    pub fork_held: AtomicU32,
+    /// What the agent says of itself.
+    pub agent: AgentWords,
     /// The group that its extents are charged to. Differs from the one that the process belongs to
     /// ([`ProcControl::group_wanted`]) until the process has seen that.
     pub group: AtomicU32,
@@ -190,6 +186,26 @@ pub struct ProcSlot {
     pub refaults: RefaultHistogram,
     /// Extents that the process holds, a bit each.
     pub held: [AtomicU64; MAX_EXTENTS / 64],
+}
+
+/// What the agent of a process says of itself. Written by the process, but for
+/// [`AgentWords::past_libc`], which the supervisor makes 0.
+#[repr(C)]
+pub struct AgentWords {
+    /// Not 0: its forks come through no hook, and wait until it has said in `fork_held` that they
+    /// may be made.
+    pub past_libc: AtomicU32,
+    /// The number in [`ProcControl::fork_hold`] that it has seen: since then everything is in, and
+    /// stays, until that is 0.
+    pub fork_held: AtomicU32,
+    /// Not 0: its threads run before those of the program.
+    pub goes_first: AtomicU32,
+}
+
+impl AgentWords {
+    fn clear(&self) {
+        clear_words([&self.past_libc, &self.fork_held, &self.goes_first]);
+    }
 }
 
 /// In [`ProcControl::detach`]: the agent was put into the process while it ran, and leaves it.
@@ -228,6 +244,8 @@ pub struct ProcControl {
     /// Not 0: much of its memory is another's, too, since a fork. Another number each time the
     /// supervisor has seen that.
     pub cow_hint: AtomicU32,
+    /// Not 0: the supervisor has decided once whether the process is to be managed.
+    pub looked: AtomicU32,
     /// Futex word. Not 0: a thread is about to fork past libc; everything shall come in, whatever
     /// limit there is, and stay until this is 0. Another number for each time.
     pub fork_hold: AtomicU32,
@@ -287,6 +305,7 @@ impl ProcControl {
             &self.throttle_us,
             &self.detach,
             &self.cow_hint,
+            &self.looked,
             &self.fork_hold,
         ]);
         self.pool_max.set(None);
@@ -485,12 +504,11 @@ impl Segment {
             let index = SlotIndex(index as u32);
             self.forget_holds(index, |_| {});
             let slot = self.slot(index);
-            slot.control.engage.store(0, Relaxed);
-            slot.control.detach.store(0, Relaxed);
-            slot.control.fork_hold.store(0, Relaxed);
-            slot.control.limit_bytes.store(0, Relaxed);
+            let control = &slot.control;
+            clear_words([&control.engage, &control.detach, &control.fork_hold, &control.looked]);
+            control.limit_bytes.store(0, Relaxed);
             slot.usage.clear();
-            clear_words([&slot.past_libc, &slot.fork_held]);
+            slot.agent.clear();
             slot.forked_from.store(forked_from, Relaxed);
             slot.set_state(ProcState::Watching);
             return Some(index);
@@ -554,14 +572,8 @@ impl Segment {
         slot.control.clear();
         slot.usage.clear();
         slot.usage.peak_footprint_bytes.store(0, Relaxed);
-        clear_words([
-            &slot.group,
-            &slot.engage_now,
-            &slot.engine_threads,
-            &slot.forked_from,
-            &slot.past_libc,
-            &slot.fork_held,
-        ]);
+        clear_words([&slot.group, &slot.engage_now, &slot.engine_threads, &slot.forked_from]);
+        slot.agent.clear();
         slot.set_state(ProcState::Free);
         slot.pid.store(0, Release);
     }
@@ -648,7 +660,14 @@ mod tests {
             ("Areas", &["Area", "AreaSpan", "ExportWords", "Segment"]),
             (
                 "Slots",
-                &["ProcSlot", "ProcControl", "ProcUsage", "FaultHistogram", "RefaultHistogram"],
+                &[
+                    "ProcSlot",
+                    "AgentWords",
+                    "ProcControl",
+                    "ProcUsage",
+                    "FaultHistogram",
+                    "RefaultHistogram",
+                ],
             ),
             ("Groups", &["GroupSlot", "Groups"]),
         ] {

@@ -41,9 +41,9 @@ pub use counters::{
 pub use group::{GroupIndex, GroupSlot, MAX_GROUPS};
 pub use ids::{EXTENT_BYTES, ExtentId, MAX_EXTENTS, SlotIndex};
 pub use layout::{
-    Header, InjectionConfig, MAGIC, MAX_GROWTH_BYTES_PER_S, MAX_PROCS, MIN_BUDGET_BYTES, NO_LIMIT,
-    POOL_PERCENT_ALONE, PoolConfig, ProcControl, ProcSlot, ProcState, ProcUsage, Segment,
-    SegmentError, SwapInConfig, THROTTLE_PAGES, VERSION, WITHDRAW,
+    AgentWords, Header, InjectionConfig, MAGIC, MAX_GROWTH_BYTES_PER_S, MAX_PROCS,
+    MIN_BUDGET_BYTES, NO_LIMIT, POOL_PERCENT_ALONE, PoolConfig, ProcControl, ProcSlot, ProcState,
+    ProcUsage, Segment, SegmentError, SwapInConfig, THROTTLE_PAGES, VERSION, WITHDRAW,
 };
 pub use optional_limit::OptionalLimit;
 pub use wire::{AgentRequest, ENV_AGENT_LOG, ENV_SOCKET, INJECTING_SOCKET};

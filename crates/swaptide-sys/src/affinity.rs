@@ -177,10 +177,11 @@ impl ThreadTimes {
 /// For threads that look or answer for a moment, and must do it in time: the calling one, which
 /// runs normally, runs before others that share its CPU (nice -10, where that is permitted) and
 /// begins as soon as it wakes (a short slice, where the kernel has those, since 6.12). Without
-/// either it is a thread like others.
-pub fn go_first() {
-    let _ = set_own_nice(-10);
+/// either it is a thread like others. True if the first was permitted.
+pub fn go_first() -> bool {
+    let is_permitted = set_own_nice(-10).is_ok();
     let _ = set_own_slice(Duration::from_micros(100));
+    is_permitted
 }
 
 /// The opposite of [`go_first`]: for a thread that inherited it.

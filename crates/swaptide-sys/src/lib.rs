@@ -32,6 +32,7 @@ pub mod lock;
 pub mod mapping_calls;
 pub mod maps;
 pub mod mem;
+pub mod new_processes;
 pub mod page;
 pub mod pagemap;
 pub mod process;

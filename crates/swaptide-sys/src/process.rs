@@ -125,9 +125,21 @@ pub fn proc_info(pid: u32) -> Option<ProcInfo> {
     parse_stat(pid, procfs::read_file(ProcPath::proc(pid, "stat").as_c_str(), &mut buf).ok()?)
 }
 
+/// True for a thread, of any process, that runs, waits for a CPU, or waits within the kernel for
+/// what no signal ends, as in a fault; but not for one whose name begins with `except`.
+pub fn is_running(tid: u32, except: &[u8]) -> bool {
+    let mut buf = [0; 1024];
+    let stat = procfs::read_file(ProcPath::proc(tid, "stat").as_c_str(), &mut buf);
+    stat.is_ok_and(|stat| {
+        let name = stat.iter().position(|byte| *byte == b'(').map_or(&[][..], |at| &stat[at + 1..]);
+        let state = after_name(stat).and_then(|rest| procfs::words(rest).next());
+        matches!(state, Some(b"R" | b"D")) && !name.starts_with(except)
+    })
+}
+
 /// The number of the newest process by the text of `/proc/loadavg`: while it stays, none was
 /// started.
-pub fn newest_in(loadavg: &[u8]) -> Option<u32> {
+pub(crate) fn newest_in(loadavg: &[u8]) -> Option<u32> {
     procfs::words(loadavg).last().and_then(parse_u64)?.try_into().ok()
 }
 

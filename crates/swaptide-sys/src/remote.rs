@@ -311,6 +311,11 @@ impl Seized {
         Ok(Seized(tid))
     }
 
+    /// A thread that the calling one traces already.
+    pub fn of(tid: u32) -> Seized {
+        Seized(tid)
+    }
+
     /// Has it stop soon, which a wait of the calling thread reports
     /// ([`TraceeStop::Still`]). Signals that are reported before
     /// are to be passed on ([`Seized::go_on`]).
@@ -340,7 +345,7 @@ impl Seized {
         Remote::save(self.0).inspect_err(|_| self.release())
     }
 
-    /// It is stopped now: traces it no more. It continues, or stays stopped with its process.
+    /// Traces it no more, if it is stopped now: it continues, or stays stopped with its process.
     pub fn release(&self) {
         // SAFETY: nothing is written.
         let _ = unsafe { ptrace(p::PTRACE_DETACH, self.0, 0, 0) };

@@ -87,7 +87,7 @@ pub(crate) extern "C" fn child_handler_main(_: usize) {
     };
     set_name(c"swaptide");
     // A fault is a thread that waits.
-    go_first();
+    let goes_first = go_first();
     inject_stop(engine, SILENT_CHILD);
     let decline = |end, why| match engine.decline(end, why) {
         Ok(whole) => {
@@ -108,7 +108,7 @@ pub(crate) extern "C" fn child_handler_main(_: usize) {
     let Some(index) = claim_soon(segment) else {
         if decline(end, Decline::TableFull) {
             // As any process that is not managed yet.
-            wait_for_supervisor(segment);
+            wait_for_supervisor(segment, goes_first);
         }
         return;
     };

@@ -611,7 +611,7 @@ impl Housekeeping {
         }
         // The thread that follows these orders at once may not have been made.
         let slot = engine.slot();
-        if slot.control.fork_hold.load(Relaxed) != slot.fork_held.load(Relaxed) {
+        if slot.control.fork_hold.load(Relaxed) != slot.agent.fork_held.load(Relaxed) {
             engine.handler_requests.submit(HandlerRequest::ForkHold);
         }
         engine.charge.measure(statm);

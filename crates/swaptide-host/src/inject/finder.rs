@@ -14,7 +14,7 @@
 //!    file.
 //! 2. A process that was forked and has executed nothing is left alone for a while: most execute
 //!    something. The tracer looks whether it has memory of its own.
-//! 3. A look costs at most a thirtieth of one CPU.
+//! 3. Looks cost at most a thirtieth of one CPU, but for those that the memory controller asks for.
 //!
 //! Locks: none; threads talk through channels.
 
@@ -30,7 +30,8 @@ use swaptide_ipc::ENV_SOCKET;
 use swaptide_sys::AsFd;
 use swaptide_sys::elf::{ProgramKind, kind_of};
 use swaptide_sys::eventfd::EventFd;
-use swaptide_sys::process::{ProcInfo, anon_rss, newest_in, proc_info, processes, same_memory};
+use swaptide_sys::new_processes::{NewLook, NewProcesses, cpu_time};
+use swaptide_sys::process::{ProcInfo, anon_rss, proc_info, same_memory};
 
 /// Between two looks at processes that are watched, at least.
 const LOOK_INTERVAL: Duration = Duration::from_millis(5);
@@ -54,7 +55,8 @@ const MAX_TRIES: u32 = 1000;
 /// Which programs are given the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Takes {
-    /// Those that load no library, once they have this number of bytes in memory.
+    /// Those that load no library, once they have this number of bytes in memory; or fewer, where
+    /// the memory controller says so.
     LoadingNone(u64),
     /// All that are not swaptide's and have no agent.
     All,
@@ -135,6 +137,62 @@ struct Watched {
     tries: u32,
 }
 
+/// What a look at a watched process has shown.
+enum WatchedLook {
+    /// It is not watched any more.
+    Gone,
+    Nothing,
+    /// It may be large after this time, and not before.
+    Small(Duration),
+    /// It is to be given the agent.
+    Candidate(ProgramIdentity),
+}
+
+impl Watched {
+    fn look(&mut self, pid: u32, takes: Takes) -> WatchedLook {
+        let Some(info) = proc_info(pid).filter(|info| !info.zombie) else {
+            return WatchedLook::Gone;
+        };
+        // One that is stopped by a signal is let be until it continues.
+        if self.is_traced || info.stopped {
+            return WatchedLook::Nothing;
+        }
+        let kept = |is_kept: bool| if is_kept { WatchedLook::Nothing } else { WatchedLook::Gone };
+        // The child of one with hooks says by itself what it executes.
+        let age = self.since.elapsed();
+        if self.attached.is_some_and(|start| start != info.start_time) {
+            return WatchedLook::Gone;
+        }
+        let is_settled = self.attached.is_some() || self.is_of_injected && age > FORKED_AGE;
+        if !info.has_executed && (!is_settled || same_memory(info.ppid, pid)) {
+            return kept(self.is_of_injected || age < HOOKED_AGE);
+        }
+        let Some(program) = ProgramIdentity::of(&info) else { return WatchedLook::Nothing };
+        if self.done == Some(program) {
+            return kept(!self.is_hooked || age < HOOKED_AGE);
+        }
+        if self.small != Some(program) && !takes.has(pid) {
+            // What loads the agent says by itself when it executes something else.
+            self.is_hooked = takes != Takes::All;
+            self.done = Some(program);
+            return WatchedLook::Nothing;
+        }
+        self.is_hooked = false;
+        if let Takes::LoadingNone(least) = takes {
+            let bytes = anon_rss(pid).unwrap_or(0);
+            if bytes < least {
+                self.small = Some(program);
+                return WatchedLook::Small(Duration::from_nanos(
+                    (least - bytes) / FILL_BYTES_PER_NS,
+                ));
+            }
+        }
+        self.is_traced = true;
+        self.named = Some(program);
+        WatchedLook::Candidate(program)
+    }
+}
+
 /// A request to the thread.
 pub(super) enum FinderRequest {
     /// A process runs such a program, or it or one that it starts is about to.
@@ -153,26 +211,33 @@ pub(super) struct Candidate {
     pub program: ProgramIdentity,
 }
 
-/// Starts the thread. What it finds goes to `candidates`, and `wake` is signalled.
+/// What the tracer is told.
+pub(super) enum TracerWord {
+    /// By the finder.
+    Named(Candidate),
+    /// By the memory controller: a process that has the agent is to be managed, and grows.
+    Engaged(u32),
+}
+
+/// Starts the thread. What it finds goes to `words`, and `wake` is signalled.
 pub(super) fn start(
     requests: Receiver<FinderRequest>,
-    candidates: Sender<Candidate>,
+    words: Sender<TracerWord>,
     wake: Arc<EventFd>,
     takes: Takes,
 ) {
-    let (watched, pause) = (HashMap::new(), LOOK_INTERVAL);
-    let finder = Finder { candidates, wake, takes, watched, newest: None, has_named: false, pause };
+    let (watched, new, pause) = (HashMap::new(), NewProcesses::default(), LOOK_INTERVAL);
+    let finder = Finder { words, wake, takes, watched, new, has_named: false, pause };
     // Without the thread such programs stay unmanaged, which the summary tells.
     let _ = Builder::new().name("injector".into()).spawn(move || finder.run(requests));
 }
 
 struct Finder {
-    candidates: Sender<Candidate>,
+    words: Sender<TracerWord>,
     wake: Arc<EventFd>,
     takes: Takes,
     watched: HashMap<u32, Watched>,
-    /// The number of the newest process at the last look at all of them.
-    newest: Option<u32>,
+    new: NewProcesses,
     /// A program was named: an orphan may be of such a one.
     has_named: bool,
     /// Until the next look, at most.
@@ -197,13 +262,14 @@ impl Finder {
                     next_look = next_look.min(earliest_look);
                 }
                 Ok(FinderRequest::Large(pid)) => {
-                    if self.watched.contains_key(&pid) || !self.takes.has(pid) {
+                    if !self.watched.contains_key(&pid) && !self.takes.has(pid) {
                         continue;
                     }
                     self.begin(pid);
                     if let Some(watched) = self.watched.get_mut(&pid) {
                         watched.is_of_injected = true;
                     }
+                    self.look_at(pid);
                     next_look = next_look.min(earliest_look);
                 }
                 Ok(FinderRequest::Attach(pid, start)) => {
@@ -223,8 +289,8 @@ impl Finder {
             }
             // Not the time in which the thread waited for a CPU.
             let began = cpu_time();
-            self.look();
-            let cost = cpu_time().saturating_sub(began);
+            let listing = self.look();
+            let cost = cpu_time().saturating_sub(began).saturating_sub(listing);
             let young = self.watched.values().any(|watched| watched.since.elapsed() < YOUNG_AGE);
             let is_urgent = young && matches!(self.takes, Takes::LoadingNone(0) | Takes::All);
             let interval = if is_urgent { YOUNG_INTERVAL } else { self.pause };
@@ -234,7 +300,13 @@ impl Finder {
         }
     }
 
+    /// Watches a process that may have children by now.
     fn begin(&mut self, pid: u32) {
+        self.watch(pid);
+        self.new.list_all();
+    }
+
+    fn watch(&mut self, pid: u32) {
         let new = || Watched {
             since: Instant::now(),
             done: None,
@@ -247,92 +319,76 @@ impl Finder {
             tries: 0,
         };
         self.watched.entry(pid).or_insert_with(new).since = Instant::now();
-        self.newest = None;
     }
 
     fn note(&mut self, pid: u32, program: Option<ProgramIdentity>) {
         let Some(watched) = self.watched.get_mut(&pid) else { return };
         watched.is_traced = false;
         watched.tries += 1;
-        self.newest = None;
+        self.new.list_all();
         if program.is_some() || watched.tries >= MAX_TRIES {
             watched.done = program.or(watched.named);
             watched.tries = 0;
         }
     }
 
-    fn look(&mut self) {
-        self.find_children();
-        let mut found = Vec::new();
-        let least = if let Takes::LoadingNone(least) = self.takes { least } else { 0 };
+    /// Looks at all that is watched; CPU time that a listing of all processes took, which has a
+    /// bound of its own.
+    fn look(&mut self) -> Duration {
+        let listing = self.find_children();
         let is_open = |watched: &Watched| {
             watched.is_hooked || watched.done.is_none() && watched.small.is_none()
         };
-        self.pause = match self.watched.values().any(is_open) {
+        let mut pause = match self.watched.values().any(is_open) {
             true => LOOK_INTERVAL,
             false => QUIET_INTERVAL,
         };
+        let mut found = Vec::new();
+        let takes = self.takes;
         self.watched.retain(|pid, watched| {
-            let Some(info) = proc_info(*pid).filter(|info| !info.zombie) else { return false };
-            // One that is stopped by a signal is let be until it continues.
-            if watched.is_traced || info.stopped {
-                return true;
-            }
-            // The child of one with hooks says by itself what it executes.
-            let age = watched.since.elapsed();
-            if watched.attached.is_some_and(|start| start != info.start_time) {
-                return false;
-            }
-            let is_settled =
-                watched.attached.is_some() || watched.is_of_injected && age > FORKED_AGE;
-            if !info.has_executed && (!is_settled || same_memory(info.ppid, *pid)) {
-                return watched.is_of_injected || age < HOOKED_AGE;
-            }
-            let Some(program) = ProgramIdentity::of(&info) else { return true };
-            if watched.done == Some(program) {
-                return !watched.is_hooked || watched.since.elapsed() < HOOKED_AGE;
-            }
-            if watched.small == Some(program) || self.takes.has(*pid) {
-                let bytes = anon_rss(*pid).unwrap_or(0);
-                if bytes < least {
-                    watched.is_hooked = false;
-                    watched.small = Some(program);
-                    let until = Duration::from_nanos((least - bytes) / FILL_BYTES_PER_NS);
-                    self.pause = self.pause.min(until.max(LOOK_INTERVAL));
-                    return true;
-                }
-                watched.is_hooked = false;
-                watched.is_traced = true;
-                watched.named = Some(program);
-                found.push(Candidate { pid: *pid, program });
-            } else {
-                // What loads the agent says by itself when it executes something else.
-                watched.is_hooked = self.takes != Takes::All;
-                watched.done = Some(program);
+            match watched.look(*pid, takes) {
+                WatchedLook::Gone => return false,
+                WatchedLook::Nothing => {}
+                WatchedLook::Small(until) => pause = pause.min(until.max(LOOK_INTERVAL)),
+                WatchedLook::Candidate(program) => found.push(Candidate { pid: *pid, program }),
             }
             true
         });
+        self.pause = pause;
+        self.name(found);
+        listing
+    }
+
+    /// Looks at one that is large, as the memory controller says.
+    fn look_at(&mut self, pid: u32) {
+        let takes = match self.takes {
+            Takes::LoadingNone(_) => Takes::LoadingNone(0),
+            Takes::All => Takes::All,
+        };
+        match self.watched.get_mut(&pid).map(|watched| watched.look(pid, takes)) {
+            Some(WatchedLook::Candidate(program)) => self.name(vec![Candidate { pid, program }]),
+            Some(WatchedLook::Gone) => drop(self.watched.remove(&pid)),
+            Some(WatchedLook::Nothing | WatchedLook::Small(_)) | None => {}
+        }
+    }
+
+    fn name(&mut self, found: Vec<Candidate>) {
         if !found.is_empty() {
             self.has_named = true;
             // The tracer ends with the run.
-            found.into_iter().for_each(|one| drop(self.candidates.send(one)));
+            found.into_iter().for_each(|one| drop(self.words.send(TracerWord::Named(one))));
             self.wake.signal();
         }
     }
 
     /// Watches what the watched processes have started since the last look.
-    fn find_children(&mut self) {
-        let newest = newest_process();
-        if newest.is_some() && newest == self.newest {
-            return;
-        }
-        let Ok(all) = processes() else { return };
-        self.newest = newest;
+    fn find_children(&mut self) -> Duration {
+        let NewLook { processes: started, listing } = self.new.look();
         let own = std::process::id();
         let mut found = true;
         while found {
             found = false;
-            for info in all.iter().filter(|info| !info.zombie) {
+            for info in started.iter().filter(|info| !info.zombie) {
                 if self.watched.contains_key(&info.pid) {
                     continue;
                 }
@@ -346,7 +402,7 @@ impl Finder {
                     }
                     None => continue,
                 };
-                self.begin(info.pid);
+                self.watch(info.pid);
                 found = true;
                 if let Some(watched) = self.watched.get_mut(&info.pid) {
                     watched.is_of_injected = is_of_injected;
@@ -354,8 +410,7 @@ impl Finder {
                 }
             }
         }
-        // What was found now has set it back.
-        self.newest = newest;
+        listing.unwrap_or_default()
     }
 }
 
@@ -366,16 +421,6 @@ impl Finder {
     }
 }
 
-/// CPU time of the calling thread.
-fn cpu_time() -> Duration {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec.max(0) as u32)
-}
-
 fn kind_of_process(pid: u32) -> Option<ProgramKind> {
     kind_of(File::open(format!("/proc/{pid}/exe")).ok()?.as_fd())
-}
-
-fn newest_process() -> Option<u32> {
-    newest_in(&std::fs::read("/proc/loadavg").ok()?)
 }

@@ -6,7 +6,7 @@
 //!
 //! | stage | until |
 //! |---|---|
-//! | `Held` | the process says that everything is in ([`swaptide_ipc::ProcSlot::fork_held`]); then the call is made |
+//! | `Held` | the process says that everything is in ([`swaptide_ipc::AgentWords::fork_held`]); then the call is made |
 //! | `Made` | its child is there, or the thread is seen outside of the call, or [`LOST_TIMEOUT`] is over |
 //!
 //! Invariants
@@ -118,7 +118,7 @@ impl HeldFork {
     }
 
     fn look_held(&mut self, words: &ProcSlot, agent: Option<&FilteredAgent>) {
-        let held = Some(words.fork_held.load(Acquire));
+        let held = Some(words.agent.fork_held.load(Acquire));
         if agent.is_none_or(|agent| agent.order == held || !is_managed(words, self.host)) {
             let before = self.children();
             (self.stage, self.since) = (HoldStage::Made(before), Instant::now());
@@ -421,7 +421,7 @@ impl HeldForks {
 /// True for the place of a process whose agent holds forks, and may manage it.
 fn is_managed(words: &ProcSlot, pid: u32) -> bool {
     words.pid.load(Relaxed) == pid
-        && words.past_libc.load(Acquire) != 0
+        && words.agent.past_libc.load(Acquire) != 0
         && matches!(words.state(), ProcState::Watching | ProcState::Engaged)
 }
 

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`finder`] | the thread that finds them |
 //! | [`tracer`] | the programs that are about to stop, to be given the agent |
+//! | [`running`] | their other threads, stopped meanwhile |
 //! | [`put_in`] | what a stopped program is made to do |
 //! | [`image`] | the agent's library, relocated |
 //! | [`forks`] | the forks of such programs, until everything is in |
@@ -14,6 +15,7 @@ mod finder;
 mod forks;
 mod image;
 mod put_in;
+mod running;
 mod tracer;
 
 pub(crate) use finder::{Takes, has_agent, is_of_swaptide};

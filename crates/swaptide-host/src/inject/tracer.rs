@@ -9,7 +9,12 @@
 //! | named by the finder | traced and interrupted ([`Tracer::begin_named`]) |
 //! | about to stop | the wait reports the stop ([`Tracer::changed`]); then it is given the agent at once |
 //! | late | a call that it was made to make returns: it is let go without the agent |
-//! | held | the agent has a place in the segment ([`Tracer::attend`]), or [`HOLD_TIMEOUT`] is over: a program could be past the budget by then |
+//! | held | its agent is there ([`Tracer::attend`]); one with memory, until the controller has looked at it, and where it is to be managed until it is |
+//!
+//! Else a program could be past the budget by then. It is held for [`HOLD_TIMEOUT`] at most, and
+//! for [`ENGAGE_TIMEOUT`] where it is about to be managed; its [other threads](super::running) too,
+//! if they run. One that was attached to is held until its agent is there, and only its first
+//! thread is.
 //!
 //! Invariants
 //! 1. A program is traced and changed without `CAP_SYS_PTRACE`, so the kernel gives no rights by
@@ -32,21 +37,27 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use rustix::thread::CapabilitySet;
-use swaptide_ipc::{ProcSlot, Segment};
+use swaptide_ipc::{ProcSlot, ProcState, Segment};
 use swaptide_sys::Errno;
 use swaptide_sys::eventfd::EventFd;
-use swaptide_sys::process::{proc_info, processes, same_memory};
+use swaptide_sys::process::{anon_rss, proc_info, processes, same_memory};
 use swaptide_sys::ptrace::TraceeStop;
 use swaptide_sys::remote::{Remote, Seized, is_traced_here};
 
-use super::finder::{self, Candidate, FinderRequest, ProgramIdentity, Takes};
+use super::finder::{self, Candidate, FinderRequest, ProgramIdentity, Takes, TracerWord};
 use super::forks::HeldForks;
 use super::image::AgentFile;
 use super::put_in::{AgentTexts, put_in};
+use super::running::RunningThreads;
 use crate::capability::without;
 
-/// How long a program is held until its agent is there. It takes a millisecond or two.
+/// How long a program is held until its agent is there, and the controller has looked at it. It
+/// takes a millisecond or two.
 const HOLD_TIMEOUT: Duration = Duration::from_millis(20);
+/// How long it is held while it is about to be managed: a few milliseconds, where a CPU is free.
+const ENGAGE_TIMEOUT: Duration = Duration::from_millis(200);
+/// One with less memory is held only until its agent is there.
+const LOOKED_AT_BYTES: u64 = 1 << 20;
 /// Between two looks at it.
 const HOLD_INTERVAL: Duration = Duration::from_micros(200);
 
@@ -58,6 +69,32 @@ const TRACED_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 struct HeldProgram {
     remote: Remote,
     since: Instant,
+    /// It has memory: the controller shall look at it before it goes on.
+    is_large: bool,
+}
+
+/// For what a program is held whose agent is there.
+enum HoldWish {
+    /// For nothing any more.
+    None,
+    /// The controller has not looked at it.
+    UntilLooked,
+    /// It is to be managed, and is not yet.
+    UntilManaged,
+}
+
+impl HoldWish {
+    fn of(slot: &ProcSlot) -> HoldWish {
+        if slot.state() != ProcState::Watching {
+            return HoldWish::None;
+        }
+        // With the store of the controller: then its order is seen as well.
+        match slot.control.looked.load(Acquire) != 0 {
+            false => HoldWish::UntilLooked,
+            true if slot.control.engage.load(Relaxed) != 0 => HoldWish::UntilManaged,
+            true => HoldWish::None,
+        }
+    }
 }
 
 /// A program that is about to stop.
@@ -77,17 +114,31 @@ pub(crate) struct Tracer {
     /// Programs that wait, while none is given the agent.
     postponed: Option<Vec<Candidate>>,
     finder: Sender<FinderRequest>,
-    named: Receiver<Candidate>,
-    wake: Arc<EventFd>,
+    mailbox: Mailbox,
     stopping: HashMap<u32, Stopping>,
     held: HashMap<u32, HeldProgram>,
     late: HashMap<u32, Remote>,
+    /// Other threads of these.
+    running: RunningThreads,
     /// Forks of programs that have the agent.
     pub(crate) forks: HeldForks,
     /// What came of programs since the last call of [`Tracer::take_outcomes`].
     outcomes: Vec<(u32, Result<(), Errno>)>,
-    /// What is to be told, and whether it was.
-    note: Option<String>,
+    note: FirstNote,
+}
+
+/// What the finder and the memory controller tell the tracer.
+struct Mailbox {
+    sender: Sender<TracerWord>,
+    words: Receiver<TracerWord>,
+    /// Signalled for each.
+    wake: Arc<EventFd>,
+}
+
+/// What is to be told, once.
+#[derive(Default)]
+struct FirstNote {
+    text: Option<String>,
     has_told: bool,
 }
 
@@ -121,8 +172,8 @@ impl Tracer {
     ) -> Result<Tracer, Errno> {
         let wake = Arc::new(EventFd::new()?);
         let (finder, requests) = channel();
-        let (candidates, named) = channel();
-        finder::start(requests, candidates, Arc::clone(&wake), takes);
+        let (sender, words) = channel();
+        finder::start(requests, sender.clone(), Arc::clone(&wake), takes);
         Ok(Tracer {
             agent,
             texts: AgentTexts { socket: socket.into(), log: log.unwrap_or_default() },
@@ -130,15 +181,14 @@ impl Tracer {
             takes,
             postponed: None,
             finder,
-            named,
-            wake,
+            mailbox: Mailbox { sender, words, wake },
             stopping: HashMap::new(),
             held: HashMap::new(),
             late: HashMap::new(),
+            running: RunningThreads::default(),
             forks: HeldForks::default(),
             outcomes: Vec::new(),
-            note: None,
-            has_told: false,
+            note: FirstNote::default(),
         })
     }
 
@@ -195,14 +245,24 @@ impl Tracer {
         Box::new(move |pid| drop(finder.send(FinderRequest::Large(pid))))
     }
 
-    /// Readable when the finder has named a program.
+    /// What tells that one that has the agent is about to be managed, and grows.
+    pub(crate) fn engagement_reporter(&self) -> Box<dyn Fn(u32) + Send> {
+        let (sender, wake) = (self.mailbox.sender.clone(), Arc::clone(&self.mailbox.wake));
+        Box::new(move |pid| {
+            // The tracer ends with the run.
+            let _ = sender.send(TracerWord::Engaged(pid));
+            wake.signal();
+        })
+    }
+
+    /// Readable when there is something for [`Tracer::begin_named`].
     pub(crate) fn awaited(&self) -> BorrowedFd<'_> {
-        self.wake.as_fd()
+        self.mailbox.wake.as_fd()
     }
 
     /// What the user is to be told, once.
     pub(crate) fn take_note(&mut self) -> Option<String> {
-        self.note.take()
+        self.note.text.take()
     }
 
     /// True if a process is about to be given the agent, or held.
@@ -210,34 +270,51 @@ impl Tracer {
         self.stopping.contains_key(&pid)
             || self.held.contains_key(&pid)
             || self.late.contains_key(&pid)
+            || self.running.has(pid)
     }
 
     /// The longest time until the next [`Tracer::attend`].
     pub(crate) fn timeout(&self) -> Option<Duration> {
-        if !self.held.is_empty() {
+        if !self.held.is_empty() || !self.running.pids().is_empty() {
             return Some(HOLD_INTERVAL);
         }
         let is_awaited = !self.stopping.is_empty() || !self.late.is_empty();
-        is_awaited.then_some(TRACED_CHECK_INTERVAL)
+        let check = is_awaited.then_some(TRACED_CHECK_INTERVAL);
+        check.into_iter().chain(self.running.timeout()).min()
     }
 
     /// Lets programs go whose agent is there, and forgets those that are traced no more.
     pub(crate) fn attend(&mut self, segment: &Segment) {
         self.forget_untraced();
-        if self.held.is_empty() {
+        self.running.attend();
+        let managed = self.running.pids();
+        if self.held.is_empty() && managed.is_empty() {
             return;
         }
         // The place of the program before has no such word, or has it no more.
-        let has_agent = |slot: &&ProcSlot| slot.past_libc.load(Acquire) != 0;
-        let slots = segment.claimed().map(|(_, slot)| slot);
-        let places: Vec<u32> = slots.filter(has_agent).map(|slot| slot.pid.load(Relaxed)).collect();
-        let over: Vec<_> = self
-            .held
-            .extract_if(|pid, held| places.contains(pid) || held.since.elapsed() >= HOLD_TIMEOUT)
-            .collect();
+        let has_agent = |slot: &&ProcSlot| slot.agent.past_libc.load(Acquire) != 0;
+        let slots = segment.claimed().map(|(_, slot)| slot).filter(has_agent);
+        let places: HashMap<u32, HoldWish> =
+            slots.map(|slot| (slot.pid.load(Relaxed), HoldWish::of(slot))).collect();
+        let is_over = |pid: &u32, held: &mut HeldProgram| {
+            let time = match places.get(pid) {
+                Some(HoldWish::None) => return true,
+                Some(_) if !held.is_large => return true,
+                Some(HoldWish::UntilManaged) => ENGAGE_TIMEOUT,
+                Some(HoldWish::UntilLooked) | None => HOLD_TIMEOUT,
+            };
+            held.since.elapsed() >= time
+        };
+        let over: Vec<_> = self.held.extract_if(is_over).collect();
         // One that is gone is told of by the wait.
         for (pid, held) in over {
             let _ = self.let_go(pid, held.remote);
+        }
+        for pid in managed {
+            let is_awaited = matches!(places.get(&pid), Some(HoldWish::UntilManaged));
+            if !is_awaited && !self.stopping.contains_key(&pid) && !self.held.contains_key(&pid) {
+                self.running.let_go(pid);
+            }
         }
     }
 
@@ -252,12 +329,14 @@ impl Tracer {
         let over: Vec<_> = self.stopping.extract_if(is_over).collect();
         self.late.retain(|pid, _| is_traced_here(*pid));
         for (pid, stopping) in over {
+            self.running.let_go(pid);
             self.done(pid, stopping.program, Err(Errno::AGAIN));
         }
     }
 
     fn let_go(&mut self, pid: u32, remote: Remote) -> Result<(), Errno> {
         let released = remote.release();
+        self.running.let_go(pid);
         // It may have executed another program, which no wait tells: then it is traced no more.
         if remote.is_late() && is_traced_here(pid) {
             self.late.insert(pid, remote);
@@ -265,13 +344,15 @@ impl Tracer {
         released
     }
 
-    /// Traces and interrupts the programs that the finder has named.
+    /// Traces and interrupts the programs that the finder has named, and the threads of those that
+    /// are about to be managed.
     pub(crate) fn begin_named(&mut self) {
-        self.wake.clear();
-        while let Ok(candidate) = self.named.try_recv() {
-            match &mut self.postponed {
-                Some(postponed) => postponed.push(candidate),
-                None => self.begin_one(candidate),
+        self.mailbox.wake.clear();
+        while let Ok(word) = self.mailbox.words.try_recv() {
+            match (word, &mut self.postponed) {
+                (TracerWord::Named(candidate), Some(postponed)) => postponed.push(candidate),
+                (TracerWord::Named(candidate), None) => self.begin_one(candidate),
+                (TracerWord::Engaged(pid), _) => self.stop_running(pid, !self.has(pid)),
             }
         }
     }
@@ -290,6 +371,7 @@ impl Tracer {
                 self.late.remove(&pid);
                 // One that is gone is told of by the wait.
                 let _ = seized.interrupt();
+                self.stop_running(pid, false);
                 let checked = Instant::now();
                 self.stopping.insert(pid, Stopping { seized, program, checked });
             }
@@ -303,12 +385,15 @@ impl Tracer {
         if stop == TraceeStop::Gone {
             self.held.remove(&pid);
             self.late.remove(&pid);
+            self.running.let_go(pid);
         }
         if let Some(remote) = self.late.remove(&pid) {
             return self.let_go(pid, remote) != Err(Errno::SRCH);
         }
         let Some(Stopping { seized, program, .. }) = self.stopping.remove(&pid) else {
-            return false;
+            let is_other_thread = self.running.has(pid);
+            self.running.changed(pid, stop);
+            return is_other_thread;
         };
         let result = match stop {
             TraceeStop::Still => self.give(pid, &seized, program, segment),
@@ -328,8 +413,21 @@ impl Tracer {
                 return true;
             }
         };
+        if !self.held.contains_key(&pid) {
+            self.running.let_go(pid);
+        }
         self.done(pid, program, result);
         true
+    }
+
+    /// Stops the threads of a program that run, the first one too if it is not stopped by other
+    /// means. One that was attached to may be held for long: its threads go on.
+    fn stop_running(&mut self, pid: u32, with_first: bool) {
+        if self.takes != Takes::All {
+            let running = &mut self.running;
+            // Without that none is stopped.
+            let _ = without(CapabilitySet::SYS_PTRACE, || running.stop(pid, with_first));
+        }
     }
 
     fn give(
@@ -351,6 +449,10 @@ impl Tracer {
             && self.takes.has(pid)
             && !is_confined(pid, self.forks.is_filtered(pid))
             && is_numbered_here(pid);
+        if is_wanted {
+            // Those that have begun to run since.
+            self.stop_running(pid, false);
+        }
         let Some(image) = self.agent.image().filter(|_| is_wanted) else {
             seized.release();
             return Err(match is_same && !is_postponed {
@@ -363,11 +465,14 @@ impl Tracer {
         let remote = seized.stopped()?;
         let mut slots = segment.claimed().map(|(_, slot)| slot);
         if let Some(before) = slots.find(|slot| slot.pid.load(Relaxed) == pid) {
-            before.past_libc.store(0, Relaxed);
+            before.agent.past_libc.store(0, Relaxed);
         }
         match self.act(|| put_in(&remote, image, &self.texts, is_forked)) {
             Ok(()) => {
-                self.held.insert(pid, HeldProgram { remote, since: Instant::now() });
+                // One that was attached to is large for long.
+                let is_large = self.takes != Takes::All
+                    && anon_rss(pid).is_some_and(|bytes| bytes >= LOOKED_AT_BYTES);
+                self.held.insert(pid, HeldProgram { remote, since: Instant::now(), is_large });
                 Ok(())
             }
             Err(errno) => {
@@ -414,8 +519,8 @@ impl Tracer {
     }
 
     fn tell(&mut self, what: String) {
-        if !std::mem::replace(&mut self.has_told, true) {
-            self.note = Some(what);
+        if !std::mem::replace(&mut self.note.has_told, true) {
+            self.note.text = Some(what);
         }
     }
 }

@@ -30,7 +30,7 @@ mod slots;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -60,6 +60,12 @@ use crate::swap::areas::Areas;
 
 /// The time that a client waits for the controller: a tick of many processes on a busy machine.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How soon a process that is started is looked at where memory is short, and how often at first;
+/// where another one was started within [`STARTS_AGE`].
+const START_INTERVAL: Duration = Duration::from_millis(1);
+const STARTS_AGE: Duration = Duration::from_secs(2);
+const YOUNG_AGE: Duration = Duration::from_millis(20);
 
 /// A request to the controller.
 pub enum ControllerRequest {
@@ -116,6 +122,8 @@ pub struct MemoryController {
     runs: Runs,
     watches: Watches,
     last_tick: Instant,
+    /// Memory is short, and a program may be started that fills it at once.
+    awaits_starts: bool,
     /// Reports to the user of a run.
     say: Box<SayToRun>,
     large: LargeProcesses,
@@ -145,14 +153,21 @@ impl MemoryController {
             runs: Runs::new(),
             watches: Watches::new(segment),
             last_tick: Instant::now(),
+            awaits_starts: false,
             say: Box::new(|_, _| ()),
             large: LargeProcesses::default(),
         }
     }
 
-    /// Reports processes that have this number of bytes.
-    pub(crate) fn reporting(self, least: u64, report: Box<dyn Fn(u32) + Send>) -> MemoryController {
-        MemoryController { large: LargeProcesses::new(least, report), ..self }
+    /// Reports processes that have this number of bytes, and by the other function those that load
+    /// no library, have the agent, are to be managed, and grow.
+    pub(crate) fn reporting(
+        self,
+        least: u64,
+        report: Box<dyn Fn(u32) + Send>,
+        report_engaged: Box<dyn Fn(u32) + Send>,
+    ) -> MemoryController {
+        MemoryController { large: LargeProcesses::new(least, report, report_engaged), ..self }
     }
 
     /// Reports by `say` what the user of a run must know at once.
@@ -188,18 +203,25 @@ impl MemoryController {
     pub fn run(mut self, requests: Receiver<ControllerRequest>) {
         // It only looks, but it must look in time.
         swaptide_sys::affinity::go_first();
-        let mut interval = Duration::ZERO;
+        let mut next = Instant::now();
         loop {
-            match requests.recv_timeout(interval) {
+            let rest = next.saturating_duration_since(Instant::now());
+            let most = if self.awaits_starts { START_INTERVAL } else { rest };
+            match requests.recv_timeout(rest.min(most)) {
                 Ok(ControllerRequest::Joined(pid)) => drop(self.tree.admit(pid)),
                 Ok(ControllerRequest::Do(task)) => {
                     self.tick();
                     task(&mut self);
                 }
                 Ok(ControllerRequest::Stop) | Err(RecvTimeoutError::Disconnected) => return,
+                Err(RecvTimeoutError::Timeout)
+                    if Instant::now() < next && !self.tree.may_have_grown() =>
+                {
+                    continue;
+                }
                 Err(RecvTimeoutError::Timeout) => {}
             }
-            interval = self.tick();
+            next = Instant::now() + self.tick();
         }
     }
 
@@ -264,7 +286,9 @@ impl MemoryController {
         self.areas.measure();
         let sizes = members.iter().zip(&processes);
         let sizes = sizes.map(|(member, process)| (member.pid, process.used));
-        self.large.look(sizes, self.last_tick);
+        let is_near = policy::is_near(&bounds, &processes);
+        self.large.look(sizes, is_near, self.last_tick);
+        self.awaits_starts = is_near && self.tree.found_within(STARTS_AGE);
         let stalled = |index| self.watches.stalled(index);
         let usage = self.runs.note_peaks(self.segment, stalled, &members, &processes, self.budget);
         self.record(&usage, left, elapsed);
@@ -281,6 +305,7 @@ impl MemoryController {
                 command(self.segment.slot(index), limit + lent[*at], decision.engage.contains(at));
             self.watches.note_limit(index, *fair, has_limit.then_some(lent[*at]));
         }
+        self.say_looked(&members, &counted, &decision.engage);
         self.watches.has_looked = true;
         self.groups.bound_pools(self.segment, &members, &decision.limits);
         self.groups.account(&self.watches, &members, &processes, elapsed, |group| {
@@ -291,9 +316,23 @@ impl MemoryController {
             self.look_for_stalls(root, &members);
         }
         self.runs.forget_ended(&mut self.tree);
-        policy::interval(&bounds, &counted)
+        let interval = policy::interval(&bounds, &counted);
+        let is_young = is_near && self.tree.found_within(YOUNG_AGE);
+        (if is_young { interval.min(START_INTERVAL) } else { interval })
             .min(self.groups.reclaims.step(&self.groups.tree))
             .min(self.runs.stall_interval().unwrap_or(Duration::MAX))
+    }
+
+    /// Says that processes were looked at, and which of them are to be managed now.
+    fn say_looked(&self, members: &[TickMember], processes: &[Process], engage: &[usize]) {
+        for (at, member) in members.iter().enumerate() {
+            let Some(slot) = member.slot.map(|index| self.segment.slot(index)) else { continue };
+            // With the load of who waits for it: who sees it sees the order to be managed.
+            slot.control.looked.store(1, Release);
+            if engage.contains(&at) && slot.agent.past_libc.load(Relaxed) != 0 {
+                self.large.note_engaged(member.pid, processes[at].growth);
+            }
+        }
     }
 
     /// Returns the state of a process; a new one gets its group.

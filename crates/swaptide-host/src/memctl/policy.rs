@@ -13,7 +13,8 @@
 //!   far as that much is swapped out, it is what it would use if it could.
 //!
 //! Invariants
-//! 1. Nothing of a group is engaged while its use, and that of all above it, is under `trigger`.
+//! 1. Nothing of a group is engaged while its use, and that of all above it, is under `trigger`,
+//!    but for a process that grows so fast that it would be past the budget by then.
 //! 2. The limits in a group together exceed its share only where the floors do (`FLOOR_BYTES`),
 //!    or where limits that were given before are still being lowered and the use is not over the
 //!    share.
@@ -46,8 +47,12 @@ const CROWDED_FLOOR_BYTES: u64 = 2 << 20;
 const MIN_MANAGED_BYTES: u64 = 4 << 20;
 /// The same once the budget is exceeded.
 const MIN_MANAGED_BYTES_OVER_BUDGET: u64 = 1 << 20;
-/// The time that a process may take from being engaged until faults hold it.
+/// The time that a process may take from being engaged until faults hold it; and where its engine
+/// has to share the CPUs with the threads that fill its memory.
 const ENGAGE_TIME: Duration = Duration::from_millis(20);
+const SLOW_ENGAGE_TIME: Duration = Duration::from_millis(50);
+/// What cannot be managed and grows no faster than this is looked at no more often for it.
+const STEADY_GROWTH_BYTES_PER_S: u64 = 16 << 20;
 /// The time over which the pressure of processes of one copy-on-write group is averaged: each has
 /// moments at which it wants much.
 const PRESSURE_WINDOW: Duration = Duration::from_millis(250);
@@ -116,6 +121,8 @@ pub struct Process {
     pub limit: u64,
     /// Bytes a second by which it has grown since the last look, while it is not managed.
     pub growth: u64,
+    /// Its engine runs before its other threads.
+    pub engine_goes_first: bool,
     /// Bytes that it keeps under any pressure, for its copy-on-write group.
     pub kept: u64,
     /// Bytes that it has shown to work on, at most.
@@ -145,6 +152,12 @@ fn trigger(budget: u64) -> u64 {
     (budget / 100 * 85).saturating_sub(8 << 20).max(budget / 2)
 }
 
+/// True if a group uses so much that its processes are managed.
+pub(crate) fn is_near(groups: &[Bounds], processes: &[Process]) -> bool {
+    let totals = sums(groups, processes.iter().map(|p| (p.group, p.used)));
+    groups.iter().zip(totals).any(|(group, total)| total > trigger(group.most()))
+}
+
 /// For each group, the sum over the processes in it and below it.
 fn sums(groups: &[Bounds], of: impl Iterator<Item = (usize, u64)>) -> Vec<u64> {
     let mut sums = vec![0u64; groups.len()];
@@ -172,12 +185,15 @@ pub(crate) fn decide(groups: &[Bounds], processes: &[Process], elapsed: Duration
     let mut engage: Vec<usize> =
         (0..processes.len()).filter(|at| processes[*at].standing == Standing::Asking).collect();
     for (at, (group, total)) in groups.iter().zip(&totals).enumerate() {
-        if *total > trigger(group.most()) {
-            let within: Vec<usize> =
-                (0..processes.len()).filter(|p| is_in(groups, processes[*p].group, at)).collect();
-            let chosen = choose(group.most(), *total, processes, &within);
-            engage.extend(chosen.into_iter().filter(|p| !engage.contains(p)).collect::<Vec<_>>());
-        }
+        let is_within = |p: &usize| is_in(groups, processes[*p].group, at);
+        let chosen = if *total > trigger(group.most()) {
+            let within: Vec<usize> = (0..processes.len()).filter(is_within).collect();
+            choose(group.most(), *total, processes, &within)
+        } else {
+            let is_urgent = |p: &usize| is_urgent(group.most(), *total, &processes[*p]);
+            (0..processes.len()).filter(is_urgent).filter(is_within).collect()
+        };
+        engage.extend(chosen.into_iter().filter(|p| !engage.contains(p)).collect::<Vec<_>>());
     }
     let is_managed =
         |at: &usize| processes[*at].standing == Standing::Engaged || engage.contains(at);
@@ -222,11 +238,12 @@ fn share(group: &Bounds, others: u64) -> Bounds {
 
 /// True for a process that would have grown past the budget by the time it is managed.
 fn is_urgent(budget: u64, total: u64, p: &Process) -> bool {
-    let ahead = part(p.growth, ENGAGE_TIME.as_micros() as u64, 1_000_000);
+    let time = if p.engine_goes_first { ENGAGE_TIME } else { SLOW_ENGAGE_TIME };
+    let ahead = || part(p.growth, time.as_micros() as u64, 1_000_000);
     p.standing == Standing::Watching
         && p.used >= MIN_MANAGED_BYTES_OVER_BUDGET
-        && ahead > 0
-        && total + ahead > budget
+        && p.growth > 0
+        && total.saturating_add(ahead()) > budget
 }
 
 /// Of the processes `within` a group that may have `budget` and uses `total`: those that grow too
@@ -410,7 +427,10 @@ pub fn interval(groups: &[Bounds], processes: &[Process]) -> Duration {
     let of = |p: &Process| (p.group, p.used);
     let totals = sums(groups, processes.iter().map(of));
     let others = sums(groups, processes.iter().filter(|p| p.standing != Standing::Engaged).map(of));
-    let grows = processes.iter().any(|p| p.standing == Standing::Watching && p.growth > 0);
+    let grows = processes.iter().any(|p| {
+        let unmanaged = p.standing == Standing::Unmanaged && p.growth > STEADY_GROWTH_BYTES_PER_S;
+        unmanaged || p.standing == Standing::Watching && p.growth > 0
+    });
     let wait = |((group, total), others): ((&Bounds, &u64), &u64)| {
         let steady = total > others && *others < group.max / 16 && !grows;
         let shortest = if steady { 5_000 } else { 1_000 };

@@ -20,23 +20,21 @@
 //!    more.
 //! 2. A process is a member because it descends from a root or a member, or because the caller
 //!    learned so from the kernel (`ProcessTree::admit_known`); never because a program said so.
-//! 3. Looking for new members costs at most a thirtieth of one processor, however many processes
-//!    the machine has.
+//! 3. What looking for new members costs does not grow with the processes that the machine has
+//!    ([`NewProcesses`]).
 //!
 //! Locks: none.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Resource, getrlimit, test_kill_process};
 use swaptide_sys::Errno;
+use swaptide_sys::new_processes::NewProcesses;
 use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::process::{
-    StatFd, StatmFd, anon_rss, newest_in, pidfd_open, pidfd_send_signal, proc_info, processes,
-    pss_anon, same_memory,
+    StatFd, StatmFd, anon_rss, pidfd_open, pidfd_send_signal, proc_info, pss_anon, same_memory,
 };
 use swaptide_sys::sock::poll_readable;
 
@@ -46,8 +44,6 @@ const MIN_EXACT_BYTES: u64 = 1 << 20;
 const PSS_AGE: Duration = Duration::from_millis(10);
 /// How long a process that was found to be of no tree is not looked at again.
 const OUTSIDER_CACHE_AGE: Duration = Duration::from_millis(250);
-/// How often new members are looked for at most.
-const SCAN_AGE: Duration = Duration::from_millis(10);
 
 /// Most descriptors that are left for others than members; an eighth of all where that is less.
 const MAX_RESERVED_FDS: u64 = 32;
@@ -62,6 +58,8 @@ pub(super) struct Member {
     /// Start of the stack: the same in processes that were forked from each other and did not exec.
     stack_start: u64,
     resident: u64,
+    /// By which that has grown since the sample before.
+    gained: u64,
     used: u64,
     pss: Option<Pss>,
     /// Its minor faults, while it is one of several that share pages; and bytes of those that
@@ -94,12 +92,9 @@ pub struct ProcessTree {
     /// Processes that were found not to be of any tree, and when.
     outsiders: HashMap<u32, Instant>,
     members: BTreeMap<u32, Member>,
-    newest_pid: Option<u32>,
-    /// Where it is told. Kept open, as all is that is read at each look: to open a file takes
-    /// memory, which may just then be short in the cgroup.
-    loadavg: Option<File>,
-    scanned: Option<Instant>,
-    scan_cost: Duration,
+    new: NewProcesses,
+    /// When the newest member was found.
+    found: Option<Instant>,
 }
 
 impl ProcessTree {
@@ -113,7 +108,7 @@ impl ProcessTree {
     /// The descendants of one more process are members.
     pub(crate) fn add_root(&mut self, root: u32) {
         self.roots.insert(root);
-        (self.newest_pid, self.scanned) = (None, None);
+        self.new.list_all();
     }
 
     /// The parent of a root, if it is that: when the root is killed, the tree is its own.
@@ -155,7 +150,7 @@ impl ProcessTree {
     /// Adds a running process that was attached to, as one of the tree below `root`. Returns false
     /// if it is gone.
     pub(crate) fn attach(&mut self, pid: u32, root: u32) -> bool {
-        (self.newest_pid, self.scanned) = (None, None);
+        self.new.list_all();
         self.outsiders.remove(&pid);
         self.insert(pid, root)
     }
@@ -164,6 +159,7 @@ impl ProcessTree {
         if let std::collections::btree_map::Entry::Vacant(vacant) = self.members.entry(pid) {
             let Some(member) = Member::open(pid, root) else { return false };
             vacant.insert(member);
+            self.found = Some(Instant::now());
             // Its parent may have been seen first between its own fork and exec: it has another
             // stack since.
             if let Some(parent) = parent_of(pid)
@@ -194,35 +190,24 @@ impl ProcessTree {
         self.members.get(&pid).map_or(0, |member| member.root)
     }
 
-    /// The number of the newest process: while it stays, none was started.
-    fn newest(&mut self) -> Option<u32> {
-        let file = match &self.loadavg {
-            Some(file) => file,
-            None => self.loadavg.insert(File::open("/proc/loadavg").ok()?),
-        };
-        let mut text = [0; 128];
-        let n = file.read_at(&mut text, 0).ok()?;
-        newest_in(&text[..n])
+    /// True if a member was found within this time.
+    pub(crate) fn found_within(&self, age: Duration) -> bool {
+        self.found.is_some_and(|found| found.elapsed() < age)
     }
 
-    /// Looks for new members, if any process was started since the last look and the last look was
-    /// cheap or long ago.
+    /// True if any process, of the tree or not, was started since the last look.
+    pub(crate) fn may_have_grown(&mut self) -> bool {
+        self.new.has_any()
+    }
+
+    /// Looks for new members, if any process was started since the last look.
     pub fn look(&mut self) {
-        let newest = self.newest();
-        let due = self
-            .scanned
-            .is_none_or(|scanned| scanned.elapsed() >= SCAN_AGE.max(self.scan_cost * 30));
-        if !due || (newest.is_some() && newest == self.newest_pid) {
+        let started = self.new.look().processes;
+        if started.is_empty() {
             return;
         }
-        let started = Instant::now();
-        let Ok(all) = processes() else {
-            // There is no descriptor left: it is tried again, though no process may start then.
-            self.scanned = Some(started);
-            return;
-        };
         let mut children: HashMap<u32, Vec<u32>> = HashMap::new();
-        for process in all.into_iter().filter(|process| !process.zombie) {
+        for process in started.into_iter().filter(|process| !process.zombie) {
             children.entry(process.ppid).or_default().push(process.pid);
         }
         let mut open: Vec<(u32, u32)> = self.roots.iter().map(|root| (*root, *root)).collect();
@@ -236,9 +221,6 @@ impl ProcessTree {
                 }
             }
         }
-        self.newest_pid = newest;
-        self.scan_cost = started.elapsed();
-        self.scanned = Some(Instant::now());
     }
 
     /// Reads what each member uses; answers with the members that are gone since the last time.
@@ -247,7 +229,9 @@ impl ProcessTree {
         let mut by_stack: HashMap<u64, u32> = HashMap::new();
         let mut changed: HashSet<u64> = HashSet::new();
         for (pid, member) in &mut self.members {
+            let before = member.resident;
             (member.resident, member.leaderless) = member.read_resident(*pid);
+            member.gained = member.resident.saturating_sub(before);
             member.used = member.resident;
             if member.resident == 0 && member.is_dead() {
                 dead.push(*pid);
@@ -331,8 +315,11 @@ impl ProcessTree {
                     *stack_start == member.stack_start && same_memory(*host, *pid)
                 });
                 if was && !member.guest {
-                    // It has executed a program.
+                    // It has executed a program, perhaps after its size was read: that was its
+                    // host's.
                     member.stack_start = stack_start(*pid);
+                    (member.resident, member.leaderless) = member.read_resident(*pid);
+                    (member.used, member.gained) = (member.resident, 0);
                 }
             }
             if !member.guest {
@@ -344,6 +331,11 @@ impl ProcessTree {
     /// Returns the memory that a member used at the last sample.
     pub fn used(&self, pid: u32) -> u64 {
         self.members.get(&pid).map_or(0, |member| member.used)
+    }
+
+    /// Bytes that came to a member's memory between the last two samples.
+    pub(crate) fn gained(&self, pid: u32) -> u64 {
+        self.members.get(&pid).map_or(0, |member| member.gained)
     }
 
     /// What it held then beyond that: the parts of pages shared since a fork that count for others.
@@ -409,6 +401,7 @@ impl Member {
             pidfd,
             stack_start: stack_start(pid),
             resident: 0,
+            gained: 0,
             used: 0,
             pss: None,
             faults: 0,

@@ -183,7 +183,8 @@ impl Prepared {
         .saying(say_to_launcher(channel, self.quiet));
         if let (Some(tracer), Subject::Program { .. }) = (tracer, &self.subject) {
             let least = self.inject.least_bytes(self.place.frame.budget);
-            thread = thread.reporting(least.max(1), tracer.reporter());
+            let (large, engaged) = (tracer.reporter(), tracer.engagement_reporter());
+            thread = thread.reporting(least.max(1), large, engaged);
         }
         let uid = rustix::process::geteuid().as_raw();
         let run = controller::ManagedRun {

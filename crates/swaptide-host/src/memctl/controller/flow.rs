@@ -336,6 +336,7 @@ mod tests {
                 swapped,
                 limit: self.limit,
                 growth: 0,
+                engine_goes_first: true,
                 kept: 0,
                 workingset: self.estimate.follow(moves, given, swapped, TICK),
             }

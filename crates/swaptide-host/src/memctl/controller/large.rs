@@ -9,30 +9,58 @@ use std::time::{Duration, Instant};
 /// How often a process is reported that stays large: it may run another program by then.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
+/// What is large where memory is short, at most.
+const LARGE_BYTES_NEAR_BUDGET: u64 = 2 << 20;
+
 /// Reports large processes.
 #[derive(Default)]
 pub(super) struct LargeProcesses {
     least: u64,
     report: Option<Box<dyn Fn(u32) + Send>>,
+    report_engaged: Option<Box<dyn Fn(u32) + Send>>,
     reported: BTreeSet<u32>,
     since: Option<Instant>,
 }
 
 impl LargeProcesses {
-    /// `report` is told of those that have `least` bytes.
-    pub(super) fn new(least: u64, report: Box<dyn Fn(u32) + Send>) -> LargeProcesses {
-        LargeProcesses { least, report: Some(report), ..LargeProcesses::default() }
+    /// `report` is told of those that have `least` bytes, `report_engaged` of those that are to be
+    /// managed and grow.
+    pub(super) fn new(
+        least: u64,
+        report: Box<dyn Fn(u32) + Send>,
+        report_engaged: Box<dyn Fn(u32) + Send>,
+    ) -> LargeProcesses {
+        LargeProcesses {
+            least,
+            report: Some(report),
+            report_engaged: Some(report_engaged),
+            ..LargeProcesses::default()
+        }
     }
 
-    /// Looks at all processes: their numbers, and bytes.
-    pub(super) fn look(&mut self, processes: impl Iterator<Item = (u32, u64)>, now: Instant) {
+    /// A process with the agent is to be managed; `growth` in bytes a second.
+    pub(super) fn note_engaged(&self, pid: u32, growth: u64) {
+        if let Some(report) = self.report_engaged.as_ref().filter(|_| growth > 0) {
+            report(pid);
+        }
+    }
+
+    /// Looks at all processes: their numbers, and bytes. `is_near`: a budget is nearly used.
+    pub(super) fn look(
+        &mut self,
+        processes: impl Iterator<Item = (u32, u64)>,
+        is_near: bool,
+        now: Instant,
+    ) {
         let Some(report) = &self.report else { return };
         if now >= *self.since.get_or_insert(now) + REPORT_INTERVAL {
             self.reported.clear();
             self.since = Some(now);
         }
+        let most = if is_near { LARGE_BYTES_NEAR_BUDGET } else { u64::MAX };
+        let least = self.least.min(most);
         let large: BTreeSet<u32> =
-            processes.filter(|(_, used)| *used >= self.least).map(|(pid, _)| pid).collect();
+            processes.filter(|(_, used)| *used >= least).map(|(pid, _)| pid).collect();
         large.difference(&self.reported).for_each(|pid| report(*pid));
         self.reported = large;
     }
@@ -47,10 +75,10 @@ mod tests {
     fn each_is_reported_when_it_has_become_large_and_now_and_then() {
         let (report, reported) = channel();
         let report = Box::new(move |pid| report.send(pid).expect("it is received"));
-        let mut large = LargeProcesses::new(100, report);
+        let mut large = LargeProcesses::new(100, report, Box::new(|_| ()));
         let began = Instant::now();
         let mut look = |all: &[(u32, u64)], ms: u64| -> Vec<u32> {
-            large.look(all.iter().copied(), began + Duration::from_millis(ms));
+            large.look(all.iter().copied(), false, began + Duration::from_millis(ms));
             reported.try_iter().collect()
         };
         assert_eq!(look(&[(1, 99), (2, 100)], 0), [2]);
@@ -59,5 +87,19 @@ mod tests {
         assert_eq!(look(&[(1, 100), (2, 100)], 3), [2], "another program");
         assert_eq!(look(&[(1, 100), (2, 100)], 1000), [1, 2]);
         assert!(look(&[(1, 100), (2, 100)], 1999).is_empty());
+    }
+
+    #[test]
+    fn less_is_large_where_memory_is_short() {
+        let (report, reported) = channel();
+        let report = Box::new(move |pid| report.send(pid).expect("it is received"));
+        let mut large = LargeProcesses::new(8 << 20, report, Box::new(|_| ()));
+        let now = Instant::now();
+        let mut look = |is_near| -> Vec<u32> {
+            large.look([(1, 1 << 20), (2, 3 << 20), (3, 9 << 20)].into_iter(), is_near, now);
+            reported.try_iter().collect()
+        };
+        assert_eq!(look(false), [3]);
+        assert_eq!(look(true), [2]);
     }
 }

@@ -100,7 +100,7 @@ struct ProcessSample {
 }
 
 /// A process without an engine, of which only the memory it uses is known.
-fn unmanaged(group: usize, used: u64) -> Process {
+fn unmanaged(group: usize, used: u64, growth: u64) -> Process {
     Process {
         group,
         standing: Standing::Unmanaged,
@@ -109,10 +109,16 @@ fn unmanaged(group: usize, used: u64) -> Process {
         fixed: 0,
         swapped: 0,
         limit: 0,
-        growth: 0,
+        growth,
+        engine_goes_first: false,
         kept: 0,
         workingset: 0,
     }
+}
+
+/// Bytes a second.
+fn rate(bytes: u64, elapsed: Duration) -> u64 {
+    (bytes as f64 / elapsed.as_secs_f64().max(1e-4)) as u64
 }
 
 /// What a process of a copy-on-write group keeps: of compressed memory its own part, at least half;
@@ -271,7 +277,7 @@ impl Watches {
         };
         let used = tree.used(pid) + member.slot.map_or(0, of_shared);
         let Some(index) = member.slot else {
-            return unmanaged(group, used);
+            return unmanaged(group, used, rate(tree.gained(pid), elapsed));
         };
         let slot = self.segment.slot(index);
         let standing = standing(slot);
@@ -321,10 +327,9 @@ impl Watches {
             },
             elapsed,
         );
-        let growth = if standing == Standing::Watching {
-            wanted.grown as f64 / elapsed.as_secs_f64().max(1e-4)
-        } else {
-            0.0
+        let growth = match standing {
+            Standing::Watching => rate(wanted.grown, elapsed),
+            _ => 0,
         };
         let moves = [&slot.usage.managed_bytes, &slot.usage.shared_bytes, &slot.usage.pool_bytes]
             .map(ProcSlot::bytes);
@@ -340,7 +345,8 @@ impl Watches {
             fixed,
             swapped,
             limit,
-            growth: growth as u64,
+            growth,
+            engine_goes_first: slot.agent.goes_first.load(Relaxed) != 0,
             kept,
             workingset: wanted.workingset,
         }

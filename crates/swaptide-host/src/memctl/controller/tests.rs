@@ -303,6 +303,7 @@ fn strict_kills_only_when_swap_is_full_and_the_budget_exceeded() {
         swapped: 0,
         limit: 0,
         growth: 0,
+        engine_goes_first: true,
         kept: 0,
         workingset: 0,
     };

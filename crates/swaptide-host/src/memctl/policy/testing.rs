@@ -15,6 +15,7 @@ pub fn process(standing: Standing, used: u64, pressure: u64, limit: u64) -> Proc
         swapped: 4096 * MIB,
         limit: limit * MIB,
         growth: 0,
+        engine_goes_first: true,
         kept: 0,
         workingset: 0,
     }

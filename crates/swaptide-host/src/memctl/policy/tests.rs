@@ -77,6 +77,28 @@ fn a_small_process_is_engaged_before_it_outgrows_the_budget() {
 }
 
 #[test]
+fn a_process_is_engaged_under_the_trigger_where_it_would_be_past_the_budget_by_then() {
+    let mut tree = [process(Standing::Watching, 60, 0, 0)];
+    tree[0].growth = 2000 * MIB;
+    assert!(decide(&whole(128 * MIB), &tree, TICK).engage.is_empty(), "40M in the time it takes");
+    tree[0].growth = 4000 * MIB;
+    assert_eq!(decide(&whole(128 * MIB), &tree, TICK).engage, [0]);
+    assert!(!is_near(&whole(128 * MIB), &tree));
+    assert!(decide(&whole(u64::MAX), &tree, TICK).engage.is_empty(), "without a budget");
+}
+
+#[test]
+fn what_grows_and_is_not_managed_is_looked_at_often() {
+    let mut tree = [process(Standing::Engaged, 120, 0, 120), process(Standing::Unmanaged, 1, 0, 0)];
+    assert_eq!(interval(&whole(128 * MIB), &tree), Duration::from_millis(5));
+    tree[1].growth = MIB;
+    assert_eq!(interval(&whole(128 * MIB), &tree), Duration::from_millis(5), "it grows slowly");
+    tree[1].growth = 500 * MIB;
+    assert_eq!(interval(&whole(128 * MIB), &tree), Duration::from_millis(1));
+    assert!(is_near(&whole(128 * MIB), &tree));
+}
+
+#[test]
 fn small_processes_are_engaged_only_in_need() {
     let mut tree = vec![process(Standing::Watching, 2, 0, 0); 60];
     assert!(
@@ -306,6 +328,7 @@ fn any_group() -> impl Strategy<Value = Vec<Process>> {
             swapped: 1 << 40,
             limit,
             growth: 0,
+            engine_goes_first: true,
             kept: 0,
             workingset,
         },
@@ -452,6 +475,7 @@ proptest! {
                 swapped: 0,
                 limit: 0,
                 growth: 0,
+                engine_goes_first: true,
                 kept: 0,
                 workingset: 0,
             })
