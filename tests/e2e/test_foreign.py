@@ -360,6 +360,16 @@ def test_foreign_ends(case, kind):
     assert done.text() == "OK foreign_ends\n"
 
 
+@pytest.mark.swaptide(budget=64, allowance=64, swaps=False, forks=True, limit=180)
+@pytest.mark.parametrize("who", ["first", "other"])
+@pytest.mark.parametrize(("threads", "turns"), [(3, 100), full(32, 300)])
+def test_foreign_exec_race(case, who, threads, turns):
+    """A thread executes a program while the others, which run, are stopped: nothing waits for ever,
+    no signal is lost, and nothing stays traced."""
+    words = [program(case, "exec_race", "static"), turns, threads, who, case.seed]
+    assert case.run(words, options=INJECT).text() == "OK exec_race\n"
+
+
 @pytest.mark.swaptide(budget=32, forks=True, native=False, needs=("setpriv",))
 def test_foreign_confined(case):
     """Under a filter that refuses to read and write another process's memory, as Docker's before

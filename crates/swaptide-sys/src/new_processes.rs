@@ -26,7 +26,7 @@ use crate::thread::{Nanos, now};
 /// Numbers that are looked up one by one. Threads have such numbers, too.
 const MAX_NUMBERS: u32 = 64;
 /// How long processes are found by their numbers alone.
-const LATEST_LISTING: Duration = Duration::from_millis(250);
+const LATEST_LISTING: Duration = Duration::from_millis(50);
 /// Between two listings, at least.
 const LISTING_INTERVAL: Duration = Duration::from_millis(10);
 /// Part of one CPU that listings take.

@@ -10,8 +10,8 @@
 //! Facts this relies on, checked by `tests/remote.rs` on the running kernel:
 //! 1. A stop that [`PTRACE_INTERRUPT`](linux_raw_sys::ptrace::PTRACE_INTERRUPT) asked for comes
 //!    before the kernel decides whether an interrupted system call begins again. So with the
-//!    registers put back at such a stop, a call that was under way begins again, or ends with
-//!    `EINTR`, as after any other interruption.
+//!    registers put back at such a stop, a call that was under way begins again. One that would end
+//!    with `EINTR` does so too (`begin_again`), unless a handler runs.
 //! 2. Where the word for "no system call" stands in the place of the call's number, nothing begins
 //!    again: the instruction that the registers point to runs.
 //! 3. With signals blocked no handler runs between the two.
@@ -83,6 +83,33 @@ const DOUBT_TIME: Duration = Duration::from_millis(1);
 /// `ERESTART_RESTARTBLOCK`); programs do not see them.
 const BEGIN_AGAIN: core::ops::RangeInclusive<isize> = -516..=-512;
 const MAX_REPEATS: u32 = 100;
+/// Result by which the kernel makes a call again, unless a signal's handler runs: then it ends with
+/// `EINTR` (`ERESTARTNOHAND`).
+const AGAIN_WITHOUT_HANDLER: i64 = -514;
+const INTERRUPTED: i64 = -4;
+/// Waits that end with `EINTR` whatever has interrupted them, and have done nothing then: of
+/// sockets those that have a timeout.
+const WAITS: [u32; 19] = [
+    k::__NR_epoll_wait,
+    k::__NR_epoll_pwait,
+    k::__NR_epoll_pwait2,
+    k::__NR_rt_sigtimedwait,
+    k::__NR_semop,
+    k::__NR_semtimedop,
+    k::__NR_io_getevents,
+    k::__NR_io_pgetevents,
+    k::__NR_io_uring_enter,
+    k::__NR_accept,
+    k::__NR_accept4,
+    k::__NR_recvfrom,
+    k::__NR_recvmsg,
+    k::__NR_recvmmsg,
+    k::__NR_sendto,
+    k::__NR_sendmsg,
+    k::__NR_sendmmsg,
+    k::__NR_read,
+    k::__NR_write,
+];
 
 /// A thread of another process, stopped.
 pub struct Remote {
@@ -116,8 +143,13 @@ unsafe fn ptrace(request: u32, tid: u32, addr: usize, data: usize) -> Result<usi
 
 /// True for a thread that the calling one traces, and where that cannot be known.
 pub fn is_traced_here(tid: u32) -> bool {
+    is_traced_by(tid, gettid().0)
+}
+
+/// True for a thread that another one traces, and where that cannot be known.
+pub fn is_traced_by(tid: u32, tracer: u32) -> bool {
     match number_of_status(tid, "TracerPid") {
-        Ok(tracer) => tracer.is_none_or(|tracer| tracer == u64::from(gettid().0)),
+        Ok(found) => found.is_none_or(|found| found == u64::from(tracer)),
         Err(errno) => !matches!(errno, Errno::NOENT | Errno::SRCH),
     }
 }
@@ -156,6 +188,11 @@ fn wait(tid: u32) -> Result<u32, Errno> {
     loop {
         match change(WEXITED | WSTOPPED | WNOWAIT)? {
             Some(info) if ENDS.contains(&info[CODE]) => return Err(Errno::SRCH),
+            // A thread that another one traces has executed a program, and has this number now: its
+            // stop is for that one. Only the calling one asks for stops at calls.
+            Some(info) if info[STATUS] as u32 != CALL_STOP >> 8 && !is_traced_here(tid) => {
+                return Err(Errno::SRCH);
+            }
             // It may have been killed in between: then there is no stop.
             Some(_) => {
                 if let Some(info) = change(WSTOPPED)? {
@@ -200,6 +237,18 @@ fn registers_of(tid: u32) -> Result<Registers, Errno> {
     // SAFETY: the kernel writes as many words as there are.
     unsafe { ptrace(p::PTRACE_GETREGS, tid, 0, registers.as_mut_ptr() as usize) }?;
     Ok(registers)
+}
+
+/// Registers of a stop that interrupted a call: one of [`WAITS`] begins again. True if that changed
+/// them.
+fn begin_again(registers: &mut Registers) -> bool {
+    let is_wait = WAITS.iter().any(|number| u64::from(*number) == registers[ORIG_RAX]);
+    let is_over = registers[RAX] as i64 != INTERRUPTED;
+    if !is_wait || is_over {
+        return false;
+    }
+    registers[RAX] = AGAIN_WITHOUT_HANDLER as u64;
+    true
 }
 
 fn set_registers(tid: u32, registers: &Registers) -> Result<(), Errno> {
@@ -311,6 +360,17 @@ impl Seized {
         Ok(Seized(tid))
     }
 
+    /// The same until it executes a program: then it stops ([`TraceeStop::Executed`]), under the
+    /// number of its process.
+    ///
+    /// # Errors
+    /// As for [`Seized::seize`].
+    pub fn seize_until_exec(tid: u32) -> Result<Seized, Errno> {
+        // SAFETY: the request changes nothing in memory, here or there.
+        unsafe { ptrace(p::PTRACE_SEIZE, tid, 0, p::PTRACE_O_TRACEEXEC as usize) }?;
+        Ok(Seized(tid))
+    }
+
     /// A thread that the calling one traces already.
     pub fn of(tid: u32) -> Seized {
         Seized(tid)
@@ -347,14 +407,26 @@ impl Seized {
 
     /// Traces it no more, if it is stopped now: it continues, or stays stopped with its process.
     pub fn release(&self) {
+        if let Ok(mut registers) = registers_of(self.0)
+            && begin_again(&mut registers)
+        {
+            // One that is gone is told of by the wait.
+            let _ = set_registers(self.0, &registers);
+        }
+        self.release_with(0);
+    }
+
+    /// The same at a stop by a signal, which reaches it.
+    pub fn release_with(&self, signal: u32) {
         // SAFETY: nothing is written.
-        let _ = unsafe { ptrace(p::PTRACE_DETACH, self.0, 0, 0) };
+        let _ = unsafe { ptrace(p::PTRACE_DETACH, self.0, 0, signal as usize) };
     }
 }
 
 impl Remote {
     fn save(tid: u32) -> Result<Remote, Errno> {
         let mut saved = registers_of(tid)?;
+        begin_again(&mut saved);
         // The kernel forgets a sequence once the thread runs anything else.
         if let Some(abort) = abort_of_sequence(tid, saved[RIP]) {
             saved[RIP] = abort;

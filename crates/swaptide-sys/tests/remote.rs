@@ -16,8 +16,13 @@ const WALL: i32 = 0x4000_0000;
 
 /// A program that says a word when it has begun.
 fn program(code: &str) -> (Child, BufReader<ChildStdout>) {
+    program_with(code, "")
+}
+
+fn program_with(code: &str, argument: &str) -> (Child, BufReader<ChildStdout>) {
+    let mut command = Command::new("python3");
     let mut child =
-        Command::new("python3").args(["-c", code]).stdout(Stdio::piped()).spawn().expect("python3");
+        command.args(["-c", code, argument]).stdout(Stdio::piped()).spawn().expect("python3");
     let mut lines = BufReader::new(child.stdout.take().expect("its output"));
     assert_eq!(line(&mut lines), "begun");
     (child, lines)
@@ -31,13 +36,17 @@ fn line(lines: &mut BufReader<ChildStdout>) -> String {
 
 fn stop(pid: u32) -> Remote {
     let seized = Seized::seize(pid).expect("it is this test's child");
+    until_still(&seized, pid).stopped().expect("a state")
+}
+
+fn until_still(seized: &Seized, pid: u32) -> &Seized {
     seized.interrupt().expect("it runs");
     loop {
         let mut status = 0;
         // SAFETY: the status is a local number.
         assert_eq!(unsafe { waitpid(pid as i32, &mut status, WALL) }, pid as i32);
         match TraceeStop::of(status as u32) {
-            TraceeStop::Still => return seized.stopped().expect("a state"),
+            TraceeStop::Still => return seized,
             TraceeStop::Signal(signal) => seized.go_on(signal).expect("it goes on"),
             other => panic!("{other:?}"),
         }
@@ -82,6 +91,66 @@ fn a_stopped_thread_makes_calls_and_continues_its_own() {
         assert_eq!(line(&mut lines), wanted);
         assert!(child.wait().expect("it ends").success(), "{code}");
     }
+}
+
+/// A program whose wait is a call of its own: libc's functions and Python's begin again.
+const WAITS: &str = "
+import ctypes, os, signal, socket, struct, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+if sys.argv[1:] == ['handled']:
+    libc.signal(signal.SIGUSR1, ctypes.cast(libc.abs, ctypes.c_void_p))
+    libc.siginterrupt(signal.SIGUSR1, 1)
+room = ctypes.create_string_buffer(64)
+epoll = libc.syscall(291, 0)
+pair = socket.socketpair()
+pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack('ll', 0, 700000))
+mask = ctypes.byref(ctypes.c_ulonglong(1 << signal.SIGUSR2 - 1))
+time = (ctypes.c_long * 2)(0, 700000000)
+libc.pthread_sigmask(0, mask, None)
+print('begun', flush=True)
+for call in ((232, epoll, room, 1, 700), (128, mask, None, time, 8),
+             (45, pair[0].fileno(), room, 8, 0, None, None), (0, pair[0].fileno(), room, 8)):
+    ctypes.set_errno(0)
+    result = libc.syscall(*call)
+    print(result, ctypes.get_errno(), flush=True)
+";
+
+#[test]
+fn waits_that_would_be_interrupted_begin_again() {
+    const AGAIN: &str = "-1 11";
+    for with_remote in [true, false] {
+        let (mut child, mut lines) = program(WAITS);
+        for wanted in ["0 0", AGAIN, AGAIN, AGAIN] {
+            std::thread::sleep(std::time::Duration::from_millis(200));
+            if with_remote {
+                let remote = stop(child.id());
+                // SAFETY: the call changes nothing.
+                let pid = unsafe { remote.call(__NR_getpid, [0; 6]) };
+                assert_eq!(pid, Ok(u64::from(child.id())));
+                remote.release().expect("it lives");
+            } else {
+                until_still(&Seized::seize(child.id()).expect("a child"), child.id()).release();
+            }
+            assert_eq!(line(&mut lines), wanted);
+        }
+        assert!(child.wait().expect("it ends").success());
+    }
+}
+
+#[test]
+fn a_handler_interrupts_them_all_the_same() {
+    let (mut child, mut lines) = program_with(WAITS, "handled");
+    for wanted in ["-1 4", "-1 4", "-1 4", "-1 4"] {
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        let seized = Seized::seize(child.id()).expect("a child");
+        let still = until_still(&seized, child.id());
+        let killed = Command::new("kill").args(["-USR1", &child.id().to_string()]).status();
+        assert!(killed.expect("kill").success());
+        still.release();
+        assert_eq!(line(&mut lines), wanted);
+    }
+    assert!(child.wait().expect("it ends").success());
 }
 
 #[test]

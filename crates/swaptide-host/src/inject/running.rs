@@ -1,53 +1,190 @@
 //! The threads of a program that is given the agent, but for the first one, and all threads of one
-//! that has it and is about to be managed: those that run are stopped meanwhile, for what they
-//! write in that time nothing holds within the budget.
+//! that has it, fills memory fast, and is about to be managed: those that run are stopped
+//! meanwhile, for what they write in that time nothing holds within the budget.
 //!
-//! Owns these threads, from when they are traced until they are let go.
+//! Owns these threads, from when they are traced until they are let go, and the thread that traces
+//! them. It is one of its own, for to trace a thread waits while another one of the process
+//! executes a program. That waits until the threads that it has ended were waited for, which the
+//! supervisor's first thread does meanwhile.
 //!
 //! Invariants
-//! 1. Only a thread that runs is stopped: a system call in which one waits could end with `EINTR`.
-//!    One that begins to wait just then may meet that, as when a process is stopped and continued.
-//! 2. Each is let go when its program is, and at the latest after [`STOP_TIMEOUT`]; by the kernel,
-//!    if the supervisor ends.
-//! 3. One that has executed a program meanwhile has another number, under which it is let go.
+//! 1. Only a thread that runs is stopped. Where it has begun to wait by then, that begins again
+//!    ([`Seized::release`]); a write to a pipe may have written a part.
+//! 2. Those of one process are stopped at a time. Each is let go when its program is, and at the
+//!    latest after the time that was named, or as soon as it stops; by the kernel, if the
+//!    supervisor ends.
+//! 3. One that executes a program is let go before that runs, under the number of its process.
+//! 4. A thread is let go only at a stop that was reported and is no signal's: no signal is lost.
+//! 5. All of it is done without `CAP_SYS_PTRACE`.
 //!
-//! Locks: none; all calls come from the thread that traces.
+//! Locks: none; threads talk through channels.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::{Acquire, Release};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
+use rustix::thread::CapabilitySet;
 use swaptide_sys::process::is_running;
 use swaptide_sys::ptrace::TraceeStop;
-use swaptide_sys::remote::{Seized, is_traced_here};
+use swaptide_sys::remote::{Seized, is_traced_by, is_traced_here};
+use swaptide_sys::{Errno, thread};
 
-/// How long a thread is stopped at most.
-const STOP_TIMEOUT: Duration = Duration::from_millis(300);
+use crate::capability::without;
+
+/// How long a thread is stopped at most, while its program is given the agent.
+pub(super) const INJECTION_TIMEOUT: Duration = Duration::from_millis(300);
+/// The same while it begins to be managed: a thread that was stopped may hold what the engine waits
+/// for.
+pub(super) const ENGAGE_TIMEOUT: Duration = Duration::from_millis(100);
 /// Between two looks at those that are to be let go and have not stopped yet.
-const LOOK_INTERVAL: Duration = Duration::from_millis(1);
+const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 /// The most threads that are stopped at a time: more do not run.
 const MAX_THREADS: usize = 1024;
-
 /// What the names of an engine's threads begin with.
 const ENGINE_NAME: &[u8] = b"swaptide";
+
+/// What the thread is told.
+enum StopperWord {
+    /// Stop those of a process that run; `with_first`: also the first one.
+    Stop { pid: u32, with_first: bool, timeout: Duration },
+    /// Let those of a process go.
+    LetGo(u32),
+    /// A wait has reported a change of one of them.
+    Changed(u32, TraceeStop),
+}
+
+/// Stops threads that run.
+pub(super) struct Stopper {
+    words: Sender<StopperWord>,
+    /// Until the thread is started.
+    received: Option<Receiver<StopperWord>>,
+    /// Its number, once it runs.
+    thread: Arc<AtomicU32>,
+    /// Processes whose threads it was told to stop, and not yet to let go; and since when.
+    asked: BTreeMap<u32, Instant>,
+}
+
+impl Stopper {
+    pub(super) fn new() -> Stopper {
+        let (words, received) = channel();
+        let thread = Arc::default();
+        Stopper { words, received: Some(received), thread, asked: BTreeMap::new() }
+    }
+
+    /// Stops the threads of a process that run, but for its engine's and the first one. They go on
+    /// after `timeout` at the latest.
+    pub(super) fn stop(&mut self, pid: u32, timeout: Duration) {
+        self.note_stop(pid);
+        let _ = self.words.send(StopperWord::Stop { pid, with_first: false, timeout });
+    }
+
+    /// What has a process stopped that begins to be managed, all of its threads that run, for any
+    /// thread to call; [`Stopper::note_stop`] is to be told.
+    pub(super) fn for_engagement(&self) -> impl Fn(u32) + Send + use<> {
+        let words = self.words.clone();
+        move |pid| {
+            let timeout = ENGAGE_TIMEOUT;
+            let _ = words.send(StopperWord::Stop { pid, with_first: true, timeout });
+        }
+    }
+
+    /// Threads of a process are stopped: they are to be let go at some time.
+    pub(super) fn note_stop(&mut self, pid: u32) {
+        self.asked.entry(pid).or_insert_with(Instant::now);
+        if let Some(received) = self.received.take() {
+            let thread = Arc::clone(&self.thread);
+            let run = move || {
+                let threads = RunningThreads::default();
+                // Without that none is stopped.
+                let _ = without(CapabilitySet::SYS_PTRACE, || threads.run(&received, &thread));
+            };
+            let _ = Builder::new().name("stopper".into()).spawn(run);
+        }
+    }
+
+    /// Lets those of a process go.
+    pub(super) fn let_go(&mut self, pid: u32) {
+        if self.asked.remove(&pid).is_some() {
+            let _ = self.words.send(StopperWord::LetGo(pid));
+        }
+    }
+
+    /// True for a process whose first thread may be one of those that are traced.
+    pub(super) fn may_trace(&self, pid: u32) -> bool {
+        let thread = self.thread.load(Acquire);
+        self.asked.contains_key(&pid) || thread != 0 && is_traced_by(pid, thread)
+    }
+
+    /// The processes whose threads are to be let go, and whether their time is up.
+    pub(super) fn asked(&self) -> impl Iterator<Item = (u32, bool)> + '_ {
+        self.asked.iter().map(|(pid, since)| (*pid, since.elapsed() > INJECTION_TIMEOUT))
+    }
+
+    /// The wait has reported a change. True if that was a stop of one of these threads, which is
+    /// dealt with.
+    pub(super) fn changed(&self, tid: u32, stop: TraceeStop) -> bool {
+        let thread = self.thread.load(Acquire);
+        if thread == 0 || stop != TraceeStop::Gone && !is_traced_by(tid, thread) {
+            return false;
+        }
+        let _ = self.words.send(StopperWord::Changed(tid, stop));
+        stop != TraceeStop::Gone
+    }
+}
 
 /// A thread that is stopped, or about to.
 struct RunningThread {
     pid: u32,
     seized: Seized,
-    since: Instant,
+    until: Instant,
+    is_stopped: bool,
     /// It is to be let go as soon as it has stopped.
     is_over: bool,
 }
 
-/// Threads that are stopped while their programs are given the agent.
+/// The threads that are stopped, of the thread that traces them.
 #[derive(Default)]
-pub(super) struct RunningThreads(HashMap<u32, RunningThread>);
+struct RunningThreads(HashMap<u32, RunningThread>);
 
 impl RunningThreads {
-    /// Stops those of a process that run, but for those of its engine. `with_first`: also the
-    /// first one.
-    pub(super) fn stop(&mut self, pid: u32, with_first: bool) {
+    fn run(mut self, words: &Receiver<StopperWord>, thread: &AtomicU32) {
+        swaptide_sys::affinity::go_first();
+        thread.store(thread::gettid().0, Release);
+        loop {
+            let word = match self.timeout() {
+                Some(timeout) => words.recv_timeout(timeout),
+                None => words.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            match word {
+                Ok(StopperWord::Stop { pid, with_first, timeout }) => {
+                    self.stop(pid, with_first, Instant::now() + timeout);
+                }
+                Ok(StopperWord::LetGo(pid)) => self.let_go(|thread| thread.pid == pid),
+                Ok(StopperWord::Changed(tid, stop)) => self.changed(tid, stop),
+                Err(RecvTimeoutError::Timeout) => self.forget(),
+                // The kernel lets go what is traced.
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+            let now = Instant::now();
+            self.let_go(|thread| thread.until <= now);
+        }
+    }
+
+    fn timeout(&self) -> Option<Duration> {
+        let until = |thread: &RunningThread| match thread.is_over {
+            true => LOOK_INTERVAL,
+            false => thread.until.saturating_duration_since(Instant::now()),
+        };
+        self.0.values().map(until).min()
+    }
+
+    fn stop(&mut self, pid: u32, with_first: bool, until: Instant) {
+        self.let_go(|thread| thread.pid != pid);
         let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
         let tids = tasks.filter_map(|task| task.file_name().to_str()?.parse::<u32>().ok());
         for tid in tids.filter(|tid| with_first || *tid != pid) {
@@ -58,66 +195,52 @@ impl RunningThreads {
                 continue;
             }
             // One that has another tracer, or is gone, goes on.
-            let Ok(seized) = Seized::seize(tid) else { continue };
-            // One that is gone is told of by the wait.
-            let _ = seized.interrupt();
-            let since = Instant::now();
-            self.0.insert(tid, RunningThread { pid, seized, since, is_over: false });
+            let Ok(seized) = Seized::seize_until_exec(tid) else { continue };
+            let mut thread =
+                RunningThread { pid, seized, until, is_stopped: false, is_over: false };
+            let mut number = tid;
+            if thread.seized.interrupt() == Err(Errno::SRCH) {
+                // It has ended, or executed a program before it was traced.
+                if tid == pid || !is_traced_here(pid) {
+                    continue;
+                }
+                (number, thread.seized, thread.is_over) = (pid, Seized::of(pid), true);
+                let _ = thread.seized.interrupt();
+            }
+            self.0.insert(number, thread);
         }
     }
 
-    /// Lets those of a process go.
-    pub(super) fn let_go(&mut self, pid: u32) {
-        for thread in self.0.values_mut().filter(|thread| thread.pid == pid) {
-            thread.is_over = true;
-            // Those that have stopped; the others when they do.
-            thread.seized.release();
-        }
-        self.forget();
-    }
-
-    /// The processes of those that are not to be let go yet.
-    pub(super) fn pids(&self) -> BTreeSet<u32> {
-        self.0.values().filter(|thread| !thread.is_over).map(|thread| thread.pid).collect()
-    }
-
-    /// True for a thread that is traced here.
-    pub(super) fn has(&self, tid: u32) -> bool {
-        self.0.contains_key(&tid)
-    }
-
-    /// The longest time until the next [`RunningThreads::attend`].
-    pub(super) fn timeout(&self) -> Option<Duration> {
-        if self.0.values().any(|thread| thread.is_over) {
-            return Some(LOOK_INTERVAL);
-        }
-        let oldest = self.0.values().map(|thread| thread.since).min()?;
-        Some(STOP_TIMEOUT.saturating_sub(oldest.elapsed()))
-    }
-
-    /// Lets those go whose time is up, and forgets those that are gone.
-    pub(super) fn attend(&mut self) {
-        for thread in self.0.values_mut() {
-            thread.is_over |= thread.since.elapsed() >= STOP_TIMEOUT;
-            if thread.is_over {
+    /// Lets some go, or notes that for when they stop.
+    fn let_go(&mut self, which: impl Fn(&RunningThread) -> bool) {
+        self.0.retain(|_, thread| {
+            thread.is_over |= which(thread);
+            let is_free = thread.is_over && thread.is_stopped;
+            if is_free {
                 thread.seized.release();
             }
-        }
-        self.forget();
+            !is_free
+        });
     }
 
-    /// The wait has reported a change of one of them.
-    pub(super) fn changed(&mut self, tid: u32, stop: TraceeStop) {
-        let Some(thread) = self.0.get(&tid) else { return };
+    fn changed(&mut self, tid: u32, stop: TraceeStop) {
+        let Some(thread) = self.0.get_mut(&tid) else {
+            // A thread with another number has executed a program.
+            if stop != TraceeStop::Gone && is_traced_here(tid) {
+                let signal = if let TraceeStop::Signal(signal) = stop { signal } else { 0 };
+                Seized::of(tid).release_with(signal);
+            }
+            return;
+        };
         match stop {
-            TraceeStop::Gone => drop(self.0.remove(&tid)),
-            TraceeStop::Still if !thread.is_over => {}
-            // With its process, and it stays so.
-            TraceeStop::Still | TraceeStop::Stopped => {
+            TraceeStop::Still if !thread.is_over => thread.is_stopped = true,
+            // With its process, and it stays so; or it has executed a program.
+            TraceeStop::Still | TraceeStop::Stopped | TraceeStop::Executed => {
                 thread.seized.release();
                 self.0.remove(&tid);
             }
-            TraceeStop::Signal(_) | TraceeStop::Forked | TraceeStop::Executed => {
+            TraceeStop::Gone => drop(self.0.remove(&tid)),
+            TraceeStop::Signal(_) | TraceeStop::Forked => {
                 let signal = if let TraceeStop::Signal(signal) = stop { signal } else { 0 };
                 // One that is gone is told of by the wait.
                 let _ = thread.seized.go_on(signal);
@@ -125,23 +248,9 @@ impl RunningThreads {
         }
     }
 
+    /// Forgets those that are gone.
     fn forget(&mut self) {
-        let mut renamed = Vec::new();
-        self.0.retain(|tid, thread| {
-            if !thread.is_over || is_traced_here(*tid) {
-                return true;
-            }
-            // It has executed a program: it is the first thread of its process.
-            if *tid != thread.pid && is_traced_here(thread.pid) {
-                renamed.push(thread.pid);
-            }
-            false
-        });
-        for pid in renamed {
-            let seized = Seized::of(pid);
-            let since = Instant::now();
-            self.0.entry(pid).or_insert(RunningThread { pid, seized, since, is_over: true });
-        }
+        self.0.retain(|tid, thread| !thread.is_over || is_traced_here(*tid));
     }
 }
 
@@ -184,7 +293,9 @@ mod tests {
                 running.changed(tid, TraceeStop::of(status as u32));
             }
         }
-        running.attend();
+        running.forget();
+        let now = Instant::now();
+        running.let_go(|thread| thread.until <= now);
     }
 
     struct Program(Child);
@@ -238,14 +349,14 @@ mod tests {
         let mut running = RunningThreads::default();
         // Its first thread waits, and so does that of the test before it starts another one.
         program.until(&mut running, &["R"], THREADS);
-        running.stop(pid, false);
+        running.stop(pid, false, Instant::now() + INJECTION_TIMEOUT);
         program.until(&mut running, &["t"], THREADS);
         assert!(running.timeout().is_some() && program.count(&["R"]) == 0);
-        running.let_go(pid);
+        running.let_go(|thread| thread.pid == pid);
         program.until(&mut running, &["R"], THREADS);
         assert!(running.timeout().is_none(), "none is traced any more");
         // And by themselves, in the end.
-        running.stop(pid, false);
+        running.stop(pid, false, Instant::now() + INJECTION_TIMEOUT);
         program.until(&mut running, &["t"], THREADS);
         program.until(&mut running, &["R"], THREADS);
         assert!(running.timeout().is_none());
@@ -256,7 +367,7 @@ mod tests {
         let mut program = Program::start();
         let mut running = RunningThreads::default();
         program.until(&mut running, &["R"], THREADS);
-        running.stop(program.0.id(), false);
+        running.stop(program.0.id(), false, Instant::now() + INJECTION_TIMEOUT);
         assert_eq!(running.0.len(), THREADS);
         program.0.kill().expect("it is killed");
         let began = Instant::now();

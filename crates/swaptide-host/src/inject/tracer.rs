@@ -48,7 +48,7 @@ use super::finder::{self, Candidate, FinderRequest, ProgramIdentity, Takes, Trac
 use super::forks::HeldForks;
 use super::image::AgentFile;
 use super::put_in::{AgentTexts, put_in};
-use super::running::RunningThreads;
+use super::running::{INJECTION_TIMEOUT, Stopper};
 use crate::capability::without;
 
 /// How long a program is held until its agent is there, and the controller has looked at it. It
@@ -118,8 +118,8 @@ pub(crate) struct Tracer {
     stopping: HashMap<u32, Stopping>,
     held: HashMap<u32, HeldProgram>,
     late: HashMap<u32, Remote>,
-    /// Other threads of these.
-    running: RunningThreads,
+    /// Stops other threads of these.
+    stopper: Stopper,
     /// Forks of programs that have the agent.
     pub(crate) forks: HeldForks,
     /// What came of programs since the last call of [`Tracer::take_outcomes`].
@@ -185,7 +185,7 @@ impl Tracer {
             stopping: HashMap::new(),
             held: HashMap::new(),
             late: HashMap::new(),
-            running: RunningThreads::default(),
+            stopper: Stopper::new(),
             forks: HeldForks::default(),
             outcomes: Vec::new(),
             note: FirstNote::default(),
@@ -248,7 +248,9 @@ impl Tracer {
     /// What tells that one that has the agent is about to be managed, and grows.
     pub(crate) fn engagement_reporter(&self) -> Box<dyn Fn(u32) + Send> {
         let (sender, wake) = (self.mailbox.sender.clone(), Arc::clone(&self.mailbox.wake));
+        let stop = self.stopper.for_engagement();
         Box::new(move |pid| {
+            stop(pid);
             // The tracer ends with the run.
             let _ = sender.send(TracerWord::Engaged(pid));
             wake.signal();
@@ -270,25 +272,22 @@ impl Tracer {
         self.stopping.contains_key(&pid)
             || self.held.contains_key(&pid)
             || self.late.contains_key(&pid)
-            || self.running.has(pid)
     }
 
     /// The longest time until the next [`Tracer::attend`].
     pub(crate) fn timeout(&self) -> Option<Duration> {
-        if !self.held.is_empty() || !self.running.pids().is_empty() {
+        if !self.held.is_empty() || self.stopper.asked().next().is_some() {
             return Some(HOLD_INTERVAL);
         }
         let is_awaited = !self.stopping.is_empty() || !self.late.is_empty();
-        let check = is_awaited.then_some(TRACED_CHECK_INTERVAL);
-        check.into_iter().chain(self.running.timeout()).min()
+        is_awaited.then_some(TRACED_CHECK_INTERVAL)
     }
 
     /// Lets programs go whose agent is there, and forgets those that are traced no more.
     pub(crate) fn attend(&mut self, segment: &Segment) {
         self.forget_untraced();
-        self.running.attend();
-        let managed = self.running.pids();
-        if self.held.is_empty() && managed.is_empty() {
+        let asked: Vec<(u32, bool)> = self.stopper.asked().collect();
+        if self.held.is_empty() && asked.is_empty() {
             return;
         }
         // The place of the program before has no such word, or has it no more.
@@ -310,10 +309,12 @@ impl Tracer {
         for (pid, held) in over {
             let _ = self.let_go(pid, held.remote);
         }
-        for pid in managed {
-            let is_awaited = matches!(places.get(&pid), Some(HoldWish::UntilManaged));
-            if !is_awaited && !self.stopping.contains_key(&pid) && !self.held.contains_key(&pid) {
-                self.running.let_go(pid);
+        for (pid, is_late) in asked {
+            let is_awaited = matches!(places.get(&pid), Some(HoldWish::UntilManaged))
+                || self.stopping.contains_key(&pid)
+                || self.held.contains_key(&pid);
+            if is_late || !is_awaited {
+                self.stopper.let_go(pid);
             }
         }
     }
@@ -324,19 +325,22 @@ impl Tracer {
                 return false;
             }
             stopping.checked = Instant::now();
+            // The program that its first thread has executed does not stop by what the one before
+            // was told.
+            let _ = stopping.seized.interrupt();
             !is_traced_here(*pid)
         };
         let over: Vec<_> = self.stopping.extract_if(is_over).collect();
         self.late.retain(|pid, _| is_traced_here(*pid));
         for (pid, stopping) in over {
-            self.running.let_go(pid);
+            self.stopper.let_go(pid);
             self.done(pid, stopping.program, Err(Errno::AGAIN));
         }
     }
 
     fn let_go(&mut self, pid: u32, remote: Remote) -> Result<(), Errno> {
         let released = remote.release();
-        self.running.let_go(pid);
+        self.stopper.let_go(pid);
         // It may have executed another program, which no wait tells: then it is traced no more.
         if remote.is_late() && is_traced_here(pid) {
             self.late.insert(pid, remote);
@@ -352,7 +356,7 @@ impl Tracer {
             match (word, &mut self.postponed) {
                 (TracerWord::Named(candidate), Some(postponed)) => postponed.push(candidate),
                 (TracerWord::Named(candidate), None) => self.begin_one(candidate),
-                (TracerWord::Engaged(pid), _) => self.stop_running(pid, !self.has(pid)),
+                (TracerWord::Engaged(pid), _) => self.stopper.note_stop(pid),
             }
         }
     }
@@ -371,12 +375,21 @@ impl Tracer {
                 self.late.remove(&pid);
                 // One that is gone is told of by the wait.
                 let _ = seized.interrupt();
-                self.stop_running(pid, false);
+                self.stop_running(pid);
                 let checked = Instant::now();
                 self.stopping.insert(pid, Stopping { seized, program, checked });
             }
+            // Not by a debugger.
+            Err(Errno::PERM) if self.stopper.may_trace(pid) => {
+                self.done(pid, program, Err(Errno::AGAIN));
+            }
             Err(errno) => self.done(pid, program, Err(errno)),
         }
+    }
+
+    /// The wait has reported a change. True if it was a stop of a thread that the stopper traces.
+    pub(crate) fn stopper_changed(&self, tid: u32, stop: TraceeStop) -> bool {
+        self.stopper.changed(tid, stop)
     }
 
     /// The wait has reported a change of a process that [`Tracer::has`]. True if it was one of a
@@ -385,15 +398,13 @@ impl Tracer {
         if stop == TraceeStop::Gone {
             self.held.remove(&pid);
             self.late.remove(&pid);
-            self.running.let_go(pid);
+            self.stopper.let_go(pid);
         }
         if let Some(remote) = self.late.remove(&pid) {
             return self.let_go(pid, remote) != Err(Errno::SRCH);
         }
         let Some(Stopping { seized, program, .. }) = self.stopping.remove(&pid) else {
-            let is_other_thread = self.running.has(pid);
-            self.running.changed(pid, stop);
-            return is_other_thread;
+            return false;
         };
         let result = match stop {
             TraceeStop::Still => self.give(pid, &seized, program, segment),
@@ -414,19 +425,17 @@ impl Tracer {
             }
         };
         if !self.held.contains_key(&pid) {
-            self.running.let_go(pid);
+            self.stopper.let_go(pid);
         }
         self.done(pid, program, result);
         true
     }
 
-    /// Stops the threads of a program that run, the first one too if it is not stopped by other
-    /// means. One that was attached to may be held for long: its threads go on.
-    fn stop_running(&mut self, pid: u32, with_first: bool) {
+    /// Stops the other threads of a program that run. One that was attached to may be held for
+    /// long: its threads go on.
+    fn stop_running(&mut self, pid: u32) {
         if self.takes != Takes::All {
-            let running = &mut self.running;
-            // Without that none is stopped.
-            let _ = without(CapabilitySet::SYS_PTRACE, || running.stop(pid, with_first));
+            self.stopper.stop(pid, INJECTION_TIMEOUT);
         }
     }
 
@@ -451,7 +460,7 @@ impl Tracer {
             && is_numbered_here(pid);
         if is_wanted {
             // Those that have begun to run since.
-            self.stop_running(pid, false);
+            self.stop_running(pid);
         }
         let Some(image) = self.agent.image().filter(|_| is_wanted) else {
             seized.release();

@@ -160,7 +160,7 @@ impl MemoryController {
     }
 
     /// Reports processes that have this number of bytes, and by the other function those that load
-    /// no library, have the agent, are to be managed, and grow.
+    /// no library, have the agent, are to be managed, and grow fast.
     pub(crate) fn reporting(
         self,
         least: u64,
@@ -286,13 +286,13 @@ impl MemoryController {
         self.areas.measure();
         let sizes = members.iter().zip(&processes);
         let sizes = sizes.map(|(member, process)| (member.pid, process.used));
-        let is_near = policy::is_near(&bounds, &processes);
-        self.large.look(sizes, is_near, self.last_tick);
-        self.awaits_starts = is_near && self.tree.found_within(STARTS_AGE);
         let stalled = |index| self.watches.stalled(index);
         let usage = self.runs.note_peaks(self.segment, stalled, &members, &processes, self.budget);
         self.record(&usage, left, elapsed);
         let counted = self.watches.counted(&members, &processes);
+        let is_near = policy::is_near(&bounds, &counted);
+        self.large.look(sizes, is_near, self.last_tick);
+        self.awaits_starts = is_near && self.tree.found_within(STARTS_AGE);
         let decision = policy::decide(&bounds, &counted, elapsed);
         let sharing: Vec<Sharing> = members
             .iter()

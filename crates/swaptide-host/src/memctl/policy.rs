@@ -51,6 +51,8 @@ const MIN_MANAGED_BYTES_OVER_BUDGET: u64 = 1 << 20;
 /// has to share the CPUs with the threads that fill its memory.
 const ENGAGE_TIME: Duration = Duration::from_millis(20);
 const SLOW_ENGAGE_TIME: Duration = Duration::from_millis(50);
+/// Between two looks, for a rate by which a process is managed early.
+const MIN_RATE_TIME: Duration = Duration::from_millis(1);
 /// What cannot be managed and grows no faster than this is looked at no more often for it.
 const STEADY_GROWTH_BYTES_PER_S: u64 = 16 << 20;
 /// The time over which the pressure of processes of one copy-on-write group is averaged: each has
@@ -190,7 +192,10 @@ pub(crate) fn decide(groups: &[Bounds], processes: &[Process], elapsed: Duration
             let within: Vec<usize> = (0..processes.len()).filter(is_within).collect();
             choose(group.most(), *total, processes, &within)
         } else {
-            let is_urgent = |p: &usize| is_urgent(group.most(), *total, &processes[*p]);
+            // What it has grown by in less is no rate.
+            let is_urgent = |p: &usize| {
+                elapsed >= MIN_RATE_TIME && is_urgent(group.most(), *total, &processes[*p])
+            };
             (0..processes.len()).filter(is_urgent).filter(is_within).collect()
         };
         engage.extend(chosen.into_iter().filter(|p| !engage.contains(p)).collect::<Vec<_>>());

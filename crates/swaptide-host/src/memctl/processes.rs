@@ -20,8 +20,8 @@
 //!    more.
 //! 2. A process is a member because it descends from a root or a member, or because the caller
 //!    learned so from the kernel (`ProcessTree::admit_known`); never because a program said so.
-//! 3. What looking for new members costs does not grow with the processes that the machine has
-//!    ([`NewProcesses`]).
+//! 3. Looking for new members costs at most a thirtieth of one processor, however many processes
+//!    the machine has, and a few files a look ([`NewProcesses`]).
 //!
 //! Locks: none.
 

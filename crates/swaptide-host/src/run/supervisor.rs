@@ -480,6 +480,12 @@ impl Supervisor {
             if let ChildStatus::Ended { pid, .. } = change {
                 self.followed.changed(pid, ptrace::TraceeStop::Gone);
             }
+            if let Some((tid, stop)) = change.of_tracee()
+                && let Some(tracer) = &self.tracer
+                && tracer.stopper_changed(tid, stop)
+            {
+                continue;
+            }
             if let Some((pid, stop)) = change.of_tracee()
                 && let Some(tracer) = self.tracer.as_mut().filter(|tracer| tracer.has(pid))
             {

@@ -12,6 +12,9 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 /// What is large where memory is short, at most.
 const LARGE_BYTES_NEAR_BUDGET: u64 = 2 << 20;
 
+/// What fills memory faster than this would be far past its limit before its engine is at work.
+const FAST_BYTES_PER_S: u64 = 256 << 20;
+
 /// Reports large processes.
 #[derive(Default)]
 pub(super) struct LargeProcesses {
@@ -24,7 +27,7 @@ pub(super) struct LargeProcesses {
 
 impl LargeProcesses {
     /// `report` is told of those that have `least` bytes, `report_engaged` of those that are to be
-    /// managed and grow.
+    /// managed and grow fast.
     pub(super) fn new(
         least: u64,
         report: Box<dyn Fn(u32) + Send>,
@@ -40,7 +43,8 @@ impl LargeProcesses {
 
     /// A process with the agent is to be managed; `growth` in bytes a second.
     pub(super) fn note_engaged(&self, pid: u32, growth: u64) {
-        if let Some(report) = self.report_engaged.as_ref().filter(|_| growth > 0) {
+        let is_fast = growth >= FAST_BYTES_PER_S;
+        if let Some(report) = self.report_engaged.as_ref().filter(|_| is_fast) {
             report(pid);
         }
     }
@@ -57,12 +61,20 @@ impl LargeProcesses {
             self.reported.clear();
             self.since = Some(now);
         }
-        let most = if is_near { LARGE_BYTES_NEAR_BUDGET } else { u64::MAX };
-        let least = self.least.min(most);
-        let large: BTreeSet<u32> =
-            processes.filter(|(_, used)| *used >= least).map(|(pid, _)| pid).collect();
-        large.difference(&self.reported).for_each(|pid| report(*pid));
-        self.reported = large;
+        let least_of_all = self.least.min(LARGE_BYTES_NEAR_BUDGET);
+        let least = if is_near { least_of_all } else { self.least };
+        let mut reported = BTreeSet::new();
+        for (pid, used) in processes {
+            let is_new = used >= least && !self.reported.contains(&pid);
+            if is_new {
+                report(pid);
+            }
+            // One that has become smaller than any that is reported runs another program.
+            if is_new || used >= least_of_all && self.reported.contains(&pid) {
+                reported.insert(pid);
+            }
+        }
+        self.reported = reported;
     }
 }
 
@@ -101,5 +113,6 @@ mod tests {
         };
         assert_eq!(look(false), [3]);
         assert_eq!(look(true), [2]);
+        assert!(look(false).is_empty() && look(true).is_empty(), "they were reported");
     }
 }

@@ -296,9 +296,9 @@ impl Watches {
         }
         let stalled_us = slot.stalled_us(at);
         let began_small = self.has_looked && slot.forked_from.load(Relaxed) == 0;
-        // A program that was not there before has all that it has from lately: it began a moment
-        // ago. A fork begins with much.
-        let before = if began_small { 0 } else { used };
+        // A program that was not there before has from lately what it has gained since it was seen
+        // without a place. A fork begins with much.
+        let before = used.saturating_sub(if began_small { tree.gained(pid) } else { 0 });
         let new = || Watch {
             pid,
             run: member.run,
