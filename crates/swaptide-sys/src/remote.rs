@@ -203,7 +203,9 @@ fn wait(tid: u32) -> Result<u32, Errno> {
             None => {}
         }
         let waited = now().since(began);
-        if waited > DOUBT_TIME && !is_traced_here(tid) {
+        // A first thread that has ended is told of when all others have, which may wait for this.
+        let is_gone = || crate::process::proc_info(tid).is_none_or(|info| info.zombie);
+        if waited > DOUBT_TIME && (!is_traced_here(tid) || is_gone()) {
             return Err(Errno::SRCH);
         }
         if waited > STOP_TIMEOUT {

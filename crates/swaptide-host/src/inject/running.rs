@@ -11,24 +11,28 @@
 //! 1. Only a thread that runs is stopped. Where it has begun to wait by then, that begins again
 //!    ([`Seized::release`]); a write to a pipe may have written a part.
 //! 2. Those of one process are stopped at a time. Each is let go when its program is, and at the
-//!    latest after the time that was named, or as soon as it stops; by the kernel, if the
+//!    latest after the time that was named, or as soon as it stops; later only where another
+//!    thread of such a process executes a program, which takes long; by the kernel, if the
 //!    supervisor ends.
 //! 3. One that executes a program is let go before that runs, under the number of its process.
 //! 4. A thread is let go only at a stop that was reported and is no signal's: no signal is lost.
 //! 5. All of it is done without `CAP_SYS_PTRACE`.
+//! 6. The supervisor's first thread begins to trace no process of which one is traced here
+//!    ([`Stopper::is_busy`]): it would wait for itself.
 //!
-//! Locks: none; threads talk through channels.
+//! Locks: `busy`, for a moment; threads talk through channels.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Release};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use rustix::thread::CapabilitySet;
+use swaptide_sys::eventfd::EventFd;
 use swaptide_sys::process::is_running;
 use swaptide_sys::ptrace::TraceeStop;
 use swaptide_sys::remote::{Seized, is_traced_by, is_traced_here};
@@ -40,7 +44,7 @@ use crate::capability::without;
 pub(super) const INJECTION_TIMEOUT: Duration = Duration::from_millis(300);
 /// The same while it begins to be managed: a thread that was stopped may hold what the engine waits
 /// for.
-pub(super) const ENGAGE_TIMEOUT: Duration = Duration::from_millis(100);
+pub(super) const ENGAGED_TIMEOUT: Duration = Duration::from_millis(100);
 /// Between two looks at those that are to be let go and have not stopped yet.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 /// The most threads that are stopped at a time: more do not run.
@@ -58,9 +62,20 @@ enum StopperWord {
     Changed(u32, TraceeStop),
 }
 
+/// What is traced by the thread, or will be.
+#[derive(Default)]
+struct BusyProcesses {
+    /// How often each is to be stopped still.
+    ordered: BTreeMap<u32, u32>,
+    traced: BTreeSet<u32>,
+}
+
 /// Stops threads that run.
 pub(super) struct Stopper {
     words: Sender<StopperWord>,
+    busy: Arc<Mutex<BusyProcesses>>,
+    /// Signalled when one was let go that is stopped with its process: then its parent is told.
+    wake: Arc<EventFd>,
     /// Until the thread is started.
     received: Option<Receiver<StopperWord>>,
     /// Its number, once it runs.
@@ -70,41 +85,37 @@ pub(super) struct Stopper {
 }
 
 impl Stopper {
-    pub(super) fn new() -> Stopper {
+    pub(super) fn new(wake: Arc<EventFd>) -> Stopper {
         let (words, received) = channel();
-        let thread = Arc::default();
-        Stopper { words, received: Some(received), thread, asked: BTreeMap::new() }
+        let (busy, thread, asked) = (Arc::default(), Arc::default(), BTreeMap::new());
+        Stopper { words, busy, wake, received: Some(received), thread, asked }
     }
 
-    /// Stops the threads of a process that run, but for its engine's and the first one. They go on
-    /// after `timeout` at the latest.
-    pub(super) fn stop(&mut self, pid: u32, timeout: Duration) {
-        self.note_stop(pid);
-        let _ = self.words.send(StopperWord::Stop { pid, with_first: false, timeout });
-    }
-
-    /// What has a process stopped that begins to be managed, all of its threads that run, for any
-    /// thread to call; [`Stopper::note_stop`] is to be told.
-    pub(super) fn for_engagement(&self) -> impl Fn(u32) + Send + use<> {
-        let words = self.words.clone();
-        move |pid| {
-            let timeout = ENGAGE_TIMEOUT;
-            let _ = words.send(StopperWord::Stop { pid, with_first: true, timeout });
-        }
-    }
-
-    /// Threads of a process are stopped: they are to be let go at some time.
-    pub(super) fn note_stop(&mut self, pid: u32) {
+    /// Stops the threads of a process that run, but for its engine's and, unless `with_first`, the
+    /// first one. They go on after `timeout` at the latest.
+    pub(super) fn stop(&mut self, pid: u32, with_first: bool, timeout: Duration) {
         self.asked.entry(pid).or_insert_with(Instant::now);
         if let Some(received) = self.received.take() {
+            let (busy, wake) = (Arc::clone(&self.busy), Arc::clone(&self.wake));
             let thread = Arc::clone(&self.thread);
             let run = move || {
-                let threads = RunningThreads::default();
+                let threads = RunningThreads { threads: HashMap::new(), busy, wake };
                 // Without that none is stopped.
                 let _ = without(CapabilitySet::SYS_PTRACE, || threads.run(&received, &thread));
             };
             let _ = Builder::new().name("stopper".into()).spawn(run);
         }
+        let mut busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
+        *busy.ordered.entry(pid).or_default() += 1;
+        if self.words.send(StopperWord::Stop { pid, with_first, timeout }).is_err() {
+            busy.ordered.clear();
+        }
+    }
+
+    /// True while a thread of a process is traced, or will be.
+    pub(super) fn is_busy(&self, pid: u32) -> bool {
+        let busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
+        busy.ordered.contains_key(&pid) || busy.traced.contains(&pid)
     }
 
     /// Lets those of a process go.
@@ -148,8 +159,11 @@ struct RunningThread {
 }
 
 /// The threads that are stopped, of the thread that traces them.
-#[derive(Default)]
-struct RunningThreads(HashMap<u32, RunningThread>);
+struct RunningThreads {
+    threads: HashMap<u32, RunningThread>,
+    busy: Arc<Mutex<BusyProcesses>>,
+    wake: Arc<EventFd>,
+}
 
 impl RunningThreads {
     fn run(mut self, words: &Receiver<StopperWord>, thread: &AtomicU32) {
@@ -160,9 +174,11 @@ impl RunningThreads {
                 Some(timeout) => words.recv_timeout(timeout),
                 None => words.recv().map_err(|_| RecvTimeoutError::Disconnected),
             };
+            let mut done = None;
             match word {
                 Ok(StopperWord::Stop { pid, with_first, timeout }) => {
                     self.stop(pid, with_first, Instant::now() + timeout);
+                    done = Some(pid);
                 }
                 Ok(StopperWord::LetGo(pid)) => self.let_go(|thread| thread.pid == pid),
                 Ok(StopperWord::Changed(tid, stop)) => self.changed(tid, stop),
@@ -172,6 +188,21 @@ impl RunningThreads {
             }
             let now = Instant::now();
             self.let_go(|thread| thread.until <= now);
+            self.publish(done);
+        }
+    }
+
+    /// Says what is traced now; `done`: a process that was stopped as it was ordered.
+    fn publish(&self, done: Option<u32>) {
+        let mut busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
+        busy.traced = self.threads.values().map(|thread| thread.pid).collect();
+        if let Some(pid) = done
+            && let Some(count) = busy.ordered.get_mut(&pid)
+        {
+            *count -= 1;
+            if *count == 0 {
+                busy.ordered.remove(&pid);
+            }
         }
     }
 
@@ -180,7 +211,7 @@ impl RunningThreads {
             true => LOOK_INTERVAL,
             false => thread.until.saturating_duration_since(Instant::now()),
         };
-        self.0.values().map(until).min()
+        self.threads.values().map(until).min()
     }
 
     fn stop(&mut self, pid: u32, with_first: bool, until: Instant) {
@@ -188,10 +219,15 @@ impl RunningThreads {
         let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
         let tids = tasks.filter_map(|task| task.file_name().to_str()?.parse::<u32>().ok());
         for tid in tids.filter(|tid| with_first || *tid != pid) {
-            if self.0.len() >= MAX_THREADS {
+            if self.threads.len() >= MAX_THREADS {
                 return;
             }
-            if self.0.contains_key(&tid) || !is_running(tid, ENGINE_NAME) {
+            if let Some(thread) = self.threads.get_mut(&tid) {
+                thread.until = thread.until.max(until);
+                thread.is_over = false;
+                continue;
+            }
+            if !is_running(tid, ENGINE_NAME) {
                 continue;
             }
             // One that has another tracer, or is gone, goes on.
@@ -207,13 +243,13 @@ impl RunningThreads {
                 (number, thread.seized, thread.is_over) = (pid, Seized::of(pid), true);
                 let _ = thread.seized.interrupt();
             }
-            self.0.insert(number, thread);
+            self.threads.insert(number, thread);
         }
     }
 
     /// Lets some go, or notes that for when they stop.
     fn let_go(&mut self, which: impl Fn(&RunningThread) -> bool) {
-        self.0.retain(|_, thread| {
+        self.threads.retain(|_, thread| {
             thread.is_over |= which(thread);
             let is_free = thread.is_over && thread.is_stopped;
             if is_free {
@@ -224,7 +260,7 @@ impl RunningThreads {
     }
 
     fn changed(&mut self, tid: u32, stop: TraceeStop) {
-        let Some(thread) = self.0.get_mut(&tid) else {
+        let Some(thread) = self.threads.get_mut(&tid) else {
             // A thread with another number has executed a program.
             if stop != TraceeStop::Gone && is_traced_here(tid) {
                 let signal = if let TraceeStop::Signal(signal) = stop { signal } else { 0 };
@@ -234,12 +270,15 @@ impl RunningThreads {
         };
         match stop {
             TraceeStop::Still if !thread.is_over => thread.is_stopped = true,
-            // With its process, and it stays so; or it has executed a program.
             TraceeStop::Still | TraceeStop::Stopped | TraceeStop::Executed => {
                 thread.seized.release();
-                self.0.remove(&tid);
+                self.threads.remove(&tid);
+                // Now its parent is told that it is stopped with its process.
+                if stop == TraceeStop::Stopped {
+                    self.wake.signal();
+                }
             }
-            TraceeStop::Gone => drop(self.0.remove(&tid)),
+            TraceeStop::Gone => drop(self.threads.remove(&tid)),
             TraceeStop::Signal(_) | TraceeStop::Forked => {
                 let signal = if let TraceeStop::Signal(signal) = stop { signal } else { 0 };
                 // One that is gone is told of by the wait.
@@ -250,7 +289,7 @@ impl RunningThreads {
 
     /// Forgets those that are gone.
     fn forget(&mut self) {
-        self.0.retain(|tid, thread| !thread.is_over || is_traced_here(*tid));
+        self.threads.retain(|tid, thread| !thread.is_over || is_traced_here(*tid));
     }
 }
 
@@ -282,9 +321,14 @@ mod tests {
         threads.into_iter().for_each(|thread| thread.join().expect("it ends"));
     }
 
+    fn running_threads() -> RunningThreads {
+        let wake = Arc::new(EventFd::new().expect("a descriptor"));
+        RunningThreads { threads: HashMap::new(), busy: Arc::default(), wake }
+    }
+
     /// What the supervisor does.
     fn wait(running: &mut RunningThreads) {
-        for tid in running.0.keys().copied().collect::<Vec<_>>() {
+        for tid in running.threads.keys().copied().collect::<Vec<_>>() {
             let mut status = 0;
             let options = libc::WNOHANG | libc::__WALL;
             // SAFETY: the status is a local number.
@@ -346,7 +390,7 @@ mod tests {
     fn those_that_run_are_stopped_until_they_are_let_go() {
         let program = Program::start();
         let pid = program.0.id();
-        let mut running = RunningThreads::default();
+        let mut running = running_threads();
         // Its first thread waits, and so does that of the test before it starts another one.
         program.until(&mut running, &["R"], THREADS);
         running.stop(pid, false, Instant::now() + INJECTION_TIMEOUT);
@@ -365,14 +409,18 @@ mod tests {
     #[test]
     fn those_that_end_meanwhile_are_forgotten() {
         let mut program = Program::start();
-        let mut running = RunningThreads::default();
+        let mut running = running_threads();
         program.until(&mut running, &["R"], THREADS);
         running.stop(program.0.id(), false, Instant::now() + INJECTION_TIMEOUT);
-        assert_eq!(running.0.len(), THREADS);
+        assert_eq!(running.threads.len(), THREADS);
         program.0.kill().expect("it is killed");
         let began = Instant::now();
         while running.timeout().is_some() {
-            assert!(began.elapsed() < Duration::from_secs(30), "{} are left", running.0.len());
+            assert!(
+                began.elapsed() < Duration::from_secs(30),
+                "{} are left",
+                running.threads.len()
+            );
             wait(&mut running);
         }
     }

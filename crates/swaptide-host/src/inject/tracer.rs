@@ -48,7 +48,7 @@ use super::finder::{self, Candidate, FinderRequest, ProgramIdentity, Takes, Trac
 use super::forks::HeldForks;
 use super::image::AgentFile;
 use super::put_in::{AgentTexts, put_in};
-use super::running::{INJECTION_TIMEOUT, Stopper};
+use super::running::{ENGAGED_TIMEOUT, INJECTION_TIMEOUT, Stopper};
 use crate::capability::without;
 
 /// How long a program is held until its agent is there, and the controller has looked at it. It
@@ -174,6 +174,7 @@ impl Tracer {
         let (finder, requests) = channel();
         let (sender, words) = channel();
         finder::start(requests, sender.clone(), Arc::clone(&wake), takes);
+        let stopper = Stopper::new(Arc::clone(&wake));
         Ok(Tracer {
             agent,
             texts: AgentTexts { socket: socket.into(), log: log.unwrap_or_default() },
@@ -185,7 +186,7 @@ impl Tracer {
             stopping: HashMap::new(),
             held: HashMap::new(),
             late: HashMap::new(),
-            stopper: Stopper::new(),
+            stopper,
             forks: HeldForks::default(),
             outcomes: Vec::new(),
             note: FirstNote::default(),
@@ -248,9 +249,7 @@ impl Tracer {
     /// What tells that one that has the agent is about to be managed, and grows.
     pub(crate) fn engagement_reporter(&self) -> Box<dyn Fn(u32) + Send> {
         let (sender, wake) = (self.mailbox.sender.clone(), Arc::clone(&self.mailbox.wake));
-        let stop = self.stopper.for_engagement();
         Box::new(move |pid| {
-            stop(pid);
             // The tracer ends with the run.
             let _ = sender.send(TracerWord::Engaged(pid));
             wake.signal();
@@ -356,7 +355,7 @@ impl Tracer {
             match (word, &mut self.postponed) {
                 (TracerWord::Named(candidate), Some(postponed)) => postponed.push(candidate),
                 (TracerWord::Named(candidate), None) => self.begin_one(candidate),
-                (TracerWord::Engaged(pid), _) => self.stopper.note_stop(pid),
+                (TracerWord::Engaged(pid), _) => self.stopper.stop(pid, true, ENGAGED_TIMEOUT),
             }
         }
     }
@@ -367,6 +366,10 @@ impl Tracer {
         }
         if !self.is_permitted(pid) {
             return self.done(pid, program, Err(Errno::ACCESS));
+        }
+        // To trace it could wait for what only this thread does.
+        if self.stopper.is_busy(pid) {
+            return self.done(pid, program, Err(Errno::AGAIN));
         }
         match self.act(|| Seized::seize(pid)) {
             Ok(seized) => {
@@ -388,8 +391,16 @@ impl Tracer {
     }
 
     /// The wait has reported a change. True if it was a stop of a thread that the stopper traces.
-    pub(crate) fn stopper_changed(&self, tid: u32, stop: TraceeStop) -> bool {
-        self.stopper.changed(tid, stop)
+    pub(crate) fn stopper_changed(&mut self, tid: u32, stop: TraceeStop) -> bool {
+        let is_one = self.stopper.changed(tid, stop);
+        // The first thread that was about to stop is gone.
+        if is_one
+            && stop == TraceeStop::Executed
+            && let Some(Stopping { program, .. }) = self.stopping.remove(&tid)
+        {
+            self.done(tid, program, Err(Errno::AGAIN));
+        }
+        is_one
     }
 
     /// The wait has reported a change of a process that [`Tracer::has`]. True if it was one of a
@@ -435,7 +446,7 @@ impl Tracer {
     /// long: its threads go on.
     fn stop_running(&mut self, pid: u32) {
         if self.takes != Takes::All {
-            self.stopper.stop(pid, INJECTION_TIMEOUT);
+            self.stopper.stop(pid, false, INJECTION_TIMEOUT);
         }
     }
 

@@ -319,7 +319,7 @@ impl ProcessTree {
                     // host's.
                     member.stack_start = stack_start(*pid);
                     (member.resident, member.leaderless) = member.read_resident(*pid);
-                    (member.used, member.gained) = (member.resident, 0);
+                    (member.used, member.gained) = (member.resident, member.resident);
                 }
             }
             if !member.guest {

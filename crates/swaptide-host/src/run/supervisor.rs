@@ -481,7 +481,7 @@ impl Supervisor {
                 self.followed.changed(pid, ptrace::TraceeStop::Gone);
             }
             if let Some((tid, stop)) = change.of_tracee()
-                && let Some(tracer) = &self.tracer
+                && let Some(tracer) = &mut self.tracer
                 && tracer.stopper_changed(tid, stop)
             {
                 continue;
