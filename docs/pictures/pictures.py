@@ -176,7 +176,9 @@ def report(swaptide, place, env):
         reports.append(place / f"{ram}.json")
         swap = ["--swap", "zram:6M", "--swap", f"file:{place}:256M"]
         words = [swaptide, "run", "--quiet", "--ram", ram, *swap, "--report", reports[-1], "--"]
-        subprocess.run([*words, "python3", script.name], env=env, cwd=place, check=True)
+        # Debian's own, whatever else is named so.
+        plain = env | {"PATH": "/usr/bin:/bin"}
+        subprocess.run([*words, "python3", script.name], env=plain, cwd=place, check=True)
     page = place / "runs.html"
     subprocess.run([swaptide, "report", *reports, "--html", page], env=env, check=True)
     shot(page, DOCS / "report.png", 1000, 1750)

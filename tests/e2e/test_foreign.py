@@ -362,7 +362,7 @@ def test_foreign_ends(case, kind):
 
 @pytest.mark.swaptide(budget=64, allowance=64, swaps=False, forks=True, limit=180)
 @pytest.mark.parametrize("who", ["first", "other"])
-@pytest.mark.parametrize(("threads", "turns"), [(3, 100), full(32, 300)])
+@pytest.mark.parametrize(("threads", "turns"), [param(3, 100, id="few"), full(32, 300, id="many")])
 def test_foreign_exec_race(case, who, threads, turns):
     """A thread executes a program while the others, which run, are stopped: nothing waits for ever,
     no signal is lost, and nothing stays traced."""

@@ -21,7 +21,7 @@ use rustix::io::Errno;
 
 use crate::process::{ProcInfo, after_name, newest_in, parse_stat, processes};
 use crate::procfs::{ProcPath, open_read, read_file, retry, words};
-use crate::thread::{Nanos, now};
+use crate::thread::{Nanos, now, thread_cpu_time};
 
 /// Numbers that are looked up one by one. Threads have such numbers, too.
 const MAX_NUMBERS: u32 = 64;
@@ -81,11 +81,11 @@ impl NewProcesses {
         let pause = LISTING_INTERVAL.max(self.cost * COST_DIVISOR);
         let may_list = self.listed.is_none_or(|listed| at.since(listed) >= pause);
         if (self.is_owed || is_late) && may_list {
-            let began = cpu_time();
+            let began = thread_cpu_time();
             self.listed = Some(at);
             // Without a descriptor it is tried again.
             if let Ok(all) = processes() {
-                self.cost = cpu_time().saturating_sub(began);
+                self.cost = thread_cpu_time().since(began);
                 (self.is_owed, self.changed) = (false, None);
                 return NewLook { processes: all, listing: Some(self.cost) };
             }
@@ -126,12 +126,6 @@ fn process(number: u32) -> Option<ProcInfo> {
     // sent at the end: -1 for a thread.
     let signal = words(after_name(text)?).nth(38 - 3)?;
     if signal == b"-1" { None } else { parse_stat(number, text) }
-}
-
-/// CPU time of the calling thread.
-pub fn cpu_time() -> Duration {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec.max(0) as u32)
 }
 
 #[cfg(test)]

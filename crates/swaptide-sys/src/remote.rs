@@ -2,7 +2,8 @@
 //! a program that loads no library.
 //!
 //! Owns nothing that outlives a [`Remote`]. The tracer is the thread that has called
-//! [`Seized::seize`]: all calls come from it. Other threads of the program continue meanwhile.
+//! [`Seized::seize`]: all calls come from it. What other threads of the program do meanwhile is the
+//! caller's affair.
 //!
 //! The wait of any thread of the tracer's process may report a stop, if the program is a child of
 //! that process: its threads must not wait for children meanwhile.
@@ -409,19 +410,23 @@ impl Seized {
 
     /// Traces it no more, if it is stopped now: it continues, or stays stopped with its process.
     pub fn release(&self) {
+        self.release_with(0);
+    }
+
+    /// The same at a stop by a signal, which reaches it.
+    pub fn release_with(&self, signal: u32) {
+        self.begin_again();
+        // SAFETY: nothing is written.
+        let _ = unsafe { ptrace(p::PTRACE_DETACH, self.0, 0, signal as usize) };
+    }
+
+    fn begin_again(&self) {
         if let Ok(mut registers) = registers_of(self.0)
             && begin_again(&mut registers)
         {
             // One that is gone is told of by the wait.
             let _ = set_registers(self.0, &registers);
         }
-        self.release_with(0);
-    }
-
-    /// The same at a stop by a signal, which reaches it.
-    pub fn release_with(&self, signal: u32) {
-        // SAFETY: nothing is written.
-        let _ = unsafe { ptrace(p::PTRACE_DETACH, self.0, 0, signal as usize) };
     }
 }
 

@@ -139,6 +139,20 @@ fn waits_that_would_be_interrupted_begin_again() {
 }
 
 #[test]
+fn a_signal_that_is_ignored_interrupts_none() {
+    let (mut child, mut lines) = program(WAITS);
+    for wanted in ["0 0", "-1 11", "-1 11", "-1 11"] {
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        let seized = Seized::seize(child.id()).expect("a child");
+        let killed = Command::new("kill").args(["-URG", &child.id().to_string()]).status();
+        assert!(killed.expect("kill").success());
+        until_still(&seized, child.id()).release();
+        assert_eq!(line(&mut lines), wanted);
+    }
+    assert!(child.wait().expect("it ends").success());
+}
+
+#[test]
 fn a_handler_interrupts_them_all_the_same() {
     let (mut child, mut lines) = program_with(WAITS, "handled");
     for wanted in ["-1 4", "-1 4", "-1 4", "-1 4"] {

@@ -30,8 +30,9 @@ use swaptide_ipc::ENV_SOCKET;
 use swaptide_sys::AsFd;
 use swaptide_sys::elf::{ProgramKind, kind_of};
 use swaptide_sys::eventfd::EventFd;
-use swaptide_sys::new_processes::{NewLook, NewProcesses, cpu_time};
+use swaptide_sys::new_processes::{NewLook, NewProcesses};
 use swaptide_sys::process::{ProcInfo, anon_rss, proc_info, same_memory};
+use swaptide_sys::thread::thread_cpu_time;
 
 /// Between two looks at processes that are watched, at least.
 const LOOK_INTERVAL: Duration = Duration::from_millis(5);
@@ -262,12 +263,14 @@ impl Finder {
                     next_look = next_look.min(earliest_look);
                 }
                 Ok(FinderRequest::Large(pid)) => {
-                    if !self.watched.contains_key(&pid) && !self.takes.has(pid) {
-                        continue;
-                    }
-                    self.begin(pid);
-                    if let Some(watched) = self.watched.get_mut(&pid) {
-                        watched.is_of_injected = true;
+                    if !self.watched.contains_key(&pid) {
+                        if !self.takes.has(pid) {
+                            continue;
+                        }
+                        self.begin(pid);
+                        if let Some(watched) = self.watched.get_mut(&pid) {
+                            watched.is_of_injected = true;
+                        }
                     }
                     self.look_at(pid);
                     next_look = next_look.min(earliest_look);
@@ -288,9 +291,9 @@ impl Finder {
                 continue;
             }
             // Not the time in which the thread waited for a CPU.
-            let began = cpu_time();
+            let began = thread_cpu_time();
             let listing = self.look();
-            let cost = cpu_time().saturating_sub(began).saturating_sub(listing);
+            let cost = thread_cpu_time().since(began).saturating_sub(listing);
             let young = self.watched.values().any(|watched| watched.since.elapsed() < YOUNG_AGE);
             let is_urgent = young && matches!(self.takes, Takes::LoadingNone(0) | Takes::All);
             let interval = if is_urgent { YOUNG_INTERVAL } else { self.pause };

@@ -168,6 +168,7 @@ struct RunningThreads {
 impl RunningThreads {
     fn run(mut self, words: &Receiver<StopperWord>, thread: &AtomicU32) {
         swaptide_sys::affinity::go_first();
+        // With the load in `Stopper::changed`, which a stop comes after.
         thread.store(thread::gettid().0, Release);
         loop {
             let word = match self.timeout() {

@@ -284,13 +284,13 @@ impl MemoryController {
             self.audit();
         }
         self.areas.measure();
-        let sizes = members.iter().zip(&processes);
-        let sizes = sizes.map(|(member, process)| (member.pid, process.used));
         let stalled = |index| self.watches.stalled(index);
         let usage = self.runs.note_peaks(self.segment, stalled, &members, &processes, self.budget);
         self.record(&usage, left, elapsed);
         let counted = self.watches.counted(&members, &processes);
         let is_near = policy::is_near(&bounds, &counted);
+        let sizes = members.iter().zip(&processes);
+        let sizes = sizes.map(|(member, process)| (member.pid, process.used));
         self.large.look(sizes, is_near, self.last_tick);
         self.awaits_starts = is_near && self.tree.found_within(STARTS_AGE);
         let decision = policy::decide(&bounds, &counted, elapsed);
