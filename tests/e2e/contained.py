@@ -163,6 +163,8 @@ def rootless(case):
 def docker(case, runtime=None):
     """The command, for a daemon of the case's own (with that runtime besides, called swaptide), and
     an image: empty, with this machine's directories."""
+    # That of the suite may be below /root, which is no volume.
+    case.python = "/usr/bin/python3"
     # Paths of sockets are short.
     place = Path(tempfile.mkdtemp(prefix="swaptide-"))
     command = ("docker", "--host", f"unix://{place}/socket")

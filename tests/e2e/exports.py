@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from documents import block
 from processes import descendants
 from servers import free_port, listens
 
@@ -421,33 +422,11 @@ KINDS = {
 
 
 def certificates(directory):
-    """An authority, a server of 127.0.0.1 and a client of it, as docs/network.md makes them."""
+    """An authority, a server of 127.0.0.1 and a client of it: the lines of docs/network.md."""
     directory.mkdir()
-
-    def openssl(*words):
-        done = subprocess.run(
-            ["openssl", *words], cwd=directory, stdin=subprocess.DEVNULL, capture_output=True
-        )
-        assert done.returncode == 0, f"openssl {words}: {done.stderr[-400:]}"
-
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    openssl(
-        *("req", "-x509", *key, "-keyout", "ca-key.pem", "-out", "ca-cert.pem"),
-        *("-days", "3650", "-subj", "/CN=swap authority"),
+    script = block("docs/network.md", "key=").replace("192.0.2.1", "127.0.0.1")
+    done = subprocess.run(
+        ["sh", "-euc", script], cwd=directory, stdin=subprocess.DEVNULL, capture_output=True
     )
-    names = {
-        "server": "subjectAltName=DNS:storage,IP:127.0.0.1\nextendedKeyUsage=serverAuth\n",
-        "client": "subjectAltName=DNS:host1\nextendedKeyUsage=clientAuth\n",
-    }
-    for name, extensions in names.items():
-        (directory / f"{name}.ext").write_text(extensions)
-        openssl(
-            *("req", *key, "-keyout", f"{name}-key.pem", "-out", f"{name}.csr"),
-            *("-subj", f"/CN={name}"),
-        )
-        openssl(
-            *("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}-cert.pem", "-days", "365"),
-            *("-CA", "ca-cert.pem", "-CAkey", "ca-key.pem", "-CAcreateserial"),
-            *("-extfile", f"{name}.ext"),
-        )
+    assert done.returncode == 0, f"openssl: {done.stderr[-400:]}"
     return directory

@@ -205,7 +205,8 @@ def test_bare_container(case):
     for name in ("proc", "dev", "sys", "tmp", "var/tmp", "run", "etc", "lib", "bin"):
         (root / name).mkdir(parents=True)
     shutil.copy(static_command(case), root / "swaptide")
-    for file in (Path(case.swaptide).parent / "libswaptide_agent.so", go_program(case, GO, "0")):
+    filler = go_program(case, GO, "0")
+    for file in (Path(case.swaptide).parent / "libswaptide_agent.so", filler):
         shutil.copy(file, root / file.name)
     command, (*limits, _, _) = contained.podman(case)
     words = [*command, "run", "--rm", "--network", "none", "--device", "/dev/userfaultfd"]
@@ -218,7 +219,7 @@ def test_bare_container(case):
         assert re.search(r" [0-9]+k pages out", done.stderr), done.stderr
         return done.stdout
 
-    assert run("128M", "/program", "512") == "OK\n"
+    assert run("128M", f"/{filler.name}", "512") == "OK\n"
     shutil.copy("/lib/ld-musl-x86_64.so.1", root / "lib")
     shutil.copy(compiled_as("musl", "torture", case.suite.root / "bin"), root / "torture")
     shutil.copy(shutil.which("busybox"), root / "bin" / "busybox")

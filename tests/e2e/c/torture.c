@@ -231,6 +231,18 @@ static void advise(struct thread *self, struct area *area) {
     }
 }
 
+/* Whether each seventh page of a mapping still has what `remap` wrote there: then it is the same
+ * mapping. The kernel looks, for there may be none. */
+static int is_untouched(struct thread *self, unsigned char *target, size_t pages) {
+    for (size_t page = 0; page < pages; page += 7) {
+        unsigned char found = 0;
+        if (pwrite(self->file, &target[page * PAGE], 1, 0) != 1) return 0;
+        MUST(pread(self->file, &found, 1, 0) == 1);
+        if (found != 0xee) return 0;
+    }
+    return 1;
+}
+
 static void remap(struct thread *self, struct area *area) {
     size_t pages = area->most / 4 + below(&self->random, area->most - area->most / 4 + 1);
     size_t old = area->pages;
@@ -251,7 +263,8 @@ static void remap(struct thread *self, struct area *area) {
         MUST(errno == EFAULT);
         note(self, area, target ? "mremap onto another mapping, refused" : "mremap, refused", 0,
              old);
-        /* The target may be gone and be something else's by now: it is left alone. */
+        /* The target may be gone, and be something else's by now. */
+        if (target && is_untouched(self, target, old)) MUST(munmap(target, old * PAGE) == 0);
         MUST(munmap(area->base, old * PAGE) == 0);
         map_area(self, area);
         return;

@@ -54,7 +54,7 @@ const NONE: RealProgram = RealProgram {
 };
 
 /// All of them.
-pub(crate) const PROGRAMS: [RealProgram; 14] = [
+pub(crate) const PROGRAMS: [RealProgram; 15] = [
     RealProgram {
         name: "objects",
         what: "CPython: a graph of objects",
@@ -172,6 +172,16 @@ pub(crate) const PROGRAMS: [RealProgram; 14] = [
         text: Some(("graph.go", include_str!("texts/graph.go"))),
         prepare: &["go", "build", "-o", "{dir}/graph-go", "{dir}/graph.go"],
         words: &["{dir}/graph-go", "2000000", "1000000"],
+        options: &["--inject"],
+        ..NONE
+    },
+    RealProgram {
+        name: "go-records",
+        what: "Go, static: records, four goroutines",
+        packages: &[("go", "golang-go")],
+        text: Some(("records.go", include_str!("texts/records.go"))),
+        prepare: &["go", "build", "-o", "{dir}/records-go", "{dir}/records.go"],
+        words: &["{dir}/records-go", "10000000", "50000"],
         options: &["--inject"],
         ..NONE
     },
