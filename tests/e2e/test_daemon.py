@@ -221,6 +221,14 @@ def test_daemon_joins(case):
     assert back > frozen + 24 * MIB, f"{frozen} bytes were in memory, and after preload {back}"
     daemon.ctl("reclaim", "/a", "8M")
 
+    # A run that joins is told the budget of now.
+    daemon.config.write_text(config.replace('"112M"', '"104M"'))
+    daemon.ctl("reload")
+    told = case.directory / "told.json"
+    words = [case.swaptide, "run", "--quiet", "--report", told, "--", "true"]
+    subprocess.run(words, env=daemon.env, check=True)
+    assert json.loads(told.read_text())["budget_bytes"] == 104 * MIB
+
     for program in (first, second):
         done = ended(case, program)
         assert int(done.report["stats"]["zswpout"]) > 100, f"its own report: {done.report['stats']}"

@@ -63,6 +63,15 @@ def test_report(case):
         assert "\x07" not in text, "a control character"
     out, _ = draw(case, report, "--html", "-", "--svg", picture, "--force")
     assert out == page.read_text(), "another page on standard output"
+    # By a link, which an older command would have replaced: /dev/stdout itself is the machine's.
+    link, output = case.directory / "link", case.directory / "output"
+    link.symlink_to("/dev/stdout")
+    with open(output, "w") as file:
+        subprocess.run([case.swaptide, "report", report, "--html", link], check=True, stdout=file)
+        assert output.read_text() == page.read_text(), "another page by /dev/stdout"
+        words = ["run", "--quiet", "--report", link, "--", "true"]
+        subprocess.run([case.swaptide, *words], check=True, stdout=file)
+    assert link.is_symlink() and output.read_text().startswith(page.read_text() + "{")
     draw(case, report, status=2)
     draw(case, report, "--html", report, "--force", status=2)
     assert json.loads(report.read_text())["run"], "the report was replaced"

@@ -2,8 +2,8 @@
 //!
 //! Invariants
 //! 1. Nothing is written before everything was read and drawn.
-//! 2. Nothing that exists is replaced or written to without `--force`, but pipes, terminals and
-//!    `/dev/null`; and no report at all.
+//! 2. Nothing that exists is replaced or written to without `--force`, but pipes, terminals,
+//!    `/dev/null` and descriptors of this process; and no report at all.
 //! 3. The two pictures go to two places, however these are named.
 
 use std::fs::File;
@@ -13,7 +13,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use swaptide_host::report::totals::Sink;
+use swaptide_host::report::sink::{Sink, is_own_descriptor};
 use thiserror::Error;
 
 use crate::page::page;
@@ -93,7 +93,8 @@ impl OutputPlace {
             }
         }
         // A link that leads nowhere would be replaced, too.
-        if std::fs::symlink_metadata(path).is_ok() && !args.force {
+        let is_kept = !args.force && !is_own_descriptor(path);
+        if is_kept && std::fs::symlink_metadata(path).is_ok() {
             let found = std::fs::metadata(path);
             if !found.is_ok_and(|found| found.is_dir() || is_stream(&found)) {
                 return Err(DrawError::Exists(path.to_owned()));

@@ -448,8 +448,9 @@ impl ClientShared {
             .transpose()
             .map_err(|error| error.to_string())?;
         let cgroup = if named.is_none() { cgroup_of(pid) } else { None };
-        let (max, own) = (join.max, self.budget);
+        let max = join.max;
         let find = move |controller: &mut MemoryController| {
+            let own = controller.budget();
             let groups = controller.groups();
             let path = match named {
                 Some(path) => {

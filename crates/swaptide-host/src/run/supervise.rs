@@ -47,7 +47,8 @@ use crate::control::daemon_client::{self as client, RemoteAreas};
 use crate::control::server::{Join, Joined};
 use crate::inject::AgentFile;
 use crate::memctl::stall::StallPolicy;
-use crate::report::totals::{ReportFile, ReportSubject, Sink, program_name};
+use crate::report::sink::Sink;
+use crate::report::totals::{ReportFile, ReportSubject, program_name};
 use crate::run::agent::find_agent;
 use crate::run::channel::Channel;
 use crate::run::descriptors::{

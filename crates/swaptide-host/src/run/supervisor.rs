@@ -32,7 +32,8 @@ use crate::inject::{AgentFile, Takes, Tracer};
 use crate::memctl::controller::{self, MemoryController, SayToRun};
 use crate::memctl::shared_pager::SharedPager;
 use crate::memctl::stall::{OnStall, StallPolicy};
-use crate::report::totals::{Report, ReportFile, Sink, summary};
+use crate::report::sink::Sink;
+use crate::report::totals::{Report, ReportFile, summary};
 use crate::run::attach::AttachTarget;
 use crate::run::channel::{Channel, LauncherMessage, PassOn};
 use crate::run::descriptors::{

@@ -255,7 +255,9 @@ pub(super) fn detach(
         let asked = Arc::clone(&pids);
         let Some(now) = controller::ask(controller, move |controller| controller.detaching(&asked))
         else {
-            return ending();
+            // A run ends when its last process was let go: nothing is managed any more then.
+            let noop = controller::ControllerRequest::Do(Box::new(|_| ()));
+            return if controller.send(noop).is_err() { Answer::Done } else { ending() };
         };
         if now.processes == 0 {
             return Answer::Done;
