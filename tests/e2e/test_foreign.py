@@ -89,6 +89,15 @@ def test_foreign_children(case, kind):
     run(case, "foreign", kind, 96, 1, "children")
 
 
+@pytest.mark.swaptide(budget=32, allowance=8, forks=True)
+@pytest.mark.parametrize("inject", ["large", "always"])
+def test_foreign_at_once(case, inject):
+    """A child that was forked before anything has looked at its parent."""
+    words = [program(case, "foreign", "static"), 160, 1, case.seed, "at-once"]
+    done = case.run(words, options=[f"--inject={inject}"])
+    assert done.text() == "OK foreign at-once\n"
+
+
 @pytest.mark.swaptide(budget=32, allowance=UNTIL_MANAGED, forks=True)
 def test_foreign_refused(case):
     """A child that would not fit into the cgroup is refused, and the cgroup kills nothing."""

@@ -7,9 +7,11 @@
 //! 1. A process is looked for at two looks in a row, for its number is given out a moment before it
 //!    is there.
 //! 2. What that may have missed is found by a listing of all processes, at the latest
-//!    `LATEST_LISTING` after the newest number has changed, if a listing is not too dear.
-//! 3. Listings take at most a thirtieth of one CPU; a look without one asks for at most
-//!    `MAX_NUMBERS` numbers.
+//!    `LATEST_LISTING` after the newest number has changed, if a listing is not too dear. Where
+//!    something else than the kernel tells that number (lxcfs), it may never change: all are listed
+//!    every `QUIET_LISTING`, too.
+//! 3. Listings of each [`NewProcesses`] take at most a thirtieth of one CPU, and a two hundredth
+//!    where no number changes; a look without one asks for at most `MAX_NUMBERS` numbers.
 //!
 //! Locks: none.
 
@@ -29,8 +31,12 @@ const MAX_NUMBERS: u32 = 64;
 const LATEST_LISTING: Duration = Duration::from_millis(50);
 /// Between two listings, at least.
 const LISTING_INTERVAL: Duration = Duration::from_millis(10);
+/// How long nothing is listed while the newest number is the same.
+const QUIET_LISTING: Duration = Duration::from_millis(500);
 /// Part of one CPU that listings take.
 const COST_DIVISOR: u32 = 30;
+/// The same while the newest number is the same.
+const QUIET_COST_DIVISOR: u32 = 200;
 
 /// Finds new processes.
 ///
@@ -67,7 +73,8 @@ impl NewProcesses {
         if !is_same {
             self.changed.get_or_insert(at);
         }
-        let is_late = self.changed.is_some_and(|since| at.since(since) >= LATEST_LISTING);
+        let is_late = self.changed.is_some_and(|since| at.since(since) >= LATEST_LISTING)
+            || self.is_quiet_for_long(at);
         let numbers = match (before, newest) {
             (Some(before), Some(newest)) if newest.wrapping_sub(before) <= MAX_NUMBERS => {
                 before + 1..newest + 1
@@ -93,10 +100,16 @@ impl NewProcesses {
         NewLook { processes: numbers.filter_map(process).collect(), listing: None }
     }
 
-    /// True if a process or a thread was started since the last look, or that cannot be known.
+    /// True if a process or a thread was started since the last look, that cannot be known, or all
+    /// are to be listed.
     pub fn has_any(&mut self) -> bool {
         let newest = self.read_newest();
-        newest.is_none() || newest != self.newest
+        newest.is_none() || newest != self.newest || self.is_quiet_for_long(now())
+    }
+
+    fn is_quiet_for_long(&self, at: Nanos) -> bool {
+        let pause = QUIET_LISTING.max(self.cost * QUIET_COST_DIVISOR);
+        self.listed.is_none_or(|listed| at.since(listed) >= pause)
     }
 
     fn read_newest(&mut self) -> Option<u32> {

@@ -142,17 +142,28 @@ unsafe fn ptrace(request: u32, tid: u32, addr: usize, data: usize) -> Result<usi
     unsafe { syscall!(k::__NR_ptrace, request as usize, tid as usize, addr, data) }
 }
 
-/// True for a thread that the calling one traces, and where that cannot be known.
+/// True for a thread that the calling one traces, and where that cannot be known: /proc may hide
+/// it, or there is no descriptor.
 pub fn is_traced_here(tid: u32) -> bool {
-    is_traced_by(tid, gettid().0)
+    match number_of_status(tid, "TracerPid") {
+        Ok(found) => found.is_none_or(|found| found == u64::from(gettid().0)),
+        Err(_) => is_there(tid),
+    }
 }
 
-/// True for a thread that another one traces, and where that cannot be known.
-pub fn is_traced_by(tid: u32, tracer: u32) -> bool {
-    match number_of_status(tid, "TracerPid") {
-        Ok(found) => found.is_none_or(|found| found == u64::from(tracer)),
-        Err(errno) => !matches!(errno, Errno::NOENT | Errno::SRCH),
-    }
+/// True for a thread that the calling one traces, and that is stopped: the kernel says so, without
+/// a file.
+pub fn is_stopped_here(tid: u32) -> bool {
+    let mut word = 0usize;
+    // SAFETY: the kernel writes one word.
+    let asked = unsafe { ptrace(p::PTRACE_GETEVENTMSG, tid, 0, (&raw mut word) as usize) };
+    asked != Err(Errno::SRCH)
+}
+
+/// True for a thread that has not ended, or was not waited for.
+fn is_there(tid: u32) -> bool {
+    // SAFETY: no signal is sent.
+    unsafe { syscall!(k::__NR_tkill, tid as usize, 0usize) != Err(Errno::SRCH) }
 }
 
 fn number_of_status(tid: u32, key: &str) -> Result<Option<u64>, Errno> {
@@ -191,7 +202,7 @@ fn wait(tid: u32) -> Result<u32, Errno> {
             Some(info) if ENDS.contains(&info[CODE]) => return Err(Errno::SRCH),
             // A thread that another one traces has executed a program, and has this number now: its
             // stop is for that one. Only the calling one asks for stops at calls.
-            Some(info) if info[STATUS] as u32 != CALL_STOP >> 8 && !is_traced_here(tid) => {
+            Some(info) if info[STATUS] as u32 != CALL_STOP >> 8 && !is_stopped_here(tid) => {
                 return Err(Errno::SRCH);
             }
             // It may have been killed in between: then there is no stop.

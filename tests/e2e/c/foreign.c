@@ -8,6 +8,7 @@
  * children two children that execute nothing keep what they had and as much again, until most of it
  *          is out
  * signals  forks under a timer whose handler restarts nothing
+ * at-once  a child that is forked before all else, and fills its memory by and by
  */
 #include "common.h"
 
@@ -246,8 +247,28 @@ static int keep_children(const struct arguments *given) {
     return ok("foreign", given->mode);
 }
 
+static int fork_at_once(const struct arguments *given) {
+    size_t some = (1 << 20) / PAGE;
+    pid_t child = fork();
+    MUST(child >= 0);
+    if (child == 0) {
+        unsigned char *base = map(given->pages * PAGE);
+        for (size_t page = 0; page + some <= given->pages; page += some) {
+            write_pages(base + page * PAGE, some, page, 0);
+            usleep(10000);
+        }
+        for (size_t page = 0; page + some <= given->pages; page += some)
+            verify_pages(base + page * PAGE, some, page, 0, "a page of a child");
+        _exit(0);
+    }
+    int status;
+    MUST(waitpid(child, &status, 0) == child && status == 0);
+    return ok("foreign", given->mode);
+}
+
 int main(int count, char **words) {
     struct arguments given = parse(count, words, "all");
+    if (strcmp(given.mode, "at-once") == 0) return fork_at_once(&given);
     if (strcmp(given.mode, "execs") == 0)
         return execute_again(&given, words, count > 5 ? atoi(words[5]) : 0);
     if (strcmp(given.mode, "children") == 0) return keep_children(&given);

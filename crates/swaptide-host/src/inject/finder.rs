@@ -150,6 +150,11 @@ enum WatchedLook {
 }
 
 impl Watched {
+    /// True for one whose program was not looked at.
+    fn is_unknown(&self) -> bool {
+        self.is_hooked && self.done.is_none()
+    }
+
     fn look(&mut self, pid: u32, takes: Takes) -> WatchedLook {
         let Some(info) = proc_info(pid).filter(|info| !info.zombie) else {
             return WatchedLook::Gone;
@@ -263,13 +268,17 @@ impl Finder {
                     next_look = next_look.min(earliest_look);
                 }
                 Ok(FinderRequest::Large(pid)) => {
-                    if !self.watched.contains_key(&pid) {
-                        if !self.takes.has(pid) {
-                            continue;
+                    if !self.watched.get(&pid).is_some_and(|watched| watched.is_of_injected) {
+                        let has = self.takes.has(pid);
+                        if !self.watched.contains_key(&pid) {
+                            if !has {
+                                continue;
+                            }
+                            self.begin(pid);
                         }
-                        self.begin(pid);
+                        // A child may have been found before its parent was looked at.
                         if let Some(watched) = self.watched.get_mut(&pid) {
-                            watched.is_of_injected = true;
+                            watched.is_of_injected = has;
                         }
                     }
                     self.look_at(pid);
@@ -398,6 +407,10 @@ impl Finder {
                 let (is_of_injected, is_hooked) = match self.watched.get(&info.ppid) {
                     // If it cannot be taken, nothing of it is.
                     Some(parent) if parent.attached.is_some() && parent.done.is_none() => continue,
+                    // It forked before it was looked at.
+                    Some(parent) if parent.is_unknown() && self.takes.has(info.ppid) => {
+                        (true, false)
+                    }
                     Some(parent) => (!parent.is_hooked, parent.is_hooked),
                     // Its parent may have ended between two looks.
                     None if info.ppid == own && self.has_named && self.may_take(info) => {

@@ -38,6 +38,18 @@ pub enum ImageError {
     Unfit(PathBuf, String),
 }
 
+impl ImageError {
+    /// True where descriptors or memory are short: later it may be read.
+    pub(super) fn may_pass(&self) -> bool {
+        const SHORT: [i32; 4] = [libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::EAGAIN];
+        let number = match self {
+            ImageError::Read(_, error) => error.raw_os_error(),
+            ImageError::Unfit(..) => None,
+        };
+        number.is_some_and(|number| SHORT.contains(&number))
+    }
+}
+
 /// A part of the library.
 pub(super) struct LibraryPart {
     /// Offset of its first byte from the library's base.

@@ -19,24 +19,25 @@
 //! 5. All of it is done without `CAP_SYS_PTRACE`.
 //! 6. The supervisor's first thread begins to trace no process of which one is traced here
 //!    ([`Stopper::is_busy`]): it would wait for itself.
+//! 7. Whose a stop is that the wait has reported, the kernel says to who traces, and the numbers
+//!    that are noted before a thread is traced: no file of /proc, which may hide a process, or for
+//!    which there may be no descriptor.
 //!
 //! Locks: `busy`, for a moment; threads talk through channels.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
-use std::sync::atomic::AtomicU32;
-use std::sync::atomic::Ordering::{Acquire, Release};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use rustix::thread::CapabilitySet;
+use swaptide_sys::Errno;
 use swaptide_sys::eventfd::EventFd;
 use swaptide_sys::process::is_running;
 use swaptide_sys::ptrace::TraceeStop;
-use swaptide_sys::remote::{Seized, is_traced_by, is_traced_here};
-use swaptide_sys::{Errno, thread};
+use swaptide_sys::remote::{Seized, is_stopped_here};
 
 use crate::capability::without;
 
@@ -68,6 +69,10 @@ struct BusyProcesses {
     /// How often each is to be stopped still.
     ordered: BTreeMap<u32, u32>,
     traced: BTreeSet<u32>,
+    /// The numbers of the threads that are traced, or are about to be.
+    threads: BTreeSet<u32>,
+    /// The one that is about to be.
+    begun: Option<u32>,
 }
 
 /// Stops threads that run.
@@ -78,8 +83,6 @@ pub(super) struct Stopper {
     wake: Arc<EventFd>,
     /// Until the thread is started.
     received: Option<Receiver<StopperWord>>,
-    /// Its number, once it runs.
-    thread: Arc<AtomicU32>,
     /// Processes whose threads it was told to stop, and not yet to let go; and since when.
     asked: BTreeMap<u32, Instant>,
 }
@@ -87,8 +90,8 @@ pub(super) struct Stopper {
 impl Stopper {
     pub(super) fn new(wake: Arc<EventFd>) -> Stopper {
         let (words, received) = channel();
-        let (busy, thread, asked) = (Arc::default(), Arc::default(), BTreeMap::new());
-        Stopper { words, busy, wake, received: Some(received), thread, asked }
+        let (busy, asked) = (Arc::default(), BTreeMap::new());
+        Stopper { words, busy, wake, received: Some(received), asked }
     }
 
     /// Stops the threads of a process that run, but for its engine's and, unless `with_first`, the
@@ -97,15 +100,17 @@ impl Stopper {
         self.asked.entry(pid).or_insert_with(Instant::now);
         if let Some(received) = self.received.take() {
             let (busy, wake) = (Arc::clone(&self.busy), Arc::clone(&self.wake));
-            let thread = Arc::clone(&self.thread);
             let run = move || {
+                let orders = Arc::clone(&busy);
                 let threads = RunningThreads { threads: HashMap::new(), busy, wake };
                 // Without that none is stopped.
-                let _ = without(CapabilitySet::SYS_PTRACE, || threads.run(&received, &thread));
+                let _ = without(CapabilitySet::SYS_PTRACE, || threads.run(&received));
+                drop(received);
+                lock(&orders).ordered.clear();
             };
             let _ = Builder::new().name("stopper".into()).spawn(run);
         }
-        let mut busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut busy = lock(&self.busy);
         *busy.ordered.entry(pid).or_default() += 1;
         if self.words.send(StopperWord::Stop { pid, with_first, timeout }).is_err() {
             busy.ordered.clear();
@@ -114,7 +119,7 @@ impl Stopper {
 
     /// True while a thread of a process is traced, or will be.
     pub(super) fn is_busy(&self, pid: u32) -> bool {
-        let busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
+        let busy = lock(&self.busy);
         busy.ordered.contains_key(&pid) || busy.traced.contains(&pid)
     }
 
@@ -127,8 +132,7 @@ impl Stopper {
 
     /// True for a process whose first thread may be one of those that are traced.
     pub(super) fn may_trace(&self, pid: u32) -> bool {
-        let thread = self.thread.load(Acquire);
-        self.asked.contains_key(&pid) || thread != 0 && is_traced_by(pid, thread)
+        self.asked.contains_key(&pid) || lock(&self.busy).threads.contains(&pid)
     }
 
     /// The processes whose threads are to be let go, and whether their time is up.
@@ -136,16 +140,34 @@ impl Stopper {
         self.asked.iter().map(|(pid, since)| (*pid, since.elapsed() > INJECTION_TIMEOUT))
     }
 
-    /// The wait has reported a change. True if that was a stop of one of these threads, which is
-    /// dealt with.
+    /// The wait of the supervisor's first thread has reported a change. True if that was a stop of
+    /// one of these threads, which is dealt with.
     pub(super) fn changed(&self, tid: u32, stop: TraceeStop) -> bool {
-        let thread = self.thread.load(Acquire);
-        if thread == 0 || stop != TraceeStop::Gone && !is_traced_by(tid, thread) {
+        if stop != TraceeStop::Gone && is_stopped_here(tid) {
+            // What the first thread traces.
             return false;
         }
+        let busy = lock(&self.busy);
+        // Who has executed a program has another number then.
+        if !busy.threads.contains(&tid) && stop != TraceeStop::Executed {
+            return false;
+        }
+        // Or it was not traced yet, and has stopped with its process.
+        let is_untold = busy.begun == Some(tid) && is_stop_by_signal(stop);
+        drop(busy);
         let _ = self.words.send(StopperWord::Changed(tid, stop));
-        stop != TraceeStop::Gone
+        stop != TraceeStop::Gone && !is_untold
     }
+}
+
+fn lock(busy: &Mutex<BusyProcesses>) -> MutexGuard<'_, BusyProcesses> {
+    busy.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// True for what a wait also reports of a child that is not traced.
+fn is_stop_by_signal(stop: TraceeStop) -> bool {
+    const STOPS: [i32; 4] = [libc::SIGSTOP, libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU];
+    matches!(stop, TraceeStop::Signal(signal) if STOPS.contains(&(signal as i32)))
 }
 
 /// A thread that is stopped, or about to.
@@ -166,10 +188,9 @@ struct RunningThreads {
 }
 
 impl RunningThreads {
-    fn run(mut self, words: &Receiver<StopperWord>, thread: &AtomicU32) {
+    fn run(mut self, words: &Receiver<StopperWord>) {
         swaptide_sys::affinity::go_first();
-        // With the load in `Stopper::changed`, which a stop comes after.
-        thread.store(thread::gettid().0, Release);
+        let mut looked = Instant::now();
         loop {
             let word = match self.timeout() {
                 Some(timeout) => words.recv_timeout(timeout),
@@ -183,19 +204,24 @@ impl RunningThreads {
                 }
                 Ok(StopperWord::LetGo(pid)) => self.let_go(|thread| thread.pid == pid),
                 Ok(StopperWord::Changed(tid, stop)) => self.changed(tid, stop),
-                Err(RecvTimeoutError::Timeout) => self.forget(),
+                Err(RecvTimeoutError::Timeout) => {}
                 // The kernel lets go what is traced.
                 Err(RecvTimeoutError::Disconnected) => return,
             }
             let now = Instant::now();
             self.let_go(|thread| thread.until <= now);
+            // However many words there are.
+            if now.duration_since(looked) >= LOOK_INTERVAL {
+                looked = now;
+                self.forget();
+            }
             self.publish(done);
         }
     }
 
     /// Says what is traced now; `done`: a process that was stopped as it was ordered.
     fn publish(&self, done: Option<u32>) {
-        let mut busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut busy = lock(&self.busy);
         busy.traced = self.threads.values().map(|thread| thread.pid).collect();
         if let Some(pid) = done
             && let Some(count) = busy.ordered.get_mut(&pid)
@@ -231,66 +257,101 @@ impl RunningThreads {
             if !is_running(tid, ENGINE_NAME) {
                 continue;
             }
-            // One that has another tracer, or is gone, goes on.
-            let Ok(seized) = Seized::seize_until_exec(tid) else { continue };
-            let mut thread =
-                RunningThread { pid, seized, until, is_stopped: false, is_over: false };
-            let mut number = tid;
-            if thread.seized.interrupt() == Err(Errno::SRCH) {
-                // It has ended, or executed a program before it was traced.
-                if tid == pid || !is_traced_here(pid) {
-                    continue;
-                }
-                (number, thread.seized, thread.is_over) = (pid, Seized::of(pid), true);
-                let _ = thread.seized.interrupt();
+            // Its first stop may be reported before anything else is done here.
+            self.mark(tid);
+            if let Some((number, thread)) = self.begin(pid, tid, until) {
+                self.threads.insert(number, thread);
             }
-            self.threads.insert(number, thread);
+            lock(&self.busy).begun = None;
+            for number in [tid, pid].into_iter().filter(|one| !self.threads.contains_key(one)) {
+                self.unmark(number);
+            }
         }
+    }
+
+    /// Traces a thread and has it stop; it, and its number by then. `None` for one that has another
+    /// tracer, or is gone: it goes on.
+    fn begin(&self, pid: u32, tid: u32, until: Instant) -> Option<(u32, RunningThread)> {
+        let seized = Seized::seize_until_exec(tid).ok()?;
+        let thread = RunningThread { pid, seized, until, is_stopped: false, is_over: false };
+        if thread.seized.interrupt() != Err(Errno::SRCH) {
+            return Some((tid, thread));
+        }
+        // It has ended, or executed a program before it was traced.
+        if tid == pid {
+            return None;
+        }
+        self.mark(pid);
+        let seized = Seized::of(pid);
+        let is_gone = seized.interrupt() == Err(Errno::SRCH);
+        (!is_gone).then_some((pid, RunningThread { seized, is_over: true, ..thread }))
+    }
+
+    /// A thread is about to be traced.
+    fn mark(&self, tid: u32) {
+        let mut busy = lock(&self.busy);
+        busy.threads.insert(tid);
+        busy.begun = Some(tid);
+    }
+
+    /// A thread is about to be let go, and stopped until then; or it is gone.
+    fn unmark(&self, tid: u32) {
+        lock(&self.busy).threads.remove(&tid);
     }
 
     /// Lets some go, or notes that for when they stop.
     fn let_go(&mut self, which: impl Fn(&RunningThread) -> bool) {
-        self.threads.retain(|_, thread| {
+        let is_free = |_: &u32, thread: &mut RunningThread| {
             thread.is_over |= which(thread);
-            let is_free = thread.is_over && thread.is_stopped;
-            if is_free {
-                thread.seized.release();
-            }
-            !is_free
-        });
+            thread.is_over && thread.is_stopped
+        };
+        for (tid, thread) in self.threads.extract_if(is_free).collect::<Vec<_>>() {
+            self.unmark(tid);
+            thread.seized.release();
+        }
     }
 
     fn changed(&mut self, tid: u32, stop: TraceeStop) {
-        let Some(thread) = self.threads.get_mut(&tid) else {
-            // A thread with another number has executed a program.
-            if stop != TraceeStop::Gone && is_traced_here(tid) {
-                let signal = if let TraceeStop::Signal(signal) = stop { signal } else { 0 };
-                Seized::of(tid).release_with(signal);
+        let signal = if let TraceeStop::Signal(signal) = stop { signal } else { 0 };
+        match (stop, self.threads.get_mut(&tid)) {
+            (TraceeStop::Still, Some(thread)) if !thread.is_over => thread.is_stopped = true,
+            (TraceeStop::Signal(_) | TraceeStop::Forked, Some(thread)) => {
+                // One that is gone is told of by the wait.
+                let _ = thread.seized.go_on(signal);
             }
-            return;
-        };
-        match stop {
-            TraceeStop::Still if !thread.is_over => thread.is_stopped = true,
-            TraceeStop::Still | TraceeStop::Stopped | TraceeStop::Executed => {
-                thread.seized.release();
+            (TraceeStop::Gone, _) => {
+                self.unmark(tid);
                 self.threads.remove(&tid);
+            }
+            // A thread without an entry has executed a program, and had another number before: all
+            // others of its process are gone.
+            _ => {
+                self.unmark(tid);
+                Seized::of(tid).release_with(signal);
+                self.threads.remove(&tid);
+                if stop == TraceeStop::Executed {
+                    let of_program = |_: &u32, thread: &mut RunningThread| thread.pid == tid;
+                    for (gone, _) in self.threads.extract_if(of_program).collect::<Vec<_>>() {
+                        self.unmark(gone);
+                    }
+                }
                 // Now its parent is told that it is stopped with its process.
                 if stop == TraceeStop::Stopped {
                     self.wake.signal();
                 }
             }
-            TraceeStop::Gone => drop(self.threads.remove(&tid)),
-            TraceeStop::Signal(_) | TraceeStop::Forked => {
-                let signal = if let TraceeStop::Signal(signal) = stop { signal } else { 0 };
-                // One that is gone is told of by the wait.
-                let _ = thread.seized.go_on(signal);
-            }
         }
     }
 
-    /// Forgets those that are gone.
+    /// Forgets those that are gone, and tells the others again to stop: a first thread that has
+    /// executed a program was told as the one before.
     fn forget(&mut self) {
-        self.threads.retain(|tid, thread| !thread.is_over || is_traced_here(*tid));
+        let is_gone = |_: &u32, thread: &mut RunningThread| {
+            thread.is_over && thread.seized.interrupt() == Err(Errno::SRCH)
+        };
+        for (tid, _) in self.threads.extract_if(is_gone).collect::<Vec<_>>() {
+            self.unmark(tid);
+        }
     }
 }
 

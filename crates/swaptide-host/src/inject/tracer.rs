@@ -319,15 +319,14 @@ impl Tracer {
     }
 
     fn forget_untraced(&mut self) {
-        let is_over = |pid: &u32, stopping: &mut Stopping| {
+        let is_over = |_: &u32, stopping: &mut Stopping| {
             if stopping.checked.elapsed() < TRACED_CHECK_INTERVAL {
                 return false;
             }
             stopping.checked = Instant::now();
             // The program that its first thread has executed does not stop by what the one before
             // was told.
-            let _ = stopping.seized.interrupt();
-            !is_traced_here(*pid)
+            stopping.seized.interrupt() == Err(Errno::SRCH)
         };
         let over: Vec<_> = self.stopping.extract_if(is_over).collect();
         self.late.retain(|pid, _| is_traced_here(*pid));
@@ -361,8 +360,8 @@ impl Tracer {
     }
 
     fn begin_one(&mut self, Candidate { pid, program }: Candidate) {
-        if !self.has_image() {
-            return;
+        if let Err(errno) = self.read_image() {
+            return self.done(pid, program, Err(errno));
         }
         if !self.is_permitted(pid) {
             return self.done(pid, program, Err(Errno::ACCESS));
@@ -393,11 +392,8 @@ impl Tracer {
     /// The wait has reported a change. True if it was a stop of a thread that the stopper traces.
     pub(crate) fn stopper_changed(&mut self, tid: u32, stop: TraceeStop) -> bool {
         let is_one = self.stopper.changed(tid, stop);
-        // The first thread that was about to stop is gone.
-        if is_one
-            && stop == TraceeStop::Executed
-            && let Some(Stopping { program, .. }) = self.stopping.remove(&tid)
-        {
+        // The first thread that was about to stop is gone: another one has executed a program.
+        if is_one && let Some(Stopping { program, .. }) = self.stopping.remove(&tid) {
             self.done(tid, program, Err(Errno::AGAIN));
         }
         is_one
@@ -527,15 +523,19 @@ impl Tracer {
         }
     }
 
-    /// False where the library cannot be used.
-    fn has_image(&mut self) -> bool {
-        match self.agent.read() {
-            Ok(()) => true,
-            Err(error) => {
-                self.tell(format!("programs that load no library are not managed: {error}"));
-                false
+    /// Reads the library, if that was not done.
+    ///
+    /// # Errors
+    /// `AGAIN` where descriptors or memory are short; `ACCESS` where it cannot be used, which the
+    /// user is told.
+    fn read_image(&mut self) -> Result<(), Errno> {
+        self.agent.read().map_err(|error| {
+            if error.may_pass() {
+                return Errno::AGAIN;
             }
-        }
+            self.tell(format!("programs that load no library are not managed: {error}"));
+            Errno::ACCESS
+        })
     }
 
     fn tell(&mut self, what: String) {
