@@ -80,7 +80,7 @@ const MAX_LINKS: u32 = 40;
 
 /// True for a descriptor of this process: `/dev/stdout`, `/proc/self/fd/3`, and what leads there.
 /// Replacing it would take the link away, from all programs that use it. Other links are not
-/// followed: in a directory that others may write to they are anybody's.
+/// followed: in a directory that others may write to, others may have made them.
 pub fn is_own_descriptor(path: &Path) -> bool {
     let own = PathBuf::from(format!("/proc/{}/fd", std::process::id()));
     let mut path = path.to_owned();
