@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -377,6 +379,36 @@ def test_foreign_exec_race(case, who, threads, turns):
     no signal is lost, and nothing stays traced."""
     words = [program(case, "exec_race", "static"), turns, threads, who, case.seed]
     assert case.run(words, options=INJECT).text() == "OK exec_race\n"
+
+
+@pytest.mark.full
+@pytest.mark.swaptide(budget=64, allowance=64, swaps=False, forks=True, native=False)
+def test_foreign_stops(case):
+    """A program stops itself that another thread has executed than the one that was traced: the
+    launcher stops with it. Where no thread was met in time the program ends without that."""
+    words = [program(case, "foreign", "static"), 400, 1, case.seed, "stops"]
+    met = sum(is_met_and_stops(case, words) for _ in range(12))
+    case.note(f"met {met} times")
+
+
+def is_met_and_stops(case, words):
+    running = case.start(words)
+    output, pid = running.directory / "stdout", running.process.pid
+
+    def is_met():
+        return "executed" in output.read_text()
+
+    until(case, "its stop, or its end", lambda: is_met() or running.process.poll() is not None)
+    is_one = is_met()
+    if is_one:
+        until(case, "the launcher's stop", lambda: proc_state(pid) == "T")
+        os.kill(pid, signal.SIGCONT)
+    assert "OK foreign" in running.finish().text()
+    return is_one
+
+
+def proc_state(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.swaptide(budget=32, forks=True, native=False, needs=("setpriv",))

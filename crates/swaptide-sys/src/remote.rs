@@ -160,6 +160,19 @@ pub fn is_stopped_here(tid: u32) -> bool {
     asked != Err(Errno::SRCH)
 }
 
+/// For what a thread has stopped that the calling one traces. `None` where it is not stopped, or
+/// not traced by this one.
+pub fn stop_of(tid: u32) -> Option<TraceeStop> {
+    /// Words of a `siginfo`: the signal, and its code, which has the event.
+    const SIGNAL: usize = 0;
+    const CODE: usize = 2;
+    let mut info = [0i32; 32];
+    // SAFETY: the kernel writes a siginfo of 128 bytes.
+    unsafe { ptrace(p::PTRACE_GETSIGINFO, tid, 0, info.as_mut_ptr() as usize) }.ok()?;
+    let event = if info[CODE] > 0 { info[CODE] as u32 >> 8 } else { 0 };
+    Some(TraceeStop::of(event << 16 | (info[SIGNAL] as u32) << 8 | 0x7f))
+}
+
 /// True for a thread that has not ended, or was not waited for.
 fn is_there(tid: u32) -> bool {
     // SAFETY: no signal is sent.

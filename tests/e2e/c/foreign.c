@@ -9,9 +9,12 @@
  *          is out
  * signals  forks under a timer whose handler restarts nothing
  * at-once  a child that is forked before all else, and fills its memory by and by
+ * stops    fills its memory; a thread that waits executes a program that stops itself, as soon as
+ *          the first thread is stopped by another tracer than its parent
  */
 #include "common.h"
 
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/time.h>
 #include <sys/wait.h>
@@ -266,8 +269,49 @@ static int fork_at_once(const struct arguments *given) {
     return ok("foreign", given->mode);
 }
 
+static const char *stops_status, *stops_program;
+
+static void *execute_when_traced(void *unused) {
+    (void)unused;
+    for (;;) {
+        char text[1024];
+        int file = open(stops_status, O_RDONLY | O_CLOEXEC);
+        ssize_t bytes = read(file, text, sizeof text - 1);
+        close(file);
+        text[bytes > 0 ? bytes : 0] = 0;
+        const char *tracer = strstr(text, "TracerPid:");
+        int number = tracer ? atoi(tracer + 10) : 0;
+        if (number != 0 && number != getppid() && strstr(text, "State:\tt") != NULL) {
+            execl(stops_program, stops_program, "1", "1", "1", "stopped", (char *)NULL);
+            _exit(9);
+        }
+        usleep(100);
+    }
+}
+
+static int stop_after_exec(const struct arguments *given, const char *program) {
+    static char path[64];
+    snprintf(path, sizeof path, "/proc/self/task/%d/status", (int)getpid());
+    stops_status = path;
+    stops_program = program;
+    pthread_t thread;
+    MUST((errno = pthread_create(&thread, NULL, execute_when_traced, NULL)) == 0);
+    unsigned char *base = map(given->pages * PAGE);
+    size_t some = given->pages / 16;
+    for (size_t page = 0; page < given->pages; page++) {
+        if (page == some) usleep(400000);
+        base[page * PAGE] = 1;
+    }
+    return ok("foreign", given->mode);
+}
+
 int main(int count, char **words) {
     struct arguments given = parse(count, words, "all");
+    if (strcmp(given.mode, "stops") == 0) return stop_after_exec(&given, words[0]);
+    if (strcmp(given.mode, "stopped") == 0) {
+        MUST(write(1, "executed\n", 9) == 9 && raise(SIGSTOP) == 0);
+        return ok("foreign", given.mode);
+    }
     if (strcmp(given.mode, "at-once") == 0) return fork_at_once(&given);
     if (strcmp(given.mode, "execs") == 0)
         return execute_again(&given, words, count > 5 ? atoi(words[5]) : 0);

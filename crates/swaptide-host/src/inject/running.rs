@@ -19,9 +19,10 @@
 //! 5. All of it is done without `CAP_SYS_PTRACE`.
 //! 6. The supervisor's first thread begins to trace no process of which one is traced here
 //!    ([`Stopper::is_busy`]): it would wait for itself.
-//! 7. Whose a stop is that the wait has reported, the kernel says to who traces, and the numbers
-//!    that are noted before a thread is traced: no file of /proc, which may hide a process, or for
-//!    which there may be no descriptor.
+//! 7. Whose a stop is that the wait has reported, the kernel says to who traces: no file of /proc,
+//!    which may hide a process, or for which there may be no descriptor. Numbers are noted before
+//!    they are traced, and what comes of them is asked for here. If it is none of a thread that is
+//!    traced, the first thread has it back ([`Stopper::take_untold`]).
 //!
 //! Locks: `busy`, for a moment; threads talk through channels.
 
@@ -33,11 +34,10 @@ use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use rustix::thread::CapabilitySet;
-use swaptide_sys::Errno;
 use swaptide_sys::eventfd::EventFd;
-use swaptide_sys::process::is_running;
+use swaptide_sys::process::{is_running, proc_info};
 use swaptide_sys::ptrace::TraceeStop;
-use swaptide_sys::remote::{Seized, is_stopped_here};
+use swaptide_sys::remote::{Seized, is_stopped_here, stop_of};
 
 use crate::capability::without;
 
@@ -71,15 +71,16 @@ struct BusyProcesses {
     traced: BTreeSet<u32>,
     /// The numbers of the threads that are traced, or are about to be.
     threads: BTreeSet<u32>,
-    /// The one that is about to be.
-    begun: Option<u32>,
+    /// Stops of processes that are not traced, and the signal.
+    untold: Vec<(u32, u32)>,
 }
 
 /// Stops threads that run.
 pub(super) struct Stopper {
     words: Sender<StopperWord>,
     busy: Arc<Mutex<BusyProcesses>>,
-    /// Signalled when one was let go that is stopped with its process: then its parent is told.
+    /// Signalled when one was let go that is stopped with its process: then its parent is told; and
+    /// for what is [untold](Stopper::take_untold).
     wake: Arc<EventFd>,
     /// Until the thread is started.
     received: Option<Receiver<StopperWord>>,
@@ -149,14 +150,20 @@ impl Stopper {
         }
         let busy = lock(&self.busy);
         // Who has executed a program has another number then.
-        if !busy.threads.contains(&tid) && stop != TraceeStop::Executed {
+        let has_executed = stop == TraceeStop::Executed
+            && (busy.traced.contains(&tid) || busy.ordered.contains_key(&tid));
+        if !busy.threads.contains(&tid) && !has_executed {
             return false;
         }
-        // Or it was not traced yet, and has stopped with its process.
-        let is_untold = busy.begun == Some(tid) && is_stop_by_signal(stop);
         drop(busy);
-        let _ = self.words.send(StopperWord::Changed(tid, stop));
-        stop != TraceeStop::Gone && !is_untold
+        let sent = self.words.send(StopperWord::Changed(tid, stop));
+        sent.is_ok() && stop != TraceeStop::Gone
+    }
+
+    /// Processes that have stopped by a signal, which [`Stopper::changed`] took for threads that
+    /// are traced.
+    pub(super) fn take_untold(&self) -> Vec<(u32, u32)> {
+        std::mem::take(&mut lock(&self.busy).untold)
     }
 }
 
@@ -164,10 +171,14 @@ fn lock(busy: &Mutex<BusyProcesses>) -> MutexGuard<'_, BusyProcesses> {
     busy.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// True for what a wait also reports of a child that is not traced.
-fn is_stop_by_signal(stop: TraceeStop) -> bool {
-    const STOPS: [i32; 4] = [libc::SIGSTOP, libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU];
-    matches!(stop, TraceeStop::Signal(signal) if STOPS.contains(&(signal as i32)))
+/// Waits a moment until a process that was let go is stopped by its signal again.
+fn until_stopped(pid: u32) {
+    for _ in 0..20 {
+        if proc_info(pid).is_none_or(|info| info.stopped) {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// A thread that is stopped, or about to.
@@ -236,7 +247,7 @@ impl RunningThreads {
     fn timeout(&self) -> Option<Duration> {
         let until = |thread: &RunningThread| match thread.is_over {
             true => LOOK_INTERVAL,
-            false => thread.until.saturating_duration_since(Instant::now()),
+            false => thread.until.saturating_duration_since(Instant::now()).min(LOOK_INTERVAL),
         };
         self.threads.values().map(until).min()
     }
@@ -257,12 +268,12 @@ impl RunningThreads {
             if !is_running(tid, ENGINE_NAME) {
                 continue;
             }
-            // Its first stop may be reported before anything else is done here.
-            self.mark(tid);
+            // Its first stop may be reported before anything else is done here, also under the
+            // number of its process.
+            lock(&self.busy).threads.extend([tid, pid]);
             if let Some((number, thread)) = self.begin(pid, tid, until) {
                 self.threads.insert(number, thread);
             }
-            lock(&self.busy).begun = None;
             for number in [tid, pid].into_iter().filter(|one| !self.threads.contains_key(one)) {
                 self.unmark(number);
             }
@@ -274,24 +285,15 @@ impl RunningThreads {
     fn begin(&self, pid: u32, tid: u32, until: Instant) -> Option<(u32, RunningThread)> {
         let seized = Seized::seize_until_exec(tid).ok()?;
         let thread = RunningThread { pid, seized, until, is_stopped: false, is_over: false };
-        if thread.seized.interrupt() != Err(Errno::SRCH) {
+        if thread.seized.interrupt().is_ok() {
             return Some((tid, thread));
         }
         // It has ended, or executed a program before it was traced.
-        if tid == pid {
+        let seized = Seized::of(pid);
+        if tid == pid || seized.interrupt().is_err() {
             return None;
         }
-        self.mark(pid);
-        let seized = Seized::of(pid);
-        let is_gone = seized.interrupt() == Err(Errno::SRCH);
-        (!is_gone).then_some((pid, RunningThread { seized, is_over: true, ..thread }))
-    }
-
-    /// A thread is about to be traced.
-    fn mark(&self, tid: u32) {
-        let mut busy = lock(&self.busy);
-        busy.threads.insert(tid);
-        busy.begun = Some(tid);
+        Some((pid, RunningThread { seized, is_over: true, ..thread }))
     }
 
     /// A thread is about to be let go, and stopped until then; or it is gone.
@@ -311,17 +313,20 @@ impl RunningThreads {
         }
     }
 
-    fn changed(&mut self, tid: u32, stop: TraceeStop) {
+    fn changed(&mut self, tid: u32, told: TraceeStop) {
+        if told == TraceeStop::Gone {
+            self.unmark(tid);
+            self.threads.remove(&tid);
+            return;
+        }
+        // What was told may be over by now.
+        let Some(stop) = stop_of(tid) else { return self.not_stopped(tid, told) };
         let signal = if let TraceeStop::Signal(signal) = stop { signal } else { 0 };
         match (stop, self.threads.get_mut(&tid)) {
             (TraceeStop::Still, Some(thread)) if !thread.is_over => thread.is_stopped = true,
             (TraceeStop::Signal(_) | TraceeStop::Forked, Some(thread)) => {
                 // One that is gone is told of by the wait.
                 let _ = thread.seized.go_on(signal);
-            }
-            (TraceeStop::Gone, _) => {
-                self.unmark(tid);
-                self.threads.remove(&tid);
             }
             // A thread without an entry has executed a program, and had another number before: all
             // others of its process are gone.
@@ -335,19 +340,45 @@ impl RunningThreads {
                         self.unmark(gone);
                     }
                 }
-                // Now its parent is told that it is stopped with its process.
-                if stop == TraceeStop::Stopped {
-                    self.wake.signal();
+                match (stop, told) {
+                    // It was told of before the thread was traced: the wait does not report it
+                    // again.
+                    (TraceeStop::Stopped, TraceeStop::Signal(signal)) => {
+                        until_stopped(tid);
+                        self.give_back(tid, signal);
+                    }
+                    // Now its parent is told that it is stopped with its process.
+                    (TraceeStop::Stopped, _) => self.wake.signal(),
+                    _ => {}
                 }
             }
         }
     }
 
-    /// Forgets those that are gone, and tells the others again to stop: a first thread that has
-    /// executed a program was told as the one before.
+    fn give_back(&self, pid: u32, signal: u32) {
+        lock(&self.busy).untold.push((pid, signal));
+        self.wake.signal();
+    }
+
+    /// A stop was told of a thread that is not stopped, or not traced here.
+    fn not_stopped(&mut self, tid: u32, told: TraceeStop) {
+        // Of one that is traced the next stop, or its end, is told.
+        if self.threads.get(&tid).is_some_and(|thread| thread.seized.interrupt().is_ok()) {
+            return;
+        }
+        self.threads.remove(&tid);
+        self.unmark(tid);
+        if let TraceeStop::Signal(signal) = told {
+            self.give_back(tid, signal);
+        }
+    }
+
+    /// Forgets those that are gone, or whose number is another thread's, and tells those again to
+    /// stop that have not: a first thread that has executed a program was told as the one before.
     fn forget(&mut self) {
-        let is_gone = |_: &u32, thread: &mut RunningThread| {
-            thread.is_over && thread.seized.interrupt() == Err(Errno::SRCH)
+        let is_gone = |tid: &u32, thread: &mut RunningThread| match thread.is_stopped {
+            true => stop_of(*tid).is_none(),
+            false => thread.seized.interrupt().is_err(),
         };
         for (tid, _) in self.threads.extract_if(is_gone).collect::<Vec<_>>() {
             self.unmark(tid);

@@ -326,7 +326,7 @@ impl Tracer {
             stopping.checked = Instant::now();
             // The program that its first thread has executed does not stop by what the one before
             // was told.
-            stopping.seized.interrupt() == Err(Errno::SRCH)
+            stopping.seized.interrupt().is_err()
         };
         let over: Vec<_> = self.stopping.extract_if(is_over).collect();
         self.late.retain(|pid, _| is_traced_here(*pid));
@@ -387,6 +387,12 @@ impl Tracer {
             }
             Err(errno) => self.done(pid, program, Err(errno)),
         }
+    }
+
+    /// Processes that have stopped by a signal, which [`Tracer::stopper_changed`] took for threads
+    /// that the stopper traces: the number, and the signal.
+    pub(crate) fn take_untold(&self) -> Vec<(u32, u32)> {
+        self.stopper.take_untold()
     }
 
     /// The wait has reported a change. True if it was a stop of a thread that the stopper traces.

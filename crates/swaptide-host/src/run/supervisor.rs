@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{SendFlags, send};
 use swaptide_ipc::{ENV_AGENT_LOG, ENV_SOCKET, GroupIndex, Segment};
-use swaptide_sys::process::set_child_subreaper;
+use swaptide_sys::process::{proc_info, set_child_subreaper};
 use swaptide_sys::ptrace;
 use swaptide_sys::sock::{MAX_POLL, poll_readable};
 
@@ -404,8 +404,22 @@ impl Supervisor {
             tracer.begin_named();
         }
         tracer.attend(self.prepared.place.segment);
-        if let Some(note) = tracer.take_note().filter(|_| !self.prepared.quiet) {
-            self.say(note);
+        let note = tracer.take_note().filter(|_| !self.prepared.quiet);
+        let untold = tracer.take_untold();
+        note.into_iter().for_each(|note| self.say(note));
+        // It may continue by now.
+        let is_stopped = |pid: u32| proc_info(pid).is_some_and(|info| info.stopped);
+        untold.into_iter().filter(|(pid, _)| is_stopped(*pid)).for_each(|(pid, _)| {
+            self.program_stopped(pid);
+        });
+    }
+
+    /// A process has stopped by a signal: if it is the program, its launcher stops, too.
+    fn program_stopped(&mut self, pid: u32) {
+        if Some(pid) == self.program
+            && let Some(channel) = &mut self.channel
+        {
+            channel.send(&LauncherMessage::Stopped);
         }
     }
 
@@ -506,11 +520,7 @@ impl Supervisor {
                 ChildStatus::Stopped(pid, signal) if self.followed.has(pid) => {
                     self.followed.changed(pid, ptrace::TraceeStop::Signal(signal));
                 }
-                ChildStatus::Stopped(pid, _) if Some(pid) == self.program => {
-                    if let Some(channel) = &mut self.channel {
-                        channel.send(&LauncherMessage::Stopped);
-                    }
-                }
+                ChildStatus::Stopped(pid, _) => self.program_stopped(pid),
                 ChildStatus::Continued(pid) if Some(pid) == self.program => {
                     if self.channel.is_some() {
                         signals::send(self.launcher, libc::SIGCONT);
