@@ -46,7 +46,6 @@ use swaptide_ipc::AgentRequest;
 use swaptide_sys::Errno;
 use swaptide_sys::process::{pidfd_open, pidfd_send_signal, proc_info};
 use swaptide_sys::ptrace::{Tracee, TraceeStop, seize};
-use swaptide_sys::remote::is_stopped_here;
 use swaptide_sys::sock::{Sender, poll_readable};
 
 use crate::capability::without;
@@ -329,8 +328,6 @@ impl TracedForks {
             match change {
                 // Killed before its parent's fork was told of.
                 TraceeStop::Gone => self.stopped_children.retain(|other| *other != tid),
-                // Not one that was forked by a followed thread.
-                _ if !is_stopped_here(tid) => {}
                 _ => {
                     self.stopped_children.push(tid);
                     self.kill_stopped_children(None);

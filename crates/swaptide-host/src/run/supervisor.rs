@@ -20,6 +20,7 @@ use rustix::net::{SendFlags, send};
 use swaptide_ipc::{ENV_AGENT_LOG, ENV_SOCKET, GroupIndex, Segment};
 use swaptide_sys::process::{proc_info, set_child_subreaper};
 use swaptide_sys::ptrace;
+use swaptide_sys::remote::is_stopped_here;
 use swaptide_sys::sock::{MAX_POLL, poll_readable};
 
 use crate::cgroup::tree::GroupTree;
@@ -514,7 +515,8 @@ impl Supervisor {
                     self.program = None;
                     ended = Some(status);
                 }
-                ChildStatus::Followed(pid, status) => {
+                // Of one that was killed meanwhile the end is told.
+                ChildStatus::Followed(pid, status) if is_stopped_here(pid) => {
                     self.followed.changed(pid, ptrace::TraceeStop::of(status))
                 }
                 ChildStatus::Stopped(pid, signal) if self.followed.has(pid) => {
