@@ -315,8 +315,11 @@ def test_document_bench(case):
         pytest.skip("the kernel's swap is root's")
     for line in commands("docs/testing.md", "swaptide bench seq --peer all"):
         for one in shorter(line).split("; "):
-            for option, value in (("--ram", "32M"), ("--data", "128M"), ("--runs", "1")):
-                one += "" if option in one else f" {option} {value}"
+            data = "16M" if "within" in one else "128M"
+            for option, value in (("--ram", "32M"), ("--data", data), ("--runs", "1")):
+                # The budgets of a sweep are of another option.
+                if option not in one and not (option == "--ram" and "sweep" in one):
+                    one += f" {option} {value}"
             if "sweep" in one and "--budgets" not in one:
                 one += " --budgets 64M --ratio 4"
             out, _ = in_place(case, one)
