@@ -385,10 +385,13 @@ def test_foreign_exec_race(case, who, threads, turns):
 @pytest.mark.swaptide(budget=64, allowance=64, swaps=False, forks=True, native=False)
 def test_foreign_stops(case):
     """A program stops itself that another thread has executed than the one that was traced: the
-    launcher stops with it. Where no thread was met in time the program ends without that."""
+    launcher stops with it. Where that thread was too late the program ends without."""
     words = [program(case, "foreign", "static"), 400, 1, case.seed, "stops"]
-    met = sum(is_met_and_stops(case, words) for _ in range(12))
-    case.note(f"met {met} times")
+    turns = [is_met_and_stops(case, words) for _ in range(12)]
+    while not any(turns) and len(turns) < 40:
+        turns.append(is_met_and_stops(case, words))
+    assert any(turns), "the moment was never met"
+    case.note(f"met {sum(turns)} times of {len(turns)}")
 
 
 def is_met_and_stops(case, words):

@@ -7,9 +7,9 @@
 //! 1. A process is looked for at two looks in a row, for its number is given out a moment before it
 //!    is there.
 //! 2. What that may have missed is found by a listing of all processes, at the latest
-//!    `LATEST_LISTING` after the newest number has changed, if a listing is not too dear. Where
-//!    something else than the kernel tells that number (lxcfs), it may never change: all are listed
-//!    every `QUIET_LISTING`, too.
+//!    `LATEST_LISTING` after the newest number has changed, if a listing is not too dear; and
+//!    `QUIET_LISTING` after the one before. Where something else than the kernel tells that number
+//!    (lxcfs), it may never change: all are listed every `DOUBTED_LISTING`.
 //! 3. Listings of each [`NewProcesses`] take at most a thirtieth of one CPU, and a two hundredth
 //!    where no number changes; a look without one asks for at most `MAX_NUMBERS` numbers.
 //!
@@ -19,6 +19,7 @@ use alloc::vec::Vec;
 use core::time::Duration;
 
 use rustix::fd::OwnedFd;
+use rustix::fs::{PROC_SUPER_MAGIC, fstatfs};
 use rustix::io::Errno;
 
 use crate::process::{ProcInfo, after_name, newest_in, parse_stat, processes};
@@ -32,7 +33,9 @@ const LATEST_LISTING: Duration = Duration::from_millis(50);
 /// Between two listings, at least.
 const LISTING_INTERVAL: Duration = Duration::from_millis(10);
 /// How long nothing is listed while the newest number is the same.
-const QUIET_LISTING: Duration = Duration::from_millis(500);
+const QUIET_LISTING: Duration = Duration::from_secs(5);
+/// The same where that is not the kernel's number.
+const DOUBTED_LISTING: Duration = Duration::from_millis(500);
 /// Part of one CPU that listings take.
 const COST_DIVISOR: u32 = 30;
 /// The same while the newest number is the same.
@@ -46,6 +49,8 @@ pub struct NewProcesses {
     /// Where the newest number is told. Kept open: to open a file takes memory, which may be short
     /// in the cgroup just when it matters.
     loadavg: Option<OwnedFd>,
+    /// It is a file of /proc, and not one that something else has put there.
+    is_of_kernel: bool,
     /// The newest number at the last look, and at the one before.
     newest: Option<u32>,
     before: Option<u32>,
@@ -108,13 +113,16 @@ impl NewProcesses {
     }
 
     fn is_quiet_for_long(&self, at: Nanos) -> bool {
-        let pause = QUIET_LISTING.max(self.cost * QUIET_COST_DIVISOR);
+        let longest = if self.is_of_kernel { QUIET_LISTING } else { DOUBTED_LISTING };
+        let pause = longest.max(self.cost * QUIET_COST_DIVISOR);
         self.listed.is_none_or(|listed| at.since(listed) >= pause)
     }
 
     fn read_newest(&mut self) -> Option<u32> {
         if self.loadavg.is_none() {
             self.loadavg = open_read(c"/proc/loadavg").ok();
+            let kind = self.loadavg.as_ref().and_then(|file| fstatfs(file).ok());
+            self.is_of_kernel = kind.is_some_and(|kind| kind.f_type == PROC_SUPER_MAGIC);
         }
         let mut text = [0; 128];
         let read: Result<usize, Errno> =
@@ -196,5 +204,26 @@ mod tests {
         until_listed(&mut new);
         Command::new("true").status().expect("true");
         until_listed(&mut new);
+    }
+
+    #[test]
+    fn a_number_that_is_not_the_kernels_is_not_relied_on() {
+        let path = std::env::temp_dir().join(std::format!("loadavg-{}", std::process::id()));
+        std::fs::write(&path, "0.10 0.10 0.10 1/100 777\n").expect("write");
+        let file = std::fs::File::open(&path).expect("open");
+        std::fs::remove_file(path).expect("remove");
+        let mut new = NewProcesses { loadavg: Some(file.into()), ..NewProcesses::default() };
+        assert!(new.look().listing.is_some() && !new.has_any());
+        let began = std::time::Instant::now();
+        while !new.has_any() {
+            assert!(began.elapsed() < Duration::from_secs(60), "nothing is listed any more");
+            assert!(new.look().listing.is_none());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(new.look().listing.is_some() && began.elapsed() >= DOUBTED_LISTING);
+        // The kernel's own is.
+        let mut kernels = NewProcesses::default();
+        kernels.look();
+        assert!(kernels.is_of_kernel);
     }
 }

@@ -7,7 +7,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use linux_raw_sys::general::{__NR_getpid, __NR_getppid, __NR_mmap, __NR_munmap, __NR_poll};
 use swaptide_sys::Errno;
 use swaptide_sys::ptrace::TraceeStop;
-use swaptide_sys::remote::{Remote, Seized, is_traced_here};
+use swaptide_sys::remote::{Remote, Seized, is_stopped_here, is_traced_here, stop_of};
 
 unsafe extern "C" {
     fn waitpid(pid: i32, status: *mut i32, options: i32) -> i32;
@@ -45,6 +45,7 @@ fn until_still(seized: &Seized, pid: u32) -> &Seized {
         let mut status = 0;
         // SAFETY: the status is a local number.
         assert_eq!(unsafe { waitpid(pid as i32, &mut status, WALL) }, pid as i32);
+        assert_eq!(stop_of(pid), Some(TraceeStop::of(status as u32)), "as the kernel says");
         match TraceeStop::of(status as u32) {
             TraceeStop::Still => return seized,
             TraceeStop::Signal(signal) => seized.go_on(signal).expect("it goes on"),
@@ -136,6 +137,40 @@ fn waits_that_would_be_interrupted_begin_again() {
         }
         assert!(child.wait().expect("it ends").success());
     }
+}
+
+#[test]
+fn the_tracer_alone_is_told_what_a_thread_has_stopped_for() {
+    let mut child = Command::new("sleep").arg("600").spawn().expect("sleep");
+    let pid = child.id();
+    let stopped = || {
+        let mut status = 0;
+        // SAFETY: the status is a local number.
+        assert_eq!(unsafe { waitpid(pid as i32, &mut status, WALL) }, pid as i32);
+        let elsewhere = std::thread::spawn(move || (is_stopped_here(pid), stop_of(pid)));
+        assert_eq!(elsewhere.join().expect("it ends"), (false, None), "another thread traces it");
+        assert!(is_stopped_here(pid));
+        assert_eq!(stop_of(pid), Some(TraceeStop::of(status as u32)));
+        TraceeStop::of(status as u32)
+    };
+    assert_eq!((is_stopped_here(pid), stop_of(pid)), (false, None));
+    let seized = Seized::seize_until_exec(pid).expect("a child");
+    assert_eq!((is_stopped_here(pid), stop_of(pid)), (false, None), "it runs");
+    let killed = Command::new("kill").args(["-STOP", &pid.to_string()]).status();
+    assert!(killed.expect("kill").success());
+    let mut stop = stopped();
+    if stop == TraceeStop::Executed {
+        // It was not yet sleep.
+        seized.go_on(0).expect("it lives");
+        stop = stopped();
+    }
+    let TraceeStop::Signal(signal) = stop else { panic!("{stop:?}") };
+    seized.go_on(signal).expect("it lives");
+    assert_eq!(stopped(), TraceeStop::Stopped);
+    seized.release();
+    assert_eq!((is_stopped_here(pid), stop_of(pid)), (false, None), "it is traced no more");
+    child.kill().expect("kill");
+    child.wait().expect("wait");
 }
 
 #[test]

@@ -500,6 +500,18 @@ mod tests {
     }
 
     #[test]
+    fn a_stop_of_what_is_not_traced_is_given_back() {
+        let program = Program::start();
+        let pid = program.0.id();
+        let mut running = running_threads();
+        let signal = libc::SIGSTOP as u32;
+        running.changed(pid, TraceeStop::Signal(signal));
+        // A stop that only a traced thread can have is over.
+        running.changed(pid, TraceeStop::Still);
+        assert_eq!(lock(&running.busy).untold, [(pid, signal)]);
+    }
+
+    #[test]
     fn those_that_end_meanwhile_are_forgotten() {
         let mut program = Program::start();
         let mut running = running_threads();

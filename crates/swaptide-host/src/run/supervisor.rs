@@ -408,8 +408,8 @@ impl Supervisor {
         let note = tracer.take_note().filter(|_| !self.prepared.quiet);
         let untold = tracer.take_untold();
         note.into_iter().for_each(|note| self.say(note));
-        // It may continue by now.
-        let is_stopped = |pid: u32| proc_info(pid).is_some_and(|info| info.stopped);
+        // It may continue by now. /proc may hide it: as long as it was not waited for it is there.
+        let is_stopped = |pid: u32| proc_info(pid).is_none_or(|info| info.stopped);
         untold.into_iter().filter(|(pid, _)| is_stopped(*pid)).for_each(|(pid, _)| {
             self.program_stopped(pid);
         });
