@@ -4,6 +4,8 @@ and no others are; and the advice at the end of a run holds."""
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -49,6 +51,27 @@ def test_stall_kill(case, mode):
     assert percent >= 90 and faster >= 5, verdicts
     assert works_on > 256 and 128 < budget < 640, verdicts
     assert done.report["stalls"]["count"] == 1, done.report["stalls"]
+
+
+@pytest.mark.full
+@pytest.mark.swaptide(budget=BUDGET, allowance=8, native=False, complaint="swaptide: stall")
+def test_stall_loaded(case):
+    """It is ended as soon where others want all CPUs, too; and where it computes it is not."""
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in range(os.cpu_count() or 1)]
+    try:
+        _, verdicts, took = stalled(
+            case, "same", seconds=60, status=124, options=["--on-stall", "kill"]
+        )
+        assert len(verdicts) == 1, verdicts
+        assert 10 < took < 15, f"it was ended after {took:.1f} s"
+        done, verdicts, _ = stalled(case, "work", seconds=14, options=["--on-stall", "kill"])
+        assert verdicts == [], verdicts
+        assert done.report["stats"]["pgmajfault"] > 2000, "it did not swap"
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 @pytest.mark.full
