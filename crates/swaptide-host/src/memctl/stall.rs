@@ -112,7 +112,7 @@ struct Slice {
     time: Duration,
     /// CPU time of the program's threads in user mode.
     own_us: u64,
-    /// Refaults of whatever thread.
+    /// Faults of whatever thread that the engine answered, first touches among them.
     refaults: u64,
     /// Looks at the threads.
     samples: u64,
@@ -266,7 +266,10 @@ impl StallWatch {
             self.suspects.remove(&pid);
             return None;
         }
-        let own = OwnTime::of(pid)?;
+        let Some(own) = OwnTime::of(pid) else {
+            self.suspects.remove(&pid);
+            return None;
+        };
         let Some(suspect) = self.suspects.get_mut(&pid) else {
             let refaults = refaults_since(slot, None);
             self.suspects.insert(pid, Suspect::new(own, refaults, at));
@@ -366,7 +369,9 @@ impl Suspect {
         if all < STALL_WINDOW {
             return None;
         }
-        let sum = |of: fn(&Slice) -> u64| self.slices.iter().map(of).sum::<u64>();
+        let sum = |of: fn(&Slice) -> u64| {
+            self.slices.iter().fold(0, |sum: u64, slice| sum.saturating_add(of(slice)))
+        };
         let (samples, active, faulting) =
             (sum(|slice| slice.samples), sum(|slice| slice.active), sum(|slice| slice.faulting));
         let (own_us, bound) = (sum(|slice| slice.own_us), u64::from(policy.percent));
@@ -376,7 +381,9 @@ impl Suspect {
         let has_work = busy_us >= all.as_micros() as u64 / 100 * bound;
         let faults_us = sum(|slice| slice.refaults).saturating_mul(QUIET_FAULT_US);
         let faults = faulting * 100 >= active * MIN_FAULTING_PERCENT
-            || percent(faults_us, Duration::from_micros(faults_us + own_us)) >= bound;
+            || faulting > 0
+                && percent(faults_us, Duration::from_micros(faults_us.saturating_add(own_us)))
+                    >= bound;
         if !has_work || !faults || waits < bound {
             return None;
         }
@@ -447,7 +454,9 @@ mod tests {
         let verdict = usual(50_000, (20, 10, 1)).flatten();
         assert_eq!(verdict, Some(StallWindow { waits: 98, speedup: 50 }));
         for (refaults, second, why) in [
-            (500, (20, 10, 1), "it gets 40 us on with each, and lacks CPU time"),
+            (500, (20, 10, 1), "it gets on for 40 us with each, and lacks CPU time"),
+            (10_000, (20, 10, 1), "it gets on for 2 us with each"),
+            (50_000, (20, 10, 0), "none was seen in a fault: perhaps that may not be read"),
             (50_000, (20, 5, 1), "it sleeps half of its time"),
             (50_000, (150, 10, 1), "it works"),
         ] {
