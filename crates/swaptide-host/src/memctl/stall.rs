@@ -7,8 +7,8 @@
 //! fault, has something to do. Of this time only what the kernel counts as CPU time in user mode
 //! gets the program on; and a good part of it must be time in faults, or it is CPU time that it
 //! lacks. Where others want the CPUs, too, a thread waits for one after each fault and is seldom
-//! met in a fault: there it is enough that its faults, with what each takes on a quiet machine, add
-//! up to nearly all of them and its own CPU time.
+//! met in a fault: there it is enough that its refaults, with what each takes on a quiet machine,
+//! add up to nearly all of them and its own CPU time.
 //!
 //! Owns what was seen of each process that waits much.
 //!
@@ -112,7 +112,7 @@ struct Slice {
     time: Duration,
     /// CPU time of the program's threads in user mode.
     own_us: u64,
-    /// Faults of whatever thread that the engine answered, first touches among them.
+    /// Faults, of whatever thread, for pages that were out.
     refaults: u64,
     /// Looks at the threads.
     samples: u64,
@@ -139,7 +139,27 @@ struct Suspect {
 struct Check {
     at: Instant,
     waited_us: u64,
-    refaults: u64,
+    /// Faults that were answered, first touches among them.
+    faults: u64,
+    /// Pages that came back, also those that no thread had asked for.
+    back: u64,
+}
+
+impl Check {
+    fn of(slot: &ProcSlot, at: Instant) -> Check {
+        let faults = slot.counted(Counter::Pgmajfault);
+        let waited_us = slot.stalled_us(now()).saturating_add(faults.saturating_mul(ROUND_TRIP_US));
+        // What came back before it was stored has no distance.
+        let unstored = slot.counted(Counter::SwapCacheHit);
+        let back =
+            refaults_since(slot, None).iter().fold(unstored, |sum, n| sum.saturating_add(*n));
+        Check { at, waited_us, faults, back }
+    }
+
+    /// Faults since then for pages that were out, at most.
+    fn refaults_since(&self, before: &Check) -> u64 {
+        self.faults.saturating_sub(before.faults).min(self.back.saturating_sub(before.back))
+    }
 }
 
 /// The processes of a run.
@@ -247,10 +267,7 @@ impl StallWatch {
         if let Some(suspect) = self.suspects.get_mut(&pid) {
             suspect.sample(pid, at);
         }
-        let refaults = slot.counted(Counter::Pgmajfault);
-        let waited_us =
-            slot.stalled_us(now()).saturating_add(refaults.saturating_mul(ROUND_TRIP_US));
-        let check = Check { at, waited_us, refaults };
+        let check = Check::of(slot, at);
         let before = *self.checked.entry(pid).or_insert(check);
         let time = at.duration_since(before.at);
         if time < STALL_CHECK_INTERVAL {
@@ -262,7 +279,7 @@ impl StallWatch {
             self.suspects.remove(&pid);
             return None;
         }
-        if percent(waited_us.saturating_sub(before.waited_us), time) < SUSPECT_PERCENT {
+        if percent(check.waited_us.saturating_sub(before.waited_us), time) < SUSPECT_PERCENT {
             self.suspects.remove(&pid);
             return None;
         }
@@ -276,7 +293,7 @@ impl StallWatch {
             return None;
         };
         *self.lost.entry(pid).or_default() +=
-            suspect.end_slice(own, refaults.saturating_sub(before.refaults), time);
+            suspect.end_slice(own, check.refaults_since(&before), time);
         let found = suspect.judge(policy)?;
         let refaults = refaults_since(slot, Some(&suspect.refaults));
         // What comes next is judged afresh.
