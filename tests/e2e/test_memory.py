@@ -70,9 +70,23 @@ def test_threads(case, mode):
     if mode == "storm" and done.report and len(os.sched_getaffinity(0)) > 1:
         served = done.report["stats"]["faults_by_servers"]
         assert served > 0, "several threads faulted, and the handler alone served them"
-    if mode == "same" and done.report and len(os.sched_getaffinity(0)) > 1:
-        stats = done.report["stats"]
-        assert stats["swpin_exists"] > 0, f"no two loads have met: {stats}"
+
+
+@pytest.mark.swaptide(budget=64, allowance=12, native=False)
+def test_threads_memory(case):
+    """Nothing lies on a disk: on few CPUs the handler serves all threads."""
+    done = case.run_c("threads", "storm", megabytes=72, options=["--swap", "zram:1G"])
+    served = done.report["stats"]["faults_by_servers"]
+    cpus = len(os.sched_getaffinity(0))
+    assert (served > 0) == (cpus >= 4), f"{served} faults were served by servers on {cpus} CPUs"
+
+
+@pytest.mark.swaptide(budget=32, allowance=12, native=False)
+def test_threads_servers(case):
+    """Threads touch the same pages, and three fault servers read however few do."""
+    env = {**os.environ, "SWAPTIDE_TEST_FAIL": "18"}
+    stats = case.run_c("threads", "same", env=env).report["stats"]
+    assert stats["swpin_exists"] > 0, f"no two loads have met: {stats}"
 
 
 @pytest.mark.swaptide(budget=32, allowance=4)

@@ -108,7 +108,7 @@ impl FaultServer {
                 }
                 NextMessage::NotAllowed => {
                     self.row = 0;
-                    if !engine.mm.lock().handed.is_crowd() {
+                    if !engine.mm.lock().handed.is_crowd_shared() {
                         self.path.give_buffers_up();
                     }
                     engine.serving.servers.rest(turn);

@@ -84,9 +84,11 @@ pub(crate) struct UffdReader {
     pub(crate) is_server: bool,
     /// No server reads or fills; always so where there are none.
     is_alone: bool,
-    /// Several threads have faulted in turns; they do so at the moment.
-    has_seen_crowd: bool,
+    /// Several threads fault in turns.
     is_crowd: bool,
+    /// Servers pay meanwhile; they have at some time.
+    shares_crowd: bool,
+    has_shared_crowd: bool,
 }
 
 impl UffdReader {
@@ -113,8 +115,9 @@ impl UffdReader {
             sets: None,
             is_server: false,
             is_alone: true,
-            has_seen_crowd: engine.serving.servers.is_forced,
             is_crowd: false,
+            shares_crowd: false,
+            has_shared_crowd: engine.serving.servers.is_forced,
         })
     }
 
@@ -132,14 +135,15 @@ impl UffdReader {
             sets: None,
             is_server: true,
             is_alone: false,
-            has_seen_crowd: false,
             is_crowd: false,
+            shares_crowd: false,
+            has_shared_crowd: false,
         }
     }
 
     /// True if another fault server is to be started.
     pub(crate) fn wants_server(&self) -> bool {
-        self.has_seen_crowd
+        self.has_shared_crowd
             && self.engine.serving.servers.is_one_wanted(self.engine.charge.limit())
             && !self.fork.is_busy()
     }
@@ -320,7 +324,7 @@ impl UffdReader {
         if let Some(next) = self.pending.front() {
             mm.table.prefetch_word(PageNo::of(next.addr));
         }
-        self.is_crowd = mm.handed.is_crowd();
+        self.look_at_crowd(&mut mm);
         let is_late = !mm.changes.late.is_empty();
         if is_late && self.sets.is_some() {
             // Nothing that comes next may be read by a server.
@@ -330,11 +334,24 @@ impl UffdReader {
         if self.is_alone && !was_alone {
             self.await_loads();
         }
-        self.cpu.among_servers(self.sets.is_some() && self.is_crowd);
+        self.cpu.in_crowd(self.is_crowd);
         if is_late && !met {
             self.read_late();
         }
         self.check_untracked()
+    }
+
+    /// Sees whether several threads fault, and whether servers pay then: they may read from now on,
+    /// or no longer.
+    fn look_at_crowd(&mut self, mm: &mut Mm) {
+        let servers = &self.engine.serving.servers;
+        self.is_crowd = mm.handed.is_crowd();
+        mm.handed.do_servers_pay = servers.pay();
+        let was_shared = std::mem::replace(&mut self.shares_crowd, mm.handed.is_crowd_shared());
+        if self.shares_crowd && !was_shared {
+            self.has_shared_crowd = true;
+            servers.admit();
+        }
     }
 
     /// Applies the events that are there now, and waits a moment for one to come.
@@ -417,7 +434,7 @@ impl UffdReader {
     /// message came. Others can see that the handler waits, and does not starve.
     fn wait(&mut self, timeout: Option<Duration>) -> bool {
         let with_remote = std::mem::take(&mut self.awaits_remote);
-        if timeout.is_none() && self.is_crowd && self.sets.is_some() && self.wait_awake() {
+        if timeout.is_none() && self.is_crowd && self.wait_awake() {
             return true;
         }
         self.engine.serving.handler.turns.fetch_add(1, Relaxed);
@@ -528,9 +545,8 @@ impl UffdReader {
             }
             (Event::Fault { addr, tid, .. }, _) => {
                 let fault = Fault { addr, tid, tries: 0 };
-                if !self.is_of_worker(fault) && mm.handed.crowd.note(tid) {
-                    self.has_seen_crowd = true;
-                    engine.serving.servers.admit();
+                if !self.is_of_worker(fault) {
+                    mm.handed.crowd.note(tid);
                 }
                 mm.table.prefetch_leaf(PageNo::of(addr));
                 self.pending.push_back(fault)

@@ -10,6 +10,10 @@
 //! threads fault in turns ([`crate::sched::handed::Concurrency`]). While they may not, they wait
 //! on a futex word.
 //!
+//! Nor is it enough where CPUs are few: a server needs one, as the handler does, and the program
+//! and reclaim need as much again. On fewer than [`MIN_CPUS`] servers read only while faults wait
+//! for a disk ([`FaultServers::pay`]).
+//!
 //! Owns: the descriptors and words by which handler and servers wake each other.
 //!
 //! Invariants
@@ -43,6 +47,11 @@ use crate::sched::handler_cpu;
 const MAX_SERVERS: u32 = MAX_FILLERS as u32 - 1;
 /// Bytes of the limit for each server but the first.
 const MIN_LIMIT_PER_SERVER: u64 = 64 << 20;
+/// On fewer CPUs the handler serves faults from compressed memory alone: on two, it and a server
+/// together served fewer than it did alone (docs/bench.md, "Threads").
+const MIN_CPUS: u32 = 4;
+/// Faults for which servers read after one that had to wait for a disk.
+const DISK_FAULTS: u32 = 1024;
 /// As many as a test wants, whatever the CPUs.
 const FORCED_SERVERS: u32 = 3;
 
@@ -62,6 +71,10 @@ struct ServerSignals {
 /// that wake and stop them.
 pub struct FaultServers {
     most: u32,
+    /// There are CPUs for them.
+    has_cpus: bool,
+    /// The number of faults to come for which they pay although there are not.
+    disk_faults: AtomicU32,
     /// They serve however few threads fault.
     pub(crate) is_forced: bool,
     started: AtomicU32,
@@ -90,6 +103,8 @@ impl FaultServers {
         let most = cpus.saturating_sub(1).min(MAX_SERVERS);
         FaultServers {
             most: if injection.forces_servers() { FORCED_SERVERS } else { most },
+            has_cpus: cpus >= MIN_CPUS,
+            disk_faults: AtomicU32::new(0),
             is_forced: injection.forces_servers(),
             started: AtomicU32::new(0),
             refused: AtomicBool::new(false),
@@ -112,6 +127,23 @@ impl FaultServers {
         self.handed.store(false, Relaxed);
         // Not freed: the numbers in it are the parent's.
         self.signals.store(std::ptr::null_mut(), Relaxed);
+    }
+
+    /// A fault has waited for a disk.
+    pub(crate) fn note_disk(&self) {
+        if !self.has_cpus {
+            self.disk_faults.store(DISK_FAULTS, Relaxed);
+        }
+    }
+
+    /// The handler has read a fault: true if servers pay. Called by the handler alone.
+    pub(crate) fn pay(&self) -> bool {
+        let left = self.disk_faults.load(Relaxed);
+        if left > 0 {
+            // One that is noted at this moment may be lost; the next one is not.
+            self.disk_faults.store(left - 1, Relaxed);
+        }
+        self.has_cpus || left > 0
     }
 
     /// The number of servers started.
@@ -306,6 +338,17 @@ mod tests {
         servers.count_started();
         servers.count_refused();
         assert_eq!((servers.started(), servers.is_one_wanted(large)), (0, false));
+    }
+
+    #[test]
+    fn on_few_cpus_servers_pay_while_faults_wait_for_a_disk() {
+        let few = FaultServers { has_cpus: false, ..FaultServers::new(Injection::default()) };
+        assert!(!few.pay());
+        few.note_disk();
+        assert!((0..DISK_FAULTS).all(|_| few.pay()));
+        assert!(!few.pay());
+        let many = FaultServers { has_cpus: true, ..FaultServers::new(Injection::default()) };
+        assert!(many.pay());
     }
 
     #[test]

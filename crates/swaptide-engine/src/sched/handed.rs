@@ -50,16 +50,14 @@ pub(crate) struct Concurrency {
 }
 
 impl Concurrency {
-    /// A fault of a thread was read. True when that has shown that several threads fault.
-    pub(crate) fn note(&mut self, tid: u32) -> bool {
+    /// A fault of a thread was read.
+    pub(crate) fn note(&mut self, tid: u32) {
         if std::mem::replace(&mut self.last, tid) == tid {
             self.score = self.score.saturating_sub(1);
         } else {
             self.score = (self.score + SCORE_OF_CHANGE).min(MAX_SCORE);
         }
-        let was = self.is_crowd;
-        self.is_crowd = self.score >= if was { SINGLE_SCORE } else { CROWD_SCORE };
-        self.is_crowd && !was
+        self.is_crowd = self.score >= if self.is_crowd { SINGLE_SCORE } else { CROWD_SCORE };
     }
 }
 
@@ -70,6 +68,8 @@ pub struct Handed {
     pub(crate) are_servers: bool,
     /// Servers read however few threads fault: a test wants it.
     is_forced: bool,
+    /// Servers are faster than the handler alone ([`crate::sched::fault_servers::FaultServers`]).
+    pub(crate) do_servers_pay: bool,
     is_alone: bool,
     event: Option<Event>,
     faults: VecDeque<Fault>,
@@ -82,6 +82,7 @@ impl Handed {
         Handed {
             are_servers: false,
             is_forced,
+            do_servers_pay: false,
             is_alone: true,
             event: None,
             faults: VecDeque::with_capacity(64),
@@ -99,7 +100,12 @@ impl Handed {
 
     /// True if a server may read the next message.
     pub(crate) fn may_servers_read(&self) -> bool {
-        !self.is_alone && self.event.is_none() && (self.is_forced || self.crowd.is_crowd)
+        !self.is_alone && self.event.is_none() && (self.is_forced || self.is_crowd_shared())
+    }
+
+    /// True while several threads fault, and servers pay.
+    pub(crate) fn is_crowd_shared(&self) -> bool {
+        self.crowd.is_crowd && self.do_servers_pay
     }
 
     /// True while several threads fault.
@@ -154,16 +160,17 @@ mod tests {
     #[test]
     fn concurrency_follows_faulting_threads() {
         let mut crowd = Concurrency::default();
-        assert!(!(0..1000).any(|_| crowd.note(7)), "one thread");
-        let first = (0..100).position(|turn| crowd.note(7 + turn % 2));
+        let mut is_crowd_after = |tid: u32| {
+            crowd.note(tid);
+            crowd.is_crowd
+        };
+        assert!(!(0..1000).any(|_| is_crowd_after(7)), "one thread");
+        let first = (0..100).position(|turn| is_crowd_after(7 + turn % 2));
         assert!(first.is_some_and(|turns| turns < 20), "{first:?}");
-        assert!((0..100).all(|turn| !crowd.note(7 + turn % 2) && crowd.is_crowd), "told once");
-        let ends = (0..100).position(|_| {
-            crowd.note(9);
-            !crowd.is_crowd
-        });
+        assert!((0..100).all(|turn| is_crowd_after(7 + turn % 2)));
+        let ends = (0..100).position(|_| !is_crowd_after(9));
         assert!(ends.is_some_and(|turns| turns > 16), "{ends:?}");
-        assert!(!(0..1000).any(|turn| crowd.note(if turn % 16 == 0 { 1 } else { 2 })));
+        assert!(!(0..1000).any(|turn| is_crowd_after(if turn % 16 == 0 { 1 } else { 2 })));
     }
 
     #[test]
@@ -180,5 +187,10 @@ mod tests {
         assert!(handed.may_servers_read());
         handed.is_forced = false;
         assert!(!handed.may_servers_read(), "one thread faults");
+        handed.do_servers_pay = true;
+        (0..100).for_each(|turn| handed.crowd.note(7 + turn % 2));
+        assert!(handed.may_servers_read());
+        handed.do_servers_pay = false;
+        assert!(!handed.may_servers_read(), "CPUs are few");
     }
 }

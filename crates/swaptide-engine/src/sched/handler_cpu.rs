@@ -16,8 +16,7 @@
 //! for a lock (the handler may hold it), call [`leave_sched_idle`], which puts it into the normal
 //! class; a thread that makes a request, and so waits for the handler, calls [`boost_once`] first.
 //!
-//! Where several threads fault and fault servers read as well, it follows none of them
-//! ([`HandlerCpu::among_servers`]).
+//! Where several threads fault in turns it follows none of them ([`HandlerCpu::in_crowd`]).
 //!
 //! Owns: the CPU the handler is bound to, and its class; the CPU that workers keep away from.
 //!
@@ -265,8 +264,8 @@ pub struct HandlerCpu {
     /// Messages that were waited for elsewhere, since the handler was last seen to be where the
     /// thread is.
     apart: u32,
-    /// Fault servers read next to it.
-    is_one_of_many: bool,
+    /// Several threads fault in turns.
+    is_in_crowd: bool,
     /// When the last fault was answered.
     last: Nanos,
     crowd: CrowdWatch,
@@ -297,7 +296,7 @@ impl HandlerCpu {
             every: MIN_LOOK_FAULTS,
             row: 0,
             apart: 0,
-            is_one_of_many: false,
+            is_in_crowd: false,
             last: Nanos(0),
             crowd: CrowdWatch {
                 own: None,
@@ -358,7 +357,7 @@ impl HandlerCpu {
 
     /// A fault of thread `tid` was read; it is `now`. `workers`: their ids; 0: none.
     pub fn follow(&mut self, tid: u32, now: Nanos, workers: &[AtomicU32]) {
-        if self.allowed.is_none() || self.is_one_of_many {
+        if self.allowed.is_none() || self.is_in_crowd {
             return;
         }
         self.row = if tid == self.tid { self.row.saturating_add(1) } else { 0 };
@@ -382,11 +381,11 @@ impl HandlerCpu {
         }
     }
 
-    /// Fault servers read next to the handler from here on, or no longer. Meanwhile it follows no
-    /// thread: each fault is another one's, and to see where that runs and to go there costs more
-    /// than the answer.
-    pub(crate) fn among_servers(&mut self, is_one_of_many: bool) {
-        if std::mem::replace(&mut self.is_one_of_many, is_one_of_many) == is_one_of_many {
+    /// Several threads fault in turns from here on, or no longer. Meanwhile it follows none: each
+    /// fault is another one's, and to see where that runs and to go there costs a good part of the
+    /// answer.
+    pub(crate) fn in_crowd(&mut self, is_in_crowd: bool) {
+        if std::mem::replace(&mut self.is_in_crowd, is_in_crowd) == is_in_crowd {
             return;
         }
         self.leave(swaptide_sys::thread::now());
