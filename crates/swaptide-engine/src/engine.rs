@@ -634,6 +634,20 @@ impl Engine {
         }
     }
 
+    /// A thread that serves faults is about to wait for a disk: where servers pay then alone, they
+    /// read from now on. The memory lock must be free.
+    pub(crate) fn note_disk(&self) {
+        if self.serving.servers.note_disk() {
+            let mut mm = self.mm.lock();
+            mm.handed.do_servers_pay = true;
+            let may_read = mm.handed.may_servers_read();
+            drop(mm);
+            if may_read {
+                self.serving.servers.admit();
+            }
+        }
+    }
+
     /// True while workers and fault servers are to come to their quiescent points.
     pub(crate) fn is_quiescing(&self) -> bool {
         self.workers.quiesce.load(Acquire) != 0

@@ -108,6 +108,7 @@ impl FaultServer {
                 }
                 NextMessage::NotAllowed => {
                     self.row = 0;
+                    engine.serving.servers.note_lapse();
                     if !engine.mm.lock().handed.is_crowd_shared() {
                         self.path.give_buffers_up();
                     }

@@ -7,7 +7,8 @@
 //!   ([`fault`]), changes of mappings ([`events`](crate::events::apply)), forks ([`fork`]) and the
 //!   requests of other threads ([`requests`]). It alone adopts memory
 //!   ([`adopt`](crate::vma::adopt)).
-//! - **fault servers** ([`fault_server`]) answer faults next to it while several threads fault.
+//! - **fault servers** ([`fault_server`]) answer faults next to it while several threads fault,
+//!   if that pays.
 //! - one or more **workers** ([`reclaim`]) move cold chunks to staging frames, compress them and
 //!   hand out the frames; worker 0 also looks after the accounts and moves the oldest compressed
 //!   pages to a swap area ([`writeback`](crate::reclaim::writeback)).

@@ -49,7 +49,7 @@ pub(crate) struct Interrupted;
 
 /// The time that the handler polls for the next message before it sleeps.
 const BUSY_WAIT: Duration = Duration::from_micros(50);
-/// The same of a fault server, and of a handler next to them.
+/// The same of a fault server, and of the handler, while several threads fault.
 const CROWD_WAIT: Duration = Duration::from_micros(30);
 /// Between two checks whether a server has ended its load.
 const LOAD_PAUSE: Duration = Duration::from_micros(50);
@@ -285,9 +285,11 @@ impl UffdReader {
         let closed = (!was_alone).then(|| engine.serving.gate.close());
         let mut mm = engine.mm.lock();
         let has_taken = self.sets.is_some() && self.take_handed(&mut mm);
-        // What is read here servers cannot take, and a thread that waits at no fence may go on
+        // What is read here servers cannot take, who may have to read when this thread goes to a
+        // disk; and a thread that waits at no fence may go on
         // while several are read.
-        let is_one = mm.handed.may_servers_read() || !(engine.start.waits_at_fences)();
+        let may_take = mm.handed.may_servers_read() || mm.handed.are_servers && self.is_crowd;
+        let is_one = may_take || !(engine.start.waits_at_fences)();
         let most = if is_one { 1 } else { MESSAGES_PER_READ };
         match self.uffd.read(&mut messages[..most]) {
             Ok(n) => {
@@ -348,7 +350,8 @@ impl UffdReader {
         self.is_crowd = mm.handed.is_crowd();
         mm.handed.do_servers_pay = servers.pay();
         let was_shared = std::mem::replace(&mut self.shares_crowd, mm.handed.is_crowd_shared());
-        if self.shares_crowd && !was_shared {
+        // A server may have seen the crowd end by what it read, and this one see it begin again.
+        if self.shares_crowd && (servers.take_lapse() || !was_shared) {
             self.has_shared_crowd = true;
             servers.admit();
         }
@@ -434,7 +437,7 @@ impl UffdReader {
     /// message came. Others can see that the handler waits, and does not starve.
     fn wait(&mut self, timeout: Option<Duration>) -> bool {
         let with_remote = std::mem::take(&mut self.awaits_remote);
-        if timeout.is_none() && self.is_crowd && self.wait_awake() {
+        if timeout.is_none() && !with_remote && self.is_crowd && self.wait_awake() {
             return true;
         }
         self.engine.serving.handler.turns.fetch_add(1, Relaxed);

@@ -86,8 +86,11 @@ pub(crate) fn make_room(
         }
         // Compressed memory that is past its share takes from the program what swap-out gives: the
         // areas must take some first.
-        if engine.charge.pool_overflows() && worker.write_back(engine) {
-            continue;
+        if engine.charge.pool_overflows() {
+            engine.note_disk();
+            if worker.write_back(engine) {
+                continue;
+            }
         }
         match worker.step(engine) {
             Step::Took(pages) => engine.count(Counter::PgstealDirect, pages),

@@ -167,7 +167,7 @@ impl Loader {
         let engine = self.engine;
         let areas = &engine.devices.areas;
         let began = now();
-        engine.serving.servers.note_disk();
+        engine.note_disk();
         let most = self.cluster_window();
         let mut requests: Vec<(Slot, &mut Page)> =
             pages.iter_mut().map(|(_, slot, out)| (*slot, &mut **out)).collect();

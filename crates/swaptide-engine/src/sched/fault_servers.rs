@@ -11,8 +11,8 @@
 //! on a futex word.
 //!
 //! Nor is it enough where CPUs are few: a server needs one, as the handler does, and the program
-//! and reclaim need as much again. On fewer than [`MIN_CPUS`] servers read only while faults wait
-//! for a disk ([`FaultServers::pay`]).
+//! and reclaim need as much again. On fewer than [`MIN_CPUS`] they *pay*, and read, only while the
+//! handler goes to a disk now and then ([`FaultServers::pay`]).
 //!
 //! Owns: the descriptors and words by which handler and servers wake each other.
 //!
@@ -50,8 +50,9 @@ const MIN_LIMIT_PER_SERVER: u64 = 64 << 20;
 /// On fewer CPUs the handler serves faults from compressed memory alone: on two, it and a server
 /// together served fewer than it did alone (docs/bench.md, "Threads").
 const MIN_CPUS: u32 = 4;
-/// Faults for which servers read after one that had to wait for a disk.
-const DISK_FAULTS: u32 = 1024;
+/// Reads of the handler for which servers read as well after it went to a disk: where each of them
+/// finds a fault from compressed memory, what they cost is as much as the disk.
+const DISK_READS: u32 = 32;
 /// As many as a test wants, whatever the CPUs.
 const FORCED_SERVERS: u32 = 3;
 
@@ -71,10 +72,12 @@ struct ServerSignals {
 /// that wake and stop them.
 pub struct FaultServers {
     most: u32,
-    /// There are CPUs for them.
+    /// There are CPUs for them, by the affinity of the process when its engine began.
     has_cpus: bool,
-    /// The number of faults to come for which they pay although there are not.
-    disk_faults: AtomicU32,
+    /// The number of reads to come for which they pay although there are not.
+    disk_reads: AtomicU32,
+    /// A server has found that it may not read, since the handler looked last.
+    has_lapsed: AtomicBool,
     /// They serve however few threads fault.
     pub(crate) is_forced: bool,
     started: AtomicU32,
@@ -104,7 +107,8 @@ impl FaultServers {
         FaultServers {
             most: if injection.forces_servers() { FORCED_SERVERS } else { most },
             has_cpus: cpus >= MIN_CPUS,
-            disk_faults: AtomicU32::new(0),
+            disk_reads: AtomicU32::new(0),
+            has_lapsed: AtomicBool::new(false),
             is_forced: injection.forces_servers(),
             started: AtomicU32::new(0),
             refused: AtomicBool::new(false),
@@ -124,26 +128,37 @@ impl FaultServers {
         self.wanted.store(false, Relaxed);
         self.tids.iter().for_each(|tid| tid.store(0, Relaxed));
         self.resting.store(0, Relaxed);
+        self.disk_reads.store(0, Relaxed);
+        self.has_lapsed.store(false, Relaxed);
         self.handed.store(false, Relaxed);
         // Not freed: the numbers in it are the parent's.
         self.signals.store(std::ptr::null_mut(), Relaxed);
     }
 
-    /// A fault has waited for a disk.
-    pub(crate) fn note_disk(&self) {
-        if !self.has_cpus {
-            self.disk_faults.store(DISK_FAULTS, Relaxed);
-        }
+    /// A thread that serves faults is about to wait for a disk. True if servers did not pay just
+    /// before, and do now.
+    pub(crate) fn note_disk(&self) -> bool {
+        !self.has_cpus && self.disk_reads.swap(DISK_READS, Relaxed) == 0
     }
 
-    /// The handler has read a fault: true if servers pay. Called by the handler alone.
+    /// The handler has read, whatever it found: true if servers pay. Called by the handler alone.
     pub(crate) fn pay(&self) -> bool {
-        let left = self.disk_faults.load(Relaxed);
+        let left = self.disk_reads.load(Relaxed);
         if left > 0 {
-            // One that is noted at this moment may be lost; the next one is not.
-            self.disk_faults.store(left - 1, Relaxed);
+            // What a server notes at this moment may be lost: then it is as if it had come sooner.
+            self.disk_reads.store(left - 1, Relaxed);
         }
         self.has_cpus || left > 0
+    }
+
+    /// A server that may not read is about to rest for that.
+    pub(crate) fn note_lapse(&self) {
+        self.has_lapsed.store(true, Relaxed);
+    }
+
+    /// True if one has since the last call. It may be about to rest still, and is seen next time.
+    pub(crate) fn take_lapse(&self) -> bool {
+        self.has_lapsed.load(Relaxed) && self.has_lapsed.swap(false, Relaxed)
     }
 
     /// The number of servers started.
@@ -344,11 +359,13 @@ mod tests {
     fn on_few_cpus_servers_pay_while_faults_wait_for_a_disk() {
         let few = FaultServers { has_cpus: false, ..FaultServers::new(Injection::default()) };
         assert!(!few.pay());
-        few.note_disk();
-        assert!((0..DISK_FAULTS).all(|_| few.pay()));
+        assert!(few.note_disk() && !few.note_disk(), "told once");
+        assert!((0..DISK_READS).all(|_| few.pay()));
+        assert!(!few.pay() && few.note_disk());
+        few.forked();
         assert!(!few.pay());
         let many = FaultServers { has_cpus: true, ..FaultServers::new(Injection::default()) };
-        assert!(many.pay());
+        assert!(many.pay() && !many.note_disk(), "they pay all the time");
     }
 
     #[test]

@@ -68,7 +68,7 @@ pub struct Handed {
     pub(crate) are_servers: bool,
     /// Servers read however few threads fault: a test wants it.
     is_forced: bool,
-    /// Servers are faster than the handler alone ([`crate::sched::fault_servers::FaultServers`]).
+    /// Servers pay ([`crate::sched::fault_servers`]), as far as the handler has seen.
     pub(crate) do_servers_pay: bool,
     is_alone: bool,
     event: Option<Event>,

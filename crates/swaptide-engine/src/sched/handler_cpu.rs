@@ -42,7 +42,7 @@ const MIN_LOOK_FAULTS: u32 = 8;
 const MAX_LOOK_FAULTS: u32 = 128;
 /// More than a batch takes to be stored in memory.
 const LONG_APART_FAULTS: u32 = 256;
-/// Where several threads fault, only every Nth change of threads is followed.
+/// Before several threads are seen to fault in turns, only every Nth change of threads is followed.
 const FOLLOW_EVERY: u32 = 4;
 /// Faults of one thread in a row, after which the handler goes to the idle class.
 const FAULTS_BEFORE_IDLE_CLASS: u32 = 64;
