@@ -105,9 +105,12 @@ def test_stall_stop(case):
 
 @pytest.mark.full
 @pytest.mark.swaptide(budget=BUDGET, allowance=8, native=False, complaint="swaptide: stall")
-def test_stall_not(case):
-    """A program that swaps all the time and computes is left alone."""
-    done, verdicts, _ = stalled(case, "work", seconds=14, options=["--on-stall", "kill"])
+@pytest.mark.parametrize("mode", ["work", "rests"])
+def test_stall_not(case, mode):
+    """A program that swaps all the time and computes is left alone; so is one whose many threads
+    sleep most of the time.
+    """
+    done, verdicts, _ = stalled(case, mode, seconds=14, options=["--on-stall", "kill"])
     assert verdicts == [], verdicts
     assert done.report["stats"]["pgmajfault"] > 5000, "it did not swap"
 

@@ -8,7 +8,7 @@
 //! gets the program on; and a good part of it must be time in faults, or it is CPU time that it
 //! lacks. Where others want the CPUs, too, a thread waits for one after each fault and is seldom
 //! met in a fault: there it is enough that its refaults, with what each takes on a quiet machine,
-//! add up to nearly all of them and its own CPU time.
+//! add up to nearly all of them and its own CPU time, that in the kernel included.
 //!
 //! Owns what was seen of each process that waits much.
 //!
@@ -42,6 +42,9 @@ const SUSPECT_PERCENT: u64 = 20;
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 /// Of the time in which threads have something to do, so much must be spent in faults, in percent.
 const MIN_FAULTING_PERCENT: u64 = 30;
+/// One thread must have something to do at this part of the looks, in percent: many that sleep most
+/// of the time are not one that never does. (Of two that take turns one has half.)
+const MIN_SAME_PERCENT: u64 = 45;
 /// The time that a refault takes on a quiet machine, in microseconds.
 const QUIET_FAULT_US: u64 = 15;
 /// No more than this many times as fast is foretold.
@@ -110,12 +113,14 @@ impl Default for StallPolicy {
 #[derive(Clone, Copy, Default)]
 struct Slice {
     time: Duration,
-    /// CPU time of the program's threads in user mode.
+    /// CPU time of the program's threads in user mode, and in the kernel.
     own_us: u64,
+    kernel_us: u64,
     /// Faults, of whatever thread, for pages that were out.
     refaults: u64,
-    /// Looks at the threads.
+    /// Looks at the threads, and those at which one had something to do.
     samples: u64,
+    busy: u64,
     /// How many threads had something to do, added up over the looks, and how many of these stood
     /// in a fault.
     active: u64,
@@ -127,6 +132,9 @@ struct Suspect {
     slices: VecDeque<Slice>,
     /// What comes next.
     slice: Slice,
+    /// The number of looks at which each thread had something to do: of each slice, what comes next
+    /// last.
+    looks: VecDeque<HashMap<PathBuf, u64>>,
     /// CPU time of the program's threads at the last look, and the engine's threads.
     own: OwnTime,
     sampled: Instant,
@@ -177,6 +185,7 @@ pub(super) struct StallWatch {
 #[derive(Debug, PartialEq, Eq)]
 struct WatchedThread {
     user_ticks: u64,
+    kernel_ticks: u64,
     runs: bool,
     is_engine: bool,
 }
@@ -188,8 +197,9 @@ impl WatchedThread {
         let mut fields = rest.split_whitespace();
         let runs = fields.next()? == "R";
         let user_ticks = fields.by_ref().nth(10)?.parse().ok()?;
-        let is_engine = name.starts_with(ENGINE_THREAD) && fields.nth(17) == Some(ENGINE_BLOCKS);
-        Some(WatchedThread { user_ticks, runs, is_engine })
+        let kernel_ticks = fields.next()?.parse().ok()?;
+        let is_engine = name.starts_with(ENGINE_THREAD) && fields.nth(16) == Some(ENGINE_BLOCKS);
+        Some(WatchedThread { user_ticks, kernel_ticks, runs, is_engine })
     }
 
     fn read(path: &Path) -> Option<WatchedThread> {
@@ -206,43 +216,47 @@ fn tasks(pid: u32) -> Option<Vec<PathBuf>> {
 
 /// CPU time of a process's own threads.
 struct OwnTime {
-    /// In user mode, in microseconds.
+    /// In user mode, and in the kernel, in microseconds.
     us: u64,
+    kernel_us: u64,
     /// The directories of the threads that are not its own.
     engine: HashSet<PathBuf>,
 }
 
 impl OwnTime {
     fn of(pid: u32) -> Option<OwnTime> {
-        let all = WatchedThread::read(Path::new(&format!("/proc/{pid}")))?.user_ticks;
+        let all = WatchedThread::read(Path::new(&format!("/proc/{pid}")))?;
         // Threads that have ended are in the process's time alone; those of the engine do not end.
         let mut engine = HashSet::new();
-        let mut engine_ticks = 0;
+        let (mut user_ticks, mut kernel_ticks) = (all.user_ticks, all.kernel_ticks);
         for task in tasks(pid)? {
             if let Some(thread) = WatchedThread::read(&task).filter(|thread| thread.is_engine) {
-                engine_ticks += thread.user_ticks;
+                user_ticks = user_ticks.saturating_sub(thread.user_ticks);
+                kernel_ticks = kernel_ticks.saturating_sub(thread.kernel_ticks);
                 engine.insert(task);
             }
         }
         let tick_us = 1_000_000 / rustix::param::clock_ticks_per_second().max(1);
-        Some(OwnTime { us: all.saturating_sub(engine_ticks) * tick_us, engine })
+        Some(OwnTime { us: user_ticks * tick_us, kernel_us: kernel_ticks * tick_us, engine })
     }
 }
 
-/// How many of a process's threads, but for those of the engine, have something to do, and how many
+/// The threads of a process, but for those of the engine, that have something to do, and how many
 /// of these stand in a fault.
-fn threads_at_work(pid: u32, engine: &HashSet<PathBuf>) -> Option<(u64, u64)> {
-    let (mut active, mut faulting) = (0, 0);
+fn threads_at_work(pid: u32, engine: &HashSet<PathBuf>) -> Option<(Vec<PathBuf>, u64)> {
+    let (mut active, mut faulting) = (Vec::new(), 0);
     for task in tasks(pid)?.into_iter().filter(|task| !engine.contains(task)) {
         match WatchedThread::read(&task) {
             Some(thread) if thread.is_engine => {}
-            Some(thread) if thread.runs => active += 1,
+            Some(thread) if thread.runs => active.push(task),
             _ => {
                 let waits_in = std::fs::read_to_string(task.join("wchan")).unwrap_or_default();
                 let is_in_fault = waits_in.starts_with("handle_userfault");
-                // 0: it runs by now. (Where that may not be read, no thread is seen to fault.)
-                active += u64::from(is_in_fault || waits_in == "0");
                 faulting += u64::from(is_in_fault);
+                // 0: it runs by now. (Where that may not be read, no thread is seen to fault.)
+                if is_in_fault || waits_in == "0" {
+                    active.push(task);
+                }
             }
         }
     }
@@ -344,7 +358,8 @@ struct StallWindow {
 impl Suspect {
     fn new(own: OwnTime, refaults: RefaultCounts, at: Instant) -> Suspect {
         let (slices, slice) = (VecDeque::new(), Slice::default());
-        Suspect { slices, slice, own, sampled: at, refaults }
+        let looks = VecDeque::from([HashMap::new()]);
+        Suspect { slices, slice, looks, own, sampled: at, refaults }
     }
 
     /// Looks at the threads, if it is time.
@@ -355,8 +370,12 @@ impl Suspect {
         self.sampled = at;
         if let Some((active, faulting)) = threads_at_work(pid, &self.own.engine) {
             self.slice.samples += 1;
-            self.slice.active += active;
+            self.slice.busy += u64::from(!active.is_empty());
+            self.slice.active += active.len() as u64;
             self.slice.faulting += faulting;
+            if let Some(looks) = self.looks.back_mut() {
+                active.into_iter().for_each(|task| *looks.entry(task).or_default() += 1);
+            }
         }
     }
 
@@ -364,13 +383,25 @@ impl Suspect {
     /// which a thread had something to do, but for its CPU time, in microseconds.
     fn end_slice(&mut self, own: OwnTime, refaults: u64, time: Duration) -> u64 {
         let slice = std::mem::take(&mut self.slice);
-        let used_us = own.us.saturating_sub(std::mem::replace(&mut self.own, own).us);
-        let slice = Slice { time, own_us: used_us, refaults, ..slice };
+        self.looks.push_back(HashMap::new());
+        let before = std::mem::replace(&mut self.own, own);
+        let used_us = self.own.us.saturating_sub(before.us);
+        let kernel_us = self.own.kernel_us.saturating_sub(before.kernel_us);
+        let slice = Slice { time, own_us: used_us, kernel_us, refaults, ..slice };
         self.slices.push_back(slice);
         let is_faulting = slice.faulting * 100 >= slice.active * MIN_FAULTING_PERCENT;
         let busy = (slice.active as f64 / slice.samples.max(1) as f64).min(1.0);
         let busy_us = (time.as_micros() as f64 * busy) as u64;
         if is_faulting { busy_us.saturating_sub(used_us) } else { 0 }
+    }
+
+    /// The number of looks at which the thread had something to do that had most often.
+    fn most_looks(&self) -> u64 {
+        let mut sums = HashMap::<&PathBuf, u64>::new();
+        for (task, looks) in self.looks.iter().flatten() {
+            *sums.entry(task).or_default() += looks;
+        }
+        sums.into_values().max().unwrap_or(0)
     }
 
     /// Judges the last [`STALL_WINDOW`], if there was such a long time.
@@ -381,6 +412,7 @@ impl Suspect {
             && all >= STALL_WINDOW + first
         {
             self.slices.pop_front();
+            self.looks.pop_front();
             all = time(&self.slices);
         }
         if all < STALL_WINDOW {
@@ -395,12 +427,15 @@ impl Suspect {
         // The time in which its threads had something to do, all added up.
         let busy_us = (all.as_micros() as u64).saturating_mul(active) / samples.max(1);
         let waits = 100 - (own_us.saturating_mul(100) / busy_us.max(1)).min(100);
-        let has_work = busy_us >= all.as_micros() as u64 / 100 * bound;
+        let has_work = sum(|slice| slice.busy) * 100 >= samples * bound
+            && self.most_looks() * 100 >= samples * MIN_SAME_PERCENT;
         let faults_us = sum(|slice| slice.refaults).saturating_mul(QUIET_FAULT_US);
-        let faults = faulting * 100 >= active * MIN_FAULTING_PERCENT
-            || faulting > 0
-                && percent(faults_us, Duration::from_micros(faults_us.saturating_add(own_us)))
-                    >= bound;
+        // What a fault itself takes in the kernel is among its time.
+        let kernel_us = sum(|slice| slice.kernel_us).saturating_sub(faults_us);
+        let all_us = faults_us.saturating_add(own_us).saturating_add(kernel_us);
+        let are_nearly_all = percent(faults_us, Duration::from_micros(all_us)) >= bound;
+        let faults =
+            faulting * 100 >= active * MIN_FAULTING_PERCENT || faulting > 0 && are_nearly_all;
         if !has_work || !faults || waits < bound {
             return None;
         }
@@ -420,13 +455,19 @@ mod tests {
         refaults: u64,
         seconds: &[(u64, u64, u64)],
     ) -> Vec<Option<StallWindow>> {
-        let own = |us| OwnTime { us, engine: HashSet::new() };
+        let own = |us| OwnTime { us, kernel_us: 0, engine: HashSet::new() };
         let mut suspect = Suspect::new(own(0), [0; REFAULT_BUCKETS], Instant::now());
         let mut own_us = 0;
         let mut second = |(own_ms, active, faulting): &(u64, u64, u64)| {
             own_us += own_ms * 1000;
-            suspect.slice =
-                Slice { samples: 10, active: *active, faulting: *faulting, ..Slice::default() };
+            suspect.slice = Slice {
+                samples: 10,
+                busy: (*active).min(10),
+                active: *active,
+                faulting: *faulting,
+                ..Slice::default()
+            };
+            suspect.looks.back_mut().expect("one").insert("one".into(), (*active).min(10));
             suspect.end_slice(own(own_us), refaults, Duration::from_secs(1));
             suspect.judge(policy)
         };
@@ -481,6 +522,40 @@ mod tests {
         }
     }
 
+    /// Judges ten seconds that are all alike, in which one thread had something to do at `most` of
+    /// the looks.
+    fn judged_slice(slice: Slice, most: u64) -> Option<StallWindow> {
+        let own = OwnTime { us: 0, kernel_us: 0, engine: HashSet::new() };
+        let mut suspect = Suspect::new(own, [0; REFAULT_BUCKETS], Instant::now());
+        suspect.slices.extend([slice; 10]);
+        suspect.looks[0].extend([("one".into(), most), ("another".into(), 5)]);
+        suspect.judge(StallPolicy::default())
+    }
+
+    #[test]
+    fn work_in_the_kernel_and_threads_that_sleep_are_no_waiting() {
+        let time = Duration::from_secs(1);
+        let seen = Slice { time, own_us: 20_000, samples: 10, busy: 10, ..Slice::default() };
+        let waits = Slice { active: 10, faulting: 1, refaults: 40_000, ..seen };
+        // The faults themselves take a part of that.
+        assert!(judged_slice(Slice { kernel_us: 400_000, ..waits }, 100).is_some());
+        assert_eq!(judged_slice(Slice { kernel_us: 800_000, ..waits }, 100), None);
+        // Thirty threads, each of which sleeps between its faults.
+        let many = Slice { active: 12, faulting: 9, ..seen };
+        assert!(judged_slice(many, 95).is_some(), "one of them always waits");
+        assert_eq!(judged_slice(Slice { busy: 7, ..many }, 70), None);
+        assert_eq!(judged_slice(many, 30), None, "another one each time");
+    }
+
+    #[test]
+    fn neither_first_touches_nor_pages_that_came_unasked_are_refaults() {
+        let check = |faults, back| Check { at: Instant::now(), waited_us: 0, faults, back };
+        let before = check(100, 1000);
+        assert_eq!(check(150, 1030).refaults_since(&before), 30, "20 were first touches");
+        assert_eq!(check(110, 1640).refaults_since(&before), 10, "windows came");
+        assert_eq!(check(0, 0).refaults_since(&before), 0, "another process of that number");
+    }
+
     #[test]
     fn the_bound_may_be_another() {
         let policy = StallPolicy { then: OnStall::Kill, percent: 50 };
@@ -499,16 +574,16 @@ mod tests {
         };
         let parsed = |name: &str, blocks: &str| {
             let thread = WatchedThread::parse(&stat(name, blocks)).expect("a thread");
-            (thread.user_ticks, thread.runs, thread.is_engine)
+            (thread.user_ticks, thread.kernel_ticks, thread.runs, thread.is_engine)
         };
-        assert_eq!(parsed("python3", "0"), (500, false, false));
-        assert_eq!(parsed("a) b (c", ENGINE_BLOCKS), (500, false, false));
-        assert_eq!(parsed("swaptide", "0"), (500, false, false), "a program of that name");
-        assert_eq!(parsed("swaptide-work", ENGINE_BLOCKS), (500, false, true));
+        assert_eq!(parsed("python3", "0"), (500, 60, false, false));
+        assert_eq!(parsed("a) b (c", ENGINE_BLOCKS), (500, 60, false, false));
+        assert_eq!(parsed("swaptide", "0"), (500, 60, false, false), "a program of that name");
+        assert_eq!(parsed("swaptide-work", ENGINE_BLOCKS), (500, 60, false, true));
         assert_eq!(WatchedThread::parse("damaged"), None);
         let none = HashSet::new();
         let (active, faulting) = threads_at_work(std::process::id(), &none).expect("this process");
-        assert!(active > 0 && faulting == 0, "this thread runs: {active}, {faulting}");
+        assert!(!active.is_empty() && faulting == 0, "this thread runs: {active:?}, {faulting}");
         // The program of these tests has a name that begins so, and a thread blocks all signals
         // while it makes another one.
         let me = || OwnTime::of(std::process::id()).expect("this process lives");
@@ -518,7 +593,7 @@ mod tests {
         // Other tests make threads: until none began between the two looks.
         let all_are_left_out = || {
             let all = tasks(std::process::id()).expect("this process").into_iter().collect();
-            threads_at_work(std::process::id(), &all) == Some((0, 0))
+            threads_at_work(std::process::id(), &all) == Some((Vec::new(), 0))
         };
         assert!((0..1000).any(|_| all_are_left_out()), "some are looked at");
     }
