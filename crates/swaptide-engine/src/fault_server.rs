@@ -109,7 +109,7 @@ impl FaultServer {
                 NextMessage::NotAllowed => {
                     self.row = 0;
                     engine.serving.servers.note_lapse();
-                    if !engine.mm.lock().handed.is_crowd_shared() {
+                    if !engine.mm.lock().handed.is_crowd() {
                         self.path.give_buffers_up();
                     }
                     engine.serving.servers.rest(turn);

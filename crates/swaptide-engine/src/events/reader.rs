@@ -285,11 +285,9 @@ impl UffdReader {
         let closed = (!was_alone).then(|| engine.serving.gate.close());
         let mut mm = engine.mm.lock();
         let has_taken = self.sets.is_some() && self.take_handed(&mut mm);
-        // What is read here servers cannot take, who may have to read when this thread goes to a
-        // disk; and a thread that waits at no fence may go on
+        // What is read here servers cannot take, and a thread that waits at no fence may go on
         // while several are read.
-        let may_take = mm.handed.may_servers_read() || mm.handed.are_servers && self.is_crowd;
-        let is_one = may_take || !(engine.start.waits_at_fences)();
+        let is_one = mm.handed.may_servers_read() || !(engine.start.waits_at_fences)();
         let most = if is_one { 1 } else { MESSAGES_PER_READ };
         match self.uffd.read(&mut messages[..most]) {
             Ok(n) => {
@@ -326,12 +324,12 @@ impl UffdReader {
         if let Some(next) = self.pending.front() {
             mm.table.prefetch_word(PageNo::of(next.addr));
         }
-        self.look_at_crowd(&mut mm);
         let is_late = !mm.changes.late.is_empty();
         if is_late && self.sets.is_some() {
             // Nothing that comes next may be read by a server.
             self.set_alone(&mut mm);
         }
+        self.look_at_crowd(&mut mm);
         drop((mm, closed));
         if self.is_alone && !was_alone {
             self.await_loads();
@@ -351,8 +349,9 @@ impl UffdReader {
         mm.handed.do_servers_pay = servers.pay();
         let was_shared = std::mem::replace(&mut self.shares_crowd, mm.handed.is_crowd_shared());
         // A server may have seen the crowd end by what it read, and this one see it begin again.
-        if self.shares_crowd && (servers.take_lapse() || !was_shared) {
-            self.has_shared_crowd = true;
+        self.has_shared_crowd |= self.shares_crowd;
+        // While the handler works alone none is admitted; they are when it ends that.
+        if mm.handed.may_servers_read() && (servers.take_lapse() || !was_shared) {
             servers.admit();
         }
     }

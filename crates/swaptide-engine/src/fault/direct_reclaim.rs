@@ -86,11 +86,8 @@ pub(crate) fn make_room(
         }
         // Compressed memory that is past its share takes from the program what swap-out gives: the
         // areas must take some first.
-        if engine.charge.pool_overflows() {
-            engine.note_disk();
-            if worker.write_back(engine) {
-                continue;
-            }
+        if engine.charge.pool_overflows() && write_back(engine, worker) {
+            continue;
         }
         match worker.step(engine) {
             Step::Took(pages) => engine.count(Counter::PgstealDirect, pages),
@@ -113,7 +110,7 @@ pub(crate) fn make_room(
             }
             Step::Nothing => {
                 if engine.charge.pool() > engine.charge.limit() / MIN_POOL_DIVISOR
-                    && worker.write_back(engine)
+                    && write_back(engine, worker)
                 {
                     continue;
                 }
@@ -123,6 +120,15 @@ pub(crate) fn make_room(
         }
     }
     Ok(())
+}
+
+/// Moves compressed pages to a swap area, which may take long. False when there was nothing to move
+/// or nowhere to put it.
+fn write_back(engine: &Engine, worker: &mut Worker) -> bool {
+    if engine.devices.is_backed() && !engine.area_rests() {
+        engine.note_disk();
+    }
+    worker.write_back(engine)
 }
 
 /// True if there is something to read, or to take over from a server, or comes before `time` is

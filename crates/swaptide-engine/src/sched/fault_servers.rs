@@ -12,7 +12,7 @@
 //!
 //! Nor is it enough where CPUs are few: a server needs one, as the handler does, and the program
 //! and reclaim need as much again. On fewer than [`MIN_CPUS`] they *pay*, and read, only while the
-//! handler goes to a disk now and then ([`FaultServers::pay`]).
+//! faults wait for a disk now and then ([`FaultServers::pay`]).
 //!
 //! Owns: the descriptors and words by which handler and servers wake each other.
 //!
@@ -50,8 +50,8 @@ const MIN_LIMIT_PER_SERVER: u64 = 64 << 20;
 /// On fewer CPUs the handler serves faults from compressed memory alone: on two, it and a server
 /// together served fewer than it did alone (docs/bench.md, "Threads").
 const MIN_CPUS: u32 = 4;
-/// Reads of the handler for which servers read as well after it went to a disk: where each of them
-/// finds a fault from compressed memory, what they cost is as much as the disk.
+/// Reads of the handler for which servers read as well after a thread that serves faults went to a
+/// disk. What a server costs beyond its use comes to a disk's time after some fifteen faults.
 const DISK_READS: u32 = 32;
 /// As many as a test wants, whatever the CPUs.
 const FORCED_SERVERS: u32 = 3;

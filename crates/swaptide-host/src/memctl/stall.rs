@@ -42,9 +42,6 @@ const SUSPECT_PERCENT: u64 = 20;
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 /// Of the time in which threads have something to do, so much must be spent in faults, in percent.
 const MIN_FAULTING_PERCENT: u64 = 30;
-/// One thread must have something to do at this part of the looks, in percent: many that sleep most
-/// of the time are not one that never does. (Of two that take turns one has half.)
-const MIN_SAME_PERCENT: u64 = 45;
 /// The time that a refault takes on a quiet machine, in microseconds.
 const QUIET_FAULT_US: u64 = 15;
 /// No more than this many times as fast is foretold.
@@ -427,8 +424,11 @@ impl Suspect {
         // The time in which its threads had something to do, all added up.
         let busy_us = (all.as_micros() as u64).saturating_mul(active) / samples.max(1);
         let waits = 100 - (own_us.saturating_mul(100) / busy_us.max(1)).min(100);
-        let has_work = sum(|slice| slice.busy) * 100 >= samples * bound
-            && self.most_looks() * 100 >= samples * MIN_SAME_PERCENT;
+        // Many threads that sleep most of the time are not one that never does. (Of two that take
+        // turns neither is such a one.)
+        let has_work = samples > 0
+            && sum(|slice| slice.busy) * 100 >= samples * bound
+            && self.most_looks() * 150 >= samples * bound;
         let faults_us = sum(|slice| slice.refaults).saturating_mul(QUIET_FAULT_US);
         // What a fault itself takes in the kernel is among its time.
         let kernel_us = sum(|slice| slice.kernel_us).saturating_sub(faults_us);
@@ -544,7 +544,8 @@ mod tests {
         let many = Slice { active: 12, faulting: 9, ..seen };
         assert!(judged_slice(many, 95).is_some(), "one of them always waits");
         assert_eq!(judged_slice(Slice { busy: 7, ..many }, 70), None);
-        assert_eq!(judged_slice(many, 30), None, "another one each time");
+        assert_eq!(judged_slice(many, 59), None, "another one each time");
+        assert_eq!(judged_slice(Slice { samples: 0, busy: 0, ..many }, 0), None, "not looked at");
     }
 
     #[test]
