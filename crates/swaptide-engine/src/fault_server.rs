@@ -108,7 +108,6 @@ impl FaultServer {
                 }
                 NextMessage::NotAllowed => {
                     self.row = 0;
-                    engine.serving.servers.note_lapse();
                     if !engine.mm.lock().handed.is_crowd() {
                         self.path.give_buffers_up();
                     }

@@ -86,8 +86,7 @@ pub(crate) struct UffdReader {
     is_alone: bool,
     /// Several threads fault in turns.
     is_crowd: bool,
-    /// Servers pay meanwhile; they have at some time.
-    shares_crowd: bool,
+    /// At some time they did while servers paid.
     has_shared_crowd: bool,
 }
 
@@ -116,7 +115,6 @@ impl UffdReader {
             is_server: false,
             is_alone: true,
             is_crowd: false,
-            shares_crowd: false,
             has_shared_crowd: engine.serving.servers.is_forced,
         })
     }
@@ -136,7 +134,6 @@ impl UffdReader {
             is_server: true,
             is_alone: false,
             is_crowd: false,
-            shares_crowd: false,
             has_shared_crowd: false,
         }
     }
@@ -287,7 +284,8 @@ impl UffdReader {
         let has_taken = self.sets.is_some() && self.take_handed(&mut mm);
         // What is read here servers cannot take, and a thread that waits at no fence may go on
         // while several are read.
-        let is_one = mm.handed.may_servers_read() || !(engine.start.waits_at_fences)();
+        let could_read = mm.handed.may_servers_read();
+        let is_one = could_read || !(engine.start.waits_at_fences)();
         let most = if is_one { 1 } else { MESSAGES_PER_READ };
         match self.uffd.read(&mut messages[..most]) {
             Ok(n) => {
@@ -329,7 +327,7 @@ impl UffdReader {
             // Nothing that comes next may be read by a server.
             self.set_alone(&mut mm);
         }
-        self.look_at_crowd(&mut mm);
+        self.look_at_crowd(&mut mm, could_read);
         drop((mm, closed));
         if self.is_alone && !was_alone {
             self.await_loads();
@@ -342,16 +340,14 @@ impl UffdReader {
     }
 
     /// Sees whether several threads fault, and whether servers pay then: they may read from now on,
-    /// or no longer.
-    fn look_at_crowd(&mut self, mm: &mut Mm) {
+    /// or no longer. `could_read`: they could before this hold of the memory lock read anything.
+    fn look_at_crowd(&mut self, mm: &mut Mm, could_read: bool) {
         let servers = &self.engine.serving.servers;
         self.is_crowd = mm.handed.is_crowd();
         mm.handed.do_servers_pay = servers.pay();
-        let was_shared = std::mem::replace(&mut self.shares_crowd, mm.handed.is_crowd_shared());
-        // A server may have seen the crowd end by what it read, and this one see it begin again.
-        self.has_shared_crowd |= self.shares_crowd;
-        // While the handler works alone none is admitted; they are when it ends that.
-        if mm.handed.may_servers_read() && (servers.take_lapse() || !was_shared) {
+        self.has_shared_crowd |= mm.handed.is_crowd_shared();
+        // While the handler works alone none may; they are admitted when it ends that.
+        if mm.handed.may_servers_read() && !could_read {
             servers.admit();
         }
     }

@@ -11,7 +11,7 @@
 //! on a futex word.
 //!
 //! Nor is it enough where CPUs are few: a server needs one, as the handler does, and the program
-//! and reclaim need as much again. On fewer than [`MIN_CPUS`] they *pay*, and read, only while the
+//! and reclaim need as much again. On fewer than [`MIN_CPUS`] they *pay*, and read, only while
 //! faults wait for a disk now and then ([`FaultServers::pay`]).
 //!
 //! Owns: the descriptors and words by which handler and servers wake each other.
@@ -51,7 +51,7 @@ const MIN_LIMIT_PER_SERVER: u64 = 64 << 20;
 /// together served fewer than it did alone (docs/bench.md, "Threads").
 const MIN_CPUS: u32 = 4;
 /// Reads of the handler for which servers read as well after a thread that serves faults went to a
-/// disk. What a server costs beyond its use comes to a disk's time after some fifteen faults.
+/// disk.
 const DISK_READS: u32 = 32;
 /// As many as a test wants, whatever the CPUs.
 const FORCED_SERVERS: u32 = 3;
@@ -74,10 +74,10 @@ pub struct FaultServers {
     most: u32,
     /// There are CPUs for them, by the affinity of the process when its engine began.
     has_cpus: bool,
-    /// The number of reads to come for which they pay although there are not.
+    /// The number of reads to come for which they pay although there are not. Each thread that
+    /// serves faults raises it, the handler lowers it. One that raises it from 0 lets servers read
+    /// under the memory lock, which orders the two ([`crate::engine::Engine::note_disk`]).
     disk_reads: AtomicU32,
-    /// A server has found that it may not read, since the handler looked last.
-    has_lapsed: AtomicBool,
     /// They serve however few threads fault.
     pub(crate) is_forced: bool,
     started: AtomicU32,
@@ -108,7 +108,6 @@ impl FaultServers {
             most: if injection.forces_servers() { FORCED_SERVERS } else { most },
             has_cpus: cpus >= MIN_CPUS,
             disk_reads: AtomicU32::new(0),
-            has_lapsed: AtomicBool::new(false),
             is_forced: injection.forces_servers(),
             started: AtomicU32::new(0),
             refused: AtomicBool::new(false),
@@ -129,7 +128,6 @@ impl FaultServers {
         self.tids.iter().for_each(|tid| tid.store(0, Relaxed));
         self.resting.store(0, Relaxed);
         self.disk_reads.store(0, Relaxed);
-        self.has_lapsed.store(false, Relaxed);
         self.handed.store(false, Relaxed);
         // Not freed: the numbers in it are the parent's.
         self.signals.store(std::ptr::null_mut(), Relaxed);
@@ -149,16 +147,6 @@ impl FaultServers {
             self.disk_reads.store(left - 1, Relaxed);
         }
         self.has_cpus || left > 0
-    }
-
-    /// A server that may not read is about to rest for that.
-    pub(crate) fn note_lapse(&self) {
-        self.has_lapsed.store(true, Relaxed);
-    }
-
-    /// True if one has since the last call. It may be about to rest still, and is seen next time.
-    pub(crate) fn take_lapse(&self) -> bool {
-        self.has_lapsed.load(Relaxed) && self.has_lapsed.swap(false, Relaxed)
     }
 
     /// The number of servers started.

@@ -93,6 +93,7 @@ impl Handed {
     /// In a forked child: what stands here is its parent's, and it has no servers.
     pub(crate) fn forked(&mut self) {
         self.are_servers = false;
+        self.do_servers_pay = false;
         self.is_alone = true;
         self.faults.clear();
         self.crowd = Concurrency::default();

@@ -129,8 +129,8 @@ struct Suspect {
     slices: VecDeque<Slice>,
     /// What comes next.
     slice: Slice,
-    /// The number of looks at which each thread had something to do: of each slice, what comes next
-    /// last.
+    /// The number of looks at which each thread had something to do, by slice; the one under way is
+    /// the last.
     looks: VecDeque<HashMap<PathBuf, u64>>,
     /// CPU time of the program's threads at the last look, and the engine's threads.
     own: OwnTime,
