@@ -60,6 +60,8 @@ const STEADY_GROWTH_BYTES_PER_S: u64 = 16 << 20;
 const PRESSURE_WINDOW: Duration = Duration::from_millis(250);
 /// The room that an engine keeps within a small limit.
 const ENGINE_ROOM_BYTES: u64 = 1 << 20;
+/// And this part of a larger one.
+const ENGINE_ROOM_DIVISOR: u64 = 32;
 /// The time in which a limit sinks by an eighth at most, while the budget is kept.
 const YIELD_TIME: Duration = Duration::from_millis(50);
 /// Eighths of a group's memory that copy-on-write groups keep.
@@ -380,6 +382,11 @@ fn floors(shares: &[Bounds], group: &[Process]) -> Vec<u64> {
         (0..shares.len()).filter(|at| is_in(shares, p.group, *at)).map(|at| kept_in(p, at)).min()
     };
     group.iter().zip(&least).map(|(p, least)| (*least).max(kept(p).unwrap_or(0))).collect()
+}
+
+/// The limit by which a process can use `bytes`.
+pub(crate) fn with_engine_room(bytes: u64) -> u64 {
+    bytes.saturating_add(bytes / ENGINE_ROOM_DIVISOR).saturating_add(ENGINE_ROOM_BYTES)
 }
 
 /// What a process without pressure keeps, of the least: what it uses, and the room that its engine

@@ -90,13 +90,13 @@ struct ShownNeed {
 /// What is seen of a process at a look.
 struct ProcessSample {
     used: u64,
-    /// Its limit so far; 0 where it has none.
-    limit: u64,
     pages: PageCounts,
     in_cow_group: bool,
     stalled_us: u64,
     /// The most that its pressure can count for.
     most: u64,
+    /// What it would use if nothing of it were out.
+    whole: u64,
 }
 
 /// A process without an engine, of which only the memory it uses is known.
@@ -114,6 +114,12 @@ fn unmanaged(group: usize, used: u64, growth: u64) -> Process {
         kept: 0,
         workingset: 0,
     }
+}
+
+/// What a process would use if nothing of it were out: the program's memory, the engine's own, and
+/// the room that an engine keeps free.
+fn whole_bytes(used: u64, pool: u64, swapped: u64) -> u64 {
+    policy::with_engine_room(used.saturating_sub(pool).saturating_add(swapped))
 }
 
 /// Bytes a second.
@@ -145,14 +151,13 @@ impl Watch {
             policy::smooth(before, rate, elapsed)
         };
         self.waits.follow(seen.stalled_us, elapsed);
-        // The engine keeps some of its limit free.
-        let given = seen.used.max(seen.limit);
+        let has = policy::with_engine_room(seen.used);
         let workingset = if seen.in_cow_group {
             // What it worked on before the fork it may keep, as long as it does. What comes back
             // meanwhile is the other processes', too.
-            self.workingset.follow(moves, given, 0, elapsed).min(seen.used)
+            self.workingset.follow(moves, has, seen.whole, 0, elapsed).min(seen.used)
         } else {
-            self.workingset.follow(moves, given, seen.most, elapsed)
+            self.workingset.follow(moves, has, seen.whole, seen.most, elapsed)
         };
         let grown = seen.used.saturating_sub(std::mem::replace(&mut self.used, seen.used));
         ShownNeed { grown, workingset }
@@ -319,11 +324,11 @@ impl Watches {
         let wanted = watch.follow(
             ProcessSample {
                 used,
-                limit,
                 pages,
                 in_cow_group,
                 stalled_us,
                 most: swapped.min(budget),
+                whole: whole_bytes(used, pool, swapped),
             },
             elapsed,
         );
