@@ -23,6 +23,9 @@ use crate::sched::handed::Handed;
 
 /// Chunks put back at a time.
 const MAX_CHUNKS_PUT_BACK: usize = 8;
+/// A page comes back soon if, since it went out, fewer others did than this part of those that are
+/// there.
+const SOON_DIVISOR: usize = 4;
 /// Bits of a shadow's clock.
 const SHADOW_MASK: u32 = (1 << 28) - 1;
 /// Pages of one step of a shadow's clock.
@@ -180,6 +183,18 @@ impl Mm {
             TableSlot::Shadow { shadow, .. } => Some(self.age(shadow)),
             _ => None,
         }
+    }
+
+    /// A swapped page is about to be the program's again, after `distance` others went out: notes
+    /// how long it is to stay. True if it came back soon.
+    pub(crate) fn came_back(&mut self, page: PageNo, distance: u64) -> bool {
+        let is_soon = (distance as usize) < self.table.present() / SOON_DIVISOR;
+        let (bit, records) = (page.bit(), &mut self.queues.records);
+        self.table.update(page.chunk(), |chunk| {
+            records.note(chunk.heat.is_warm(bit), is_soon);
+            chunk.heat.came_back(bit, is_soon, records.pays());
+        });
+        is_soon
     }
 
     /// The number of pages evicted since the page with this shadow.

@@ -531,16 +531,15 @@ impl FaultPath {
         }
         let Some(distance) = distance else {
             // Wanted again before it was even stored: it gets a second chance.
-            mm.table.update(page.chunk(), |c| c.hot = 1);
             mm.mark_present(page);
+            mm.table.update(page.chunk(), |c| c.heat.second_chance(page.bit()));
             engine.release(mm, entry);
             return;
         };
         engine.count(Counter::WorkingsetRefault, 1);
         engine.slot().refaults.record(mm.table.present() as u64 + distance);
         mm.pool_sizer.refault(distance, entry.ty() != POOL);
-        if (distance as usize) < mm.table.present() / 2 {
-            mm.table.update(page.chunk(), |c| c.hot = 1);
+        if mm.came_back(page, distance) {
             engine.count(Counter::WorkingsetActivate, 1);
         }
         let kept = mm.table.clean_copies();

@@ -14,6 +14,7 @@ use std::collections::VecDeque;
 
 use swaptide_core::SwapType;
 
+use crate::mm::heat::RecordWatch;
 use crate::mm::page_table::{
     AREA_CLEAN_LOGGED, CLEAN_LOGGED, OWN_LOGGED, POOL_LOGGED, PageTable, QUEUED,
     RECOMPRESSED_LOGGED, SHARED_LOGGED,
@@ -30,6 +31,8 @@ pub struct Queues {
     kept_on_areas: VecDeque<ChunkNo>,
     shared: VecDeque<ChunkNo>,
     own: Vec<ChunkNo>,
+    /// Whether pages with a record are to stay when their chunks go.
+    pub(crate) records: RecordWatch,
 }
 
 impl Queues {
@@ -158,7 +161,7 @@ impl Queues {
         }
         table.update(chunk, |c| {
             c.flags |= QUEUED;
-            c.hot = 0;
+            c.heat.end_rounds(u16::MAX);
         });
         self.resident.push_front(chunk);
     }

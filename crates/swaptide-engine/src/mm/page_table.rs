@@ -21,6 +21,7 @@ use swaptide_core::{SwapEntry, SwapType};
 use swaptide_sys::mem::prefetch;
 use swaptide_sys::page::PAGE_SIZE;
 
+use crate::mm::heat::ChunkHeat;
 use crate::mm::types::{
     CHUNKS_PER_LEAF, ChunkNo, MANAGED_END, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo,
 };
@@ -112,8 +113,8 @@ pub struct Chunk {
     /// See the module's fourth invariant; drawn from one count for the whole table, so that no two
     /// changes share a value.
     pub epoch: u32,
-    /// The number of times that reclaim skips the chunk before it takes it.
-    pub hot: u8,
+    /// Which of its pages stay when the others go.
+    pub heat: ChunkHeat,
     /// [`QUEUED`], [`POOL_LOGGED`], [`UNMOVABLE`], [`CLEAN_LOGGED`], [`RECOMPRESSED_LOGGED`],
     /// [`SHARED_LOGGED`], [`OWN_LOGGED`], [`AREA_CLEAN_LOGGED`].
     pub flags: u8,
@@ -313,6 +314,10 @@ impl PageTable {
         if left {
             chunk.shared &= !bit;
             chunk.own &= !bit;
+            chunk.heat.end_rounds(bit);
+        }
+        if word == EMPTY {
+            chunk.heat.forget(bit);
         }
         if is_swapped(old) || is_swapped(word) {
             chunk.epoch = epoch;

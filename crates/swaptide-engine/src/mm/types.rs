@@ -58,6 +58,11 @@ impl PageNo {
         self.0 % PAGES_PER_CHUNK
     }
 
+    /// Its bit in a mask of the chunk's pages.
+    pub(crate) fn bit(self) -> u16 {
+        1 << self.in_chunk()
+    }
+
     /// The page `n` pages further.
     pub(crate) fn plus(self, n: usize) -> PageNo {
         PageNo(self.0 + n)

@@ -32,6 +32,7 @@ use crate::engine::{Engine, Mm};
 use crate::mm::batch::{
     BackingPage, Batch, MAX_MOVES_PER_BATCH, MoveRun, OutgoingFolio, Places, TakenChunk,
 };
+use crate::mm::heat::MAX_ROUNDS;
 use crate::mm::page_table::{PageState, UNMOVABLE};
 use crate::mm::staging::{FrameNo, SlabNo};
 use crate::mm::types::{CHUNKS_PER_LEAF, PAGES_PER_CHUNK, PageNo, folios, range_of};
@@ -172,10 +173,22 @@ impl Batch {
         self.pages
     }
 
-    /// Chooses the chunks that go and plans their moves: pages that neighbour each other in the
-    /// program go in one, also across chunks.
+    /// Chooses the chunks that go and plans their moves. Where all pages stay for a round, they are
+    /// looked at again until one has none left.
     fn choose(&mut self, engine: &Engine, mm: &mut Mm, want: usize) {
-        let mut scanned = 0;
+        let mut passes = 0;
+        while self.choose_in_one_pass(engine, mm, want)
+            && self.chunks.is_empty()
+            && passes < MAX_ROUNDS
+        {
+            passes += 1;
+        }
+    }
+
+    /// As [`Batch::choose`], looking at each chunk once: pages that neighbour each other in the
+    /// program go in one move, also across chunks. True if some stay for a round.
+    fn choose_in_one_pass(&mut self, engine: &Engine, mm: &mut Mm, want: usize) -> bool {
+        let (mut scanned, mut any_stay) = (0, false);
         let bound = mm.queues.resident_len().min(MAX_SCANNED_CHUNKS);
         let mut place = 0;
         let now = now();
@@ -191,13 +204,13 @@ impl Batch {
             movable &= !mm.fault_hold.spared(chunk, now);
             let range = range_of(chunk.first(), PAGES_PER_CHUNK);
             let held = range.start < mm.held.end && mm.held.start < range.end;
-            if info.hot > 0 || info.flags & UNMOVABLE != 0 || held || movable == 0 {
-                mm.table.update(chunk, |c| {
-                    c.hot = c.hot.saturating_sub(1);
-                    // A reason that lasts may still end: the chunk is tried again when it comes
-                    // round.
-                    c.flags &= !UNMOVABLE;
-                });
+            let mut stay = 0;
+            mm.table.update(chunk, |chunk| stay = chunk.heat.pass_over(movable));
+            movable &= !stay;
+            any_stay |= stay != 0;
+            if info.flags & UNMOVABLE != 0 || held || movable == 0 {
+                // A reason that lasts may still end: the chunk is tried again when it comes round.
+                mm.table.update(chunk, |chunk| chunk.flags &= !UNMOVABLE);
                 mm.queues.arrived(&mut mm.table, chunk);
                 continue;
             }
@@ -213,6 +226,7 @@ impl Batch {
             }
         }
         engine.count(Counter::Pgscan, scanned * PAGES_PER_CHUNK);
+        any_stay
     }
 
     /// Moves one run out; what cannot be moved is left where it is. Notes what moved in the chunks'
