@@ -81,7 +81,7 @@ impl ChunkHeat {
 const MIN_SEEN: u32 = 256;
 /// From this number of pages that came back on, older ones count half.
 const MAX_SEEN: u32 = 8192;
-/// Records pay where pages with one come back soon so many halves times as often as those without.
+/// Records pay where pages with one come back soon this many halves times as often as the others.
 const MIN_RATIO_HALVES: u64 = 3;
 /// Less than one of this many is taken for as much.
 const RARE: u64 = 64;
