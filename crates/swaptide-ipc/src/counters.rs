@@ -59,7 +59,7 @@ counters! {
     SwapCacheHit = "swap_cache_hit",
     /// Pages refaulted after they had been swapped out.
     WorkingsetRefault = "workingset_refault_anon",
-    /// Refaulted pages that were activated for their short distance.
+    /// Refaulted pages that stay for some rounds of reclaim, by their record of short distances.
     WorkingsetActivate = "workingset_activate_anon",
     /// Pages looked at by reclaim.
     Pgscan = "pgscan_anon",

@@ -14,7 +14,7 @@ use crate::mm::busy::Busy;
 use crate::mm::change_order::LateChanges;
 use crate::mm::fault_hold::FaultHold;
 use crate::mm::lru::Queues;
-use crate::mm::page_table::{PageState, PageTable};
+use crate::mm::page_table::{Chunk, PageState, PageTable};
 use crate::mm::staging::{FrameNo, Staging};
 use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo};
 use crate::mm::vma_change::VmaChange;
@@ -185,16 +185,25 @@ impl Mm {
         }
     }
 
-    /// A swapped page is about to be the program's again, after `distance` others went out: notes
-    /// how long it is to stay. True if it came back soon.
-    pub(crate) fn came_back(&mut self, page: PageNo, distance: u64) -> bool {
+    /// A swapped page comes back after `distance` others went out: notes how long it is to stay.
+    /// `is_asked`: a thread waits for it. True if it stays for its record's sake.
+    pub(crate) fn came_back(&mut self, page: PageNo, distance: u64, is_asked: bool) -> bool {
         let is_soon = (distance as usize) < self.table.present() / SOON_DIVISOR;
         let (bit, records) = (page.bit(), &mut self.queues.records);
-        self.table.update(page.chunk(), |chunk| {
-            records.note(chunk.heat.is_warm(bit), is_soon);
-            chunk.heat.came_back(bit, is_soon, records.pays());
+        let mut stays = false;
+        self.table.update(page.chunk(), |Chunk { heat, .. }| {
+            if is_asked {
+                records.note(heat.has_record(bit), is_soon);
+            }
+            if !is_soon {
+                heat.came_late(bit);
+            } else if is_asked {
+                heat.came_soon(bit);
+            }
+            heat.end_rounds(bit);
+            stays = records.pays() && heat.stay_by_record(bit);
         });
-        is_soon
+        stays
     }
 
     /// The number of pages evicted since the page with this shadow.

@@ -151,7 +151,8 @@ fn install_run(
         mm.fault_hold.lands(sent.page(k), at);
     }
     for k in k..k + filled {
-        path.finish_swap_in(mm, sent.page(k), sent.entries[k], Origin::Server);
+        let is_asked = (sent.asked | sent.waited) >> k & 1 == 1;
+        path.finish_swap_in(mm, sent.page(k), sent.entries[k], Origin::Server { is_asked });
     }
     engine.publish_usage(mm);
     engine.count(Counter::Pswpin, filled);

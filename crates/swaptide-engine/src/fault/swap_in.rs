@@ -55,7 +55,10 @@ pub(crate) enum Origin {
     /// A staging frame: it was on its way out.
     Frame,
     /// A server: its slot holds a shadow.
-    Server,
+    Server {
+        /// A thread waits for it.
+        is_asked: bool,
+    },
     /// A device, as this page of the thread's load.
     Load(usize),
 }
@@ -520,9 +523,13 @@ impl FaultPath {
         origin: Origin,
     ) {
         let engine = self.engine;
+        let is_asked = match origin {
+            Origin::Server { is_asked } => is_asked,
+            Origin::Frame | Origin::Load(_) => self.installer.asked == Some(page),
+        };
         let distance = match origin {
             Origin::Frame => None,
-            Origin::Server => mm.refault_distance(&engine.devices, entry),
+            Origin::Server { .. } => mm.refault_distance(&engine.devices, entry),
             Origin::Load(k) => Some(mm.age(self.loading.shadow(k))),
         };
         // Where there is room, what comes back soon was sent out by the program itself.
@@ -531,15 +538,16 @@ impl FaultPath {
         }
         let Some(distance) = distance else {
             // Wanted again before it was even stored: it gets a second chance.
+            mm.came_back(page, 0, is_asked);
+            mm.table.update(page.chunk(), |chunk| chunk.heat.second_chance(page.bit()));
             mm.mark_present(page);
-            mm.table.update(page.chunk(), |c| c.heat.second_chance(page.bit()));
             engine.release(mm, entry);
             return;
         };
         engine.count(Counter::WorkingsetRefault, 1);
         engine.slot().refaults.record(mm.table.present() as u64 + distance);
         mm.pool_sizer.refault(distance, entry.ty() != POOL);
-        if mm.came_back(page, distance) {
+        if mm.came_back(page, distance, is_asked) {
             engine.count(Counter::WorkingsetActivate, 1);
         }
         let kept = mm.table.clean_copies();
@@ -559,7 +567,7 @@ impl FaultPath {
         mm.mark_present(page);
         match origin {
             Origin::Load(k) => self.loading.release(k),
-            Origin::Frame | Origin::Server => engine.release(mm, entry),
+            Origin::Frame | Origin::Server { .. } => engine.release(mm, entry),
         }
     }
 

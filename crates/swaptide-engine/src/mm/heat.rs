@@ -1,10 +1,13 @@
 //! Which pages of a chunk stay when the others go.
 //!
 //! User space sees no touch of a page that is there, but it sees how soon one comes back that went
-//! out: the time until then is a sample of the time between two touches. A page that came back
-//! *soon* (after few other pages went out) has that on its *record*, also while it is out. By its
-//! record it stays for up to three *rounds*, that is, it is passed over so often when its chunk is
-//! chosen; the other pages of the chunk go.
+//! out: the time until then is a sample of the time between two touches. A page that a thread asked
+//! for and that came back *soon* (after few other pages went out) has that on its *record*, also
+//! while it is out. By its record it stays for up to seven *rounds*, that is, it is passed over so
+//! often when its chunk is chosen; the other pages of the chunk go.
+//!
+//! Of a page that came unasked, readahead say, only one thing is known: if it came late, a touch
+//! would have come later still.
 //!
 //! That helps where some pages are touched more often than others. Where all are alike, who came
 //! back soon did so by chance, and what stays only makes the moves shorter. So it is watched
@@ -16,51 +19,59 @@
 //! Locks: none; inside the engine's memory lock.
 
 /// Rounds that a page stays at most.
-pub(crate) const MAX_ROUNDS: u32 = 3;
+pub(crate) const MAX_ROUNDS: u32 = 7;
 
-/// Records and rounds of the pages of a chunk, a bit for each page in each mask.
+/// Records and rounds of the pages of a chunk: of numbers of 2 and 3 bits a mask for each bit, with
+/// a bit for each page.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct ChunkHeat {
-    /// It came back soon the last time it came back; if not, the time before, and more often.
-    warm: u16,
-    /// It came back soon at least twice in a row, not counting what came after.
-    hot: u16,
-    /// The number of rounds that it stays, in two bits.
-    rounds: [u16; 2],
+    /// How often it came back soon in a row, at most 3; each time that it came late takes one off.
+    record: [u16; 2],
+    /// The number of rounds that it stays.
+    rounds: [u16; 3],
 }
 
 impl ChunkHeat {
     /// True if the page has a record.
-    pub(crate) fn is_warm(&self, bit: u16) -> bool {
-        self.warm & bit != 0
+    pub(crate) fn has_record(&self, bit: u16) -> bool {
+        (self.record[0] | self.record[1]) & bit != 0
     }
 
-    /// The page came back: soon or not. One with `pays` stays as its record says.
-    pub(crate) fn came_back(&mut self, bit: u16, soon: bool, pays: bool) {
-        if soon {
-            self.hot |= self.warm & bit;
-            self.warm |= bit;
-        } else {
-            self.warm &= !bit | self.hot;
-            self.hot &= !bit;
-        }
+    /// The page came back soon.
+    pub(crate) fn came_soon(&mut self, bit: u16) {
+        let [low, high] = self.record;
+        let raised = bit & !(low & high);
+        self.record = [low ^ raised, high | raised & low];
+    }
+
+    /// The page came back late.
+    pub(crate) fn came_late(&mut self, bit: u16) {
+        let [low, high] = self.record;
+        let lowered = bit & (low | high);
+        self.record = [low ^ lowered, high & !(lowered & !low)];
+    }
+
+    /// The page stays for 1, 3 or 7 rounds, as its record says. True if it has one.
+    pub(crate) fn stay_by_record(&mut self, bit: u16) -> bool {
+        let [low, high] = self.record;
         self.end_rounds(bit);
-        if pays {
-            self.rounds[0] |= self.warm & bit;
-            self.rounds[1] |= self.hot & bit;
+        for (rounds, of_record) in self.rounds.iter_mut().zip([low | high, high, low & high]) {
+            *rounds |= of_record & bit;
         }
+        self.has_record(bit)
     }
 
-    /// The page stays for one round.
+    /// The page stays for one round at least.
     pub(crate) fn second_chance(&mut self, bit: u16) {
         self.rounds[0] |= bit;
     }
 
     /// Of these pages, those that stay this time: each has a round less.
     pub(crate) fn pass_over(&mut self, pages: u16) -> u16 {
-        let [low, high] = self.rounds;
-        let stay = pages & (low | high);
-        self.rounds = [low ^ stay, high & !(stay & !low)];
+        let [low, middle, high] = self.rounds;
+        let stay = pages & (low | middle | high);
+        let of_middle = stay & !low;
+        self.rounds = [low ^ stay, middle ^ of_middle, high & !(of_middle & !middle)];
         stay
     }
 
@@ -71,15 +82,14 @@ impl ChunkHeat {
 
     /// The pages were given up: what comes there is something else.
     pub(crate) fn forget(&mut self, pages: u16) {
-        self.warm &= !pages;
-        self.hot &= !pages;
+        self.record = self.record.map(|record| record & !pages);
         self.end_rounds(pages);
     }
 }
 
-/// Pages with a record that must have come back before it counts.
+/// Pages with a record, and pages without one, that must have come back before records count.
 const MIN_SEEN: u32 = 256;
-/// From this number of pages that came back on, older ones count half.
+/// From this number of pages of one kind that came back on, older ones of it count half.
 const MAX_SEEN: u32 = 8192;
 /// Records pay where pages with one come back soon this many halves times as often as the others.
 const MIN_RATIO_HALVES: u64 = 3;
@@ -94,14 +104,13 @@ pub struct RecordWatch {
 }
 
 impl RecordWatch {
-    /// A page came back: with a record or without, soon or not.
-    pub(crate) fn note(&mut self, is_warm: bool, soon: bool) {
-        let at = usize::from(is_warm);
+    /// A page came back that a thread asked for: with a record or without, soon or not.
+    pub(crate) fn note(&mut self, has_record: bool, is_soon: bool) {
+        let at = usize::from(has_record);
         self.back[at] += 1;
-        self.soon[at] += u32::from(soon);
+        self.soon[at] += u32::from(is_soon);
         if self.back[at] >= MAX_SEEN {
-            self.back = self.back.map(|n| n / 2);
-            self.soon = self.soon.map(|n| n / 2);
+            (self.back[at], self.soon[at]) = (self.back[at] / 2, self.soon[at] / 2);
         }
     }
 
@@ -109,7 +118,8 @@ impl RecordWatch {
     pub(crate) fn pays(&self) -> bool {
         let [back, soon] = [self.back.map(u64::from), self.soon.map(u64::from)];
         let others = soon[0] + back[0] / RARE;
-        self.back[1] >= MIN_SEEN && 2 * soon[1] * back[0] > MIN_RATIO_HALVES * others * back[1]
+        self.back.iter().all(|n| *n >= MIN_SEEN)
+            && 2 * soon[1] * back[0] > MIN_RATIO_HALVES * others * back[1]
     }
 }
 
@@ -121,60 +131,76 @@ mod tests {
     #[test]
     fn a_page_stays_as_often_as_its_record_says() {
         let mut heat = ChunkHeat::default();
-        let mut rounds_after = |soon: bool| {
-            heat.came_back(1, soon, true);
-            std::iter::from_fn(|| (heat.pass_over(1) != 0).then_some(())).count()
+        let mut rounds_after = |is_soon: bool| {
+            if is_soon {
+                heat.came_soon(1)
+            } else {
+                heat.came_late(1)
+            }
+            let stays = heat.stay_by_record(1);
+            let rounds = std::iter::from_fn(|| (heat.pass_over(1) != 0).then_some(())).count();
+            assert_eq!(stays, rounds > 0);
+            rounds
         };
-        assert_eq!([true, true, true].map(&mut rounds_after), [1, 3, 3]);
-        assert_eq!([false, false, false].map(&mut rounds_after), [1, 0, 0]);
+        assert_eq!([true, true, true, true].map(&mut rounds_after), [1, 3, 7, 7]);
+        assert_eq!([false, false, false, false].map(&mut rounds_after), [3, 1, 0, 0]);
         assert_eq!([true, false, true].map(&mut rounds_after), [1, 0, 1]);
     }
 
     #[test]
-    fn no_page_stays_where_records_do_not_pay() {
+    fn a_page_without_a_record_stays_for_a_second_chance_alone() {
         let mut heat = ChunkHeat::default();
-        (0..3).for_each(|_| heat.came_back(4, true, false));
-        assert!(heat.is_warm(4));
+        assert!(!heat.stay_by_record(4));
         assert_eq!(heat.pass_over(u16::MAX), 0);
         heat.second_chance(4);
         assert_eq!([heat.pass_over(6), heat.pass_over(6)], [4, 0]);
-        heat.came_back(4, true, true);
+        heat.came_soon(4);
+        heat.stay_by_record(4);
         heat.forget(4);
-        assert!(!heat.is_warm(4) && heat.pass_over(4) == 0);
+        assert!(!heat.has_record(4) && heat.pass_over(4) == 0);
     }
 
     #[test]
     fn records_pay_only_where_they_foretell() {
         let mut watch = RecordWatch::default();
         assert!(!watch.pays());
-        let mut look = |warm_soon: u32, cold_soon: u32| {
-            for k in 0..4 * MAX_SEEN {
-                watch
-                    .note(k % 2 == 0, k / 2 % 100 < if k % 2 == 0 { warm_soon } else { cold_soon });
+        // One page in `every` has a record.
+        let mut look = |every: u32, recorded_soon: u32, others_soon: u32| {
+            for k in 0..8 * every * MAX_SEEN {
+                let has_record = k % every == 0;
+                let soon = if has_record { recorded_soon } else { others_soon };
+                watch.note(has_record, k / every % 100 < soon);
             }
             watch.pays()
         };
-        assert!(!look(25, 25), "by chance");
-        assert!(look(60, 20));
-        assert!(!look(30, 25), "no longer");
-        assert!(look(10, 0));
-        assert!(!look(0, 0));
+        assert!(!look(2, 25, 25), "by chance");
+        assert!(look(2, 60, 20));
+        assert!(!look(2, 30, 25), "no longer");
+        assert!(look(100, 60, 20), "few have one, because they stay");
+        assert!(!look(100, 25, 25));
+        assert!(look(2, 10, 0));
+        assert!(!look(2, 0, 0));
+        let all_with_one = RecordWatch { back: [10, 8000], soon: [0, 1] };
+        assert!(!all_with_one.pays());
     }
 
     proptest! {
-        /// Masks against a number for each page.
+        /// Masks against two numbers for each page.
         #[test]
-        fn masks_are_numbers(steps in proptest::collection::vec((0..16usize, 0..6u8), 0..200)) {
+        fn masks_are_numbers(steps in proptest::collection::vec((0..16usize, 0..7u8), 0..200)) {
             let mut heat = ChunkHeat::default();
             let mut model = [(0u8, 0u8); 16];
             for (k, step) in steps {
                 let bit = 1u16 << k;
                 let (record, rounds) = &mut model[k];
                 match step {
-                    0 | 1 => {
-                        *record = if step == 0 { (*record * 2 + 1).min(3) } else { *record / 2 };
-                        *rounds = *record;
-                        heat.came_back(bit, step == 0, true);
+                    0 => {
+                        *record = (*record + 1).min(3);
+                        heat.came_soon(bit);
+                    }
+                    1 => {
+                        *record = record.saturating_sub(1);
+                        heat.came_late(bit);
                     }
                     2 => {
                         (*record, *rounds) = (0, 0);
@@ -184,8 +210,12 @@ mod tests {
                         *rounds |= 1;
                         heat.second_chance(bit);
                     }
+                    4 => {
+                        *rounds = (1 << *record) - 1;
+                        heat.stay_by_record(bit);
+                    }
                     _ => {
-                        let pages = if step == 4 { u16::MAX } else { bit };
+                        let pages = if step == 5 { u16::MAX } else { bit };
                         let stay = heat.pass_over(pages);
                         for (k, (_, rounds)) in model.iter_mut().enumerate() {
                             let is_asked = pages >> k & 1 == 1;
@@ -194,7 +224,7 @@ mod tests {
                         }
                     }
                 }
-                prop_assert_eq!(heat.is_warm(bit), model[k].0 > 0);
+                prop_assert_eq!(heat.has_record(bit), model[k].0 > 0);
             }
         }
     }

@@ -77,6 +77,13 @@ impl BackingPage {
     }
 }
 
+/// What a look for chunks has met.
+struct ChoosingPass {
+    scanned: usize,
+    /// Pages stay for a round, and none for a reason that lasts.
+    only_rounds: bool,
+}
+
 /// Notes why a page stays, so that it is not tried again at once.
 fn note_unmoved(engine: &Engine, mm: &mut Mm, page: PageNo, error: Errno) {
     match error {
@@ -174,21 +181,25 @@ impl Batch {
     }
 
     /// Chooses the chunks that go and plans their moves. Where all pages stay for a round, they are
-    /// looked at again until one has none left.
+    /// looked at again until one has none left, as far as that takes no longer than a whole look.
     fn choose(&mut self, engine: &Engine, mm: &mut Mm, want: usize) {
-        let mut passes = 0;
-        while self.choose_in_one_pass(engine, mm, want)
-            && self.chunks.is_empty()
-            && passes < MAX_ROUNDS
-        {
+        let (mut scanned, mut passes) = (0, 0);
+        loop {
+            let pass = self.choose_in_one_pass(engine, mm, want);
+            scanned += pass.scanned;
             passes += 1;
+            let goes_on = pass.only_rounds && passes <= MAX_ROUNDS && scanned < MAX_SCANNED_CHUNKS;
+            if !self.chunks.is_empty() || !goes_on {
+                break;
+            }
         }
+        engine.count(Counter::Pgscan, scanned * PAGES_PER_CHUNK);
     }
 
     /// As [`Batch::choose`], looking at each chunk once: pages that neighbour each other in the
-    /// program go in one move, also across chunks. True if some stay for a round.
-    fn choose_in_one_pass(&mut self, engine: &Engine, mm: &mut Mm, want: usize) -> bool {
-        let (mut scanned, mut any_stay) = (0, false);
+    /// program go in one move, also across chunks.
+    fn choose_in_one_pass(&mut self, engine: &Engine, mm: &mut Mm, want: usize) -> ChoosingPass {
+        let (mut scanned, mut any_stay, mut any_unmovable) = (0, false, false);
         let bound = mm.queues.resident_len().min(MAX_SCANNED_CHUNKS);
         let mut place = 0;
         let now = now();
@@ -204,13 +215,17 @@ impl Batch {
             movable &= !mm.fault_hold.spared(chunk, now);
             let range = range_of(chunk.first(), PAGES_PER_CHUNK);
             let held = range.start < mm.held.end && mm.held.start < range.end;
-            let mut stay = 0;
-            mm.table.update(chunk, |chunk| stay = chunk.heat.pass_over(movable));
-            movable &= !stay;
-            any_stay |= stay != 0;
-            if info.flags & UNMOVABLE != 0 || held || movable == 0 {
+            if info.flags & UNMOVABLE != 0 || held {
                 // A reason that lasts may still end: the chunk is tried again when it comes round.
                 mm.table.update(chunk, |chunk| chunk.flags &= !UNMOVABLE);
+                any_unmovable = true;
+                movable = 0;
+            }
+            let mut stay = 0;
+            mm.table.update(chunk, |chunk| stay = chunk.heat.pass_over(movable));
+            any_stay |= stay != 0;
+            movable &= !stay;
+            if movable == 0 {
                 mm.queues.arrived(&mut mm.table, chunk);
                 continue;
             }
@@ -225,8 +240,7 @@ impl Batch {
                 }
             }
         }
-        engine.count(Counter::Pgscan, scanned * PAGES_PER_CHUNK);
-        any_stay
+        ChoosingPass { scanned, only_rounds: any_stay && !any_unmovable }
     }
 
     /// Moves one run out; what cannot be moved is left where it is. Notes what moved in the chunks'

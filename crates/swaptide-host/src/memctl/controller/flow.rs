@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use swaptide_sys::PAGE_SIZE;
 
+use crate::memctl::policy;
+
 /// The period after which refaults and reclaim are compared.
 const WINDOW: Duration = Duration::from_secs(1);
 /// If fewer than one in this many of the pages that went out in a window came back, the working set
@@ -118,6 +120,27 @@ impl PageFlow {
     }
 }
 
+/// The limits by which a process can have what it has in, and all that it has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct MemoryExtent {
+    pub(super) has: u64,
+    pub(super) whole: u64,
+}
+
+impl MemoryExtent {
+    /// Of a process that uses `used` bytes, its compressed memory of `pool` among them, and has
+    /// `swapped` bytes out.
+    pub(super) fn new(used: u64, pool: u64, swapped: u64) -> MemoryExtent {
+        let has = policy::with_engine_room(used);
+        let whole = used.saturating_sub(pool).saturating_add(swapped);
+        MemoryExtent { has, whole: policy::with_engine_room(whole).max(has) }
+    }
+
+    fn max(self, other: MemoryExtent) -> MemoryExtent {
+        MemoryExtent { has: self.has.max(other.has), whole: self.whole.max(other.whole) }
+    }
+}
+
 /// The memory that a process works on, as far as that has shown: pages that come back, and would
 /// have stayed with more memory, show that it is missing.
 ///
@@ -128,8 +151,9 @@ pub(super) struct WorkingsetEstimate {
     bytes: u64,
     shift: u32,
     time: Duration,
-    /// What moved in this window.
+    /// What moved in this window, and the most that there was.
     window: PageMoves,
+    largest: MemoryExtent,
     /// False while most of what comes back would not have stayed with the whole budget either.
     may_grow: bool,
 }
@@ -141,20 +165,19 @@ impl Default for WorkingsetEstimate {
             shift: SLOWEST_SHIFT,
             time: Duration::ZERO,
             window: PageMoves::default(),
+            largest: MemoryExtent::default(),
             may_grow: true,
         }
     }
 }
 
 impl WorkingsetEstimate {
-    /// Takes in what happened in `elapsed` to a process that has `has` bytes, `most` with what is
-    /// out, and has `swapped` out (0: the estimate is not to grow). A limit that it does not use is
-    /// nothing that it has. Gives the estimate in bytes.
+    /// Takes in what happened in `elapsed` to a process that has `extent`, of it `swapped` bytes
+    /// out (0: the estimate is not to grow). Gives the estimate in bytes.
     pub(super) fn follow(
         &mut self,
         moves: PageMoves,
-        has: u64,
-        most: u64,
+        extent: MemoryExtent,
         swapped: u64,
         elapsed: Duration,
     ) -> u64 {
@@ -162,20 +185,25 @@ impl WorkingsetEstimate {
         let kept = self.bytes - (self.bytes as f64 * part) as u64;
         let near = if self.may_grow { moves.near } else { 0 };
         let shown = near.saturating_mul(PAGES_PER_REFAULT * PAGE_SIZE as u64).min(swapped);
-        // It may have got less than it has shown so far.
-        let next = has.saturating_add(shown.max(has / RISE_DIVISOR));
-        let grown = kept.saturating_add(shown).min(next.max(kept));
-        self.bytes = grown.min(most);
+        self.largest = self.largest.max(extent);
+        let MemoryExtent { has, whole } = self.largest;
+        // It may have got less than it has shown so far; and what it has shown says that it lacks
+        // something, not that it would use a limit that it does not use now.
+        let next = has.saturating_add(shown.max(has / RISE_DIVISOR)).min(whole);
+        self.bytes = kept.saturating_add(shown).min(next.max(kept));
         self.window = self.window.plus(moves);
         self.time += elapsed;
         if self.time >= WINDOW {
-            self.end_window(has);
+            self.end_window();
         }
         self.bytes
     }
 
-    fn end_window(&mut self, has: u64) {
+    /// What a process has goes up and down within a window (it frees and allocates, it forks): the
+    /// most of it counts.
+    fn end_window(&mut self) {
         let PageMoves { back, near, out, .. } = std::mem::take(&mut self.window);
+        let MemoryExtent { has, whole } = std::mem::take(&mut self.largest);
         self.time = Duration::ZERO;
         self.may_grow = near >= back / MAX_BACK_PER_NEAR;
         if !self.may_grow {
@@ -185,17 +213,16 @@ impl WorkingsetEstimate {
         } else if out > 0 {
             self.shift = (self.shift + 1).min(SLOWEST_SHIFT);
         }
-        if near == 0 {
-            // What it has is enough.
-            self.bytes = self.bytes.min(has);
-        }
+        // What it has is enough, if nothing comes back. A limit that it does not use is nothing
+        // that it has.
+        self.bytes = self.bytes.min(if near == 0 { has } else { whole });
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memctl::policy::{Bounds, Process, Standing, decide, with_engine_room};
+    use crate::memctl::policy::{Bounds, Process, Standing, decide};
 
     const MIB: u64 = 1 << 20;
     const TICK: Duration = Duration::from_millis(5);
@@ -328,7 +355,7 @@ mod tests {
             let swapped = self.whole - self.used();
             let rate = moves.pressing(false) * 4096 * u64::from(TICKS_PER_S);
             self.pressure = (self.pressure / 200 * 199).max(rate.min(swapped));
-            let has = with_engine_room(self.used());
+            let extent = MemoryExtent::new(self.used(), 0, swapped);
             Process {
                 group: 0,
                 standing: Standing::Engaged,
@@ -340,7 +367,7 @@ mod tests {
                 growth: 0,
                 engine_goes_first: true,
                 kept: 0,
-                workingset: self.estimate.follow(moves, has, self.whole, swapped, TICK),
+                workingset: self.estimate.follow(moves, extent, swapped, TICK),
             }
         }
     }
@@ -411,5 +438,42 @@ mod tests {
         let [one, other] = share(160, &mut all, 60);
         // What goes by demand goes to the one that asks thirty times as often.
         assert!(one.abs_diff(other) < 32, "{one} {other}");
+    }
+
+    /// An estimate of a process of 100M after seconds in which it thrashed with 60M.
+    fn after_thrashing() -> (WorkingsetEstimate, u64) {
+        let mut estimate = WorkingsetEstimate::default();
+        let moves = PageMoves { back: 1000, near: 1000, out: 1000, for_others: 0 };
+        let extent = MemoryExtent::new(60 * MIB, 0, 40 * MIB);
+        let mut bytes = 0;
+        for _ in 0..3 * TICKS_PER_S {
+            bytes = estimate.follow(moves, extent, 40 * MIB, TICK);
+        }
+        (estimate, bytes)
+    }
+
+    #[test]
+    fn an_estimate_is_no_more_than_what_there_is() {
+        let (mut estimate, bytes) = after_thrashing();
+        assert!((75 * MIB..90 * MIB).contains(&bytes), "{bytes}: a step above what it has");
+        // Nothing comes back, and half is out.
+        let extent = MemoryExtent::new(50 * MIB, 0, 50 * MIB);
+        let rests = |_| estimate.follow(PageMoves::default(), extent, 50 * MIB, TICK);
+        let bytes = (0..2 * TICKS_PER_S).map(rests).last();
+        assert!(bytes.is_some_and(|bytes| bytes < 55 * MIB), "{bytes:?}");
+    }
+
+    #[test]
+    fn a_look_at_which_little_is_there_takes_nothing_from_an_estimate() {
+        let (mut estimate, before) = after_thrashing();
+        let moves = PageMoves { back: 10, near: 10, out: 10, for_others: 0 };
+        let mut after = before;
+        for tick in 0..2 * TICKS_PER_S {
+            // A fork: half of it counts for the child.
+            let used = if tick % 50 == 0 { 30 * MIB } else { 60 * MIB };
+            let extent = MemoryExtent::new(used, 0, 40 * MIB);
+            after = estimate.follow(moves, extent, 40 * MIB, TICK);
+        }
+        assert!(after.abs_diff(before) < before / 50, "{before} {after}");
     }
 }

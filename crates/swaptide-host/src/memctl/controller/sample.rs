@@ -22,7 +22,7 @@ use swaptide_sys::thread::now;
 
 use crate::cgroup::psi::TimeShare;
 use crate::memctl::controller::TickMember;
-use crate::memctl::controller::flow::{PageCounts, PageFlow, WorkingsetEstimate};
+use crate::memctl::controller::flow::{MemoryExtent, PageCounts, PageFlow, WorkingsetEstimate};
 use crate::memctl::controller::runs::Runs;
 use crate::memctl::policy::{self, Process, RecentSum, Sharing, StableMin, Standing};
 use crate::memctl::processes::ProcessTree;
@@ -95,8 +95,8 @@ struct ProcessSample {
     stalled_us: u64,
     /// The most that its pressure can count for.
     most: u64,
-    /// What it would use if nothing of it were out.
-    whole: u64,
+    /// What it has, also of what it shares since a fork.
+    extent: MemoryExtent,
 }
 
 /// A process without an engine, of which only the memory it uses is known.
@@ -114,12 +114,6 @@ fn unmanaged(group: usize, used: u64, growth: u64) -> Process {
         kept: 0,
         workingset: 0,
     }
-}
-
-/// What a process would use if nothing of it were out: the program's memory, the engine's own, and
-/// the room that an engine keeps free.
-fn whole_bytes(used: u64, pool: u64, swapped: u64) -> u64 {
-    policy::with_engine_room(used.saturating_sub(pool).saturating_add(swapped))
 }
 
 /// Bytes a second.
@@ -151,13 +145,12 @@ impl Watch {
             policy::smooth(before, rate, elapsed)
         };
         self.waits.follow(seen.stalled_us, elapsed);
-        let has = policy::with_engine_room(seen.used);
         let workingset = if seen.in_cow_group {
             // What it worked on before the fork it may keep, as long as it does. What comes back
             // meanwhile is the other processes', too.
-            self.workingset.follow(moves, has, seen.whole, 0, elapsed).min(seen.used)
+            self.workingset.follow(moves, seen.extent, 0, elapsed).min(seen.used)
         } else {
-            self.workingset.follow(moves, has, seen.whole, seen.most, elapsed)
+            self.workingset.follow(moves, seen.extent, seen.most, elapsed)
         };
         let grown = seen.used.saturating_sub(std::mem::replace(&mut self.used, seen.used));
         ShownNeed { grown, workingset }
@@ -328,7 +321,7 @@ impl Watches {
                 in_cow_group,
                 stalled_us,
                 most: swapped.min(budget),
-                whole: whole_bytes(used, pool, swapped),
+                extent: MemoryExtent::new(used.saturating_add(shared), pool, swapped),
             },
             elapsed,
         );
