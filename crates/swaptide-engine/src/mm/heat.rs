@@ -18,9 +18,6 @@
 //!
 //! Locks: none; inside the engine's memory lock.
 
-/// Rounds that a page stays at most.
-pub(crate) const MAX_ROUNDS: u32 = 7;
-
 /// Records and rounds of the pages of a chunk: of numbers of 2 and 3 bits a mask for each bit, with
 /// a bit for each page.
 #[derive(Clone, Copy, Default, Debug)]

@@ -32,7 +32,7 @@ use crate::engine::{Engine, Mm};
 use crate::mm::batch::{
     BackingPage, Batch, MAX_MOVES_PER_BATCH, MoveRun, OutgoingFolio, Places, TakenChunk,
 };
-use crate::mm::heat::MAX_ROUNDS;
+use crate::mm::heat::ChunkHeat;
 use crate::mm::page_table::{PageState, UNMOVABLE};
 use crate::mm::staging::{FrameNo, SlabNo};
 use crate::mm::types::{CHUNKS_PER_LEAF, PAGES_PER_CHUNK, PageNo, folios, range_of};
@@ -75,13 +75,6 @@ impl BackingPage {
             None => Packed::Raw(unsafe { &*engine.frame_addr(self.frame).as_ptr::<Page>() }),
         }
     }
-}
-
-/// What a look for chunks has met.
-struct ChoosingPass {
-    scanned: usize,
-    /// Pages stay for a round, and none for a reason that lasts.
-    only_rounds: bool,
 }
 
 /// Notes why a page stays, so that it is not tried again at once.
@@ -180,26 +173,30 @@ impl Batch {
         self.pages
     }
 
-    /// Chooses the chunks that go and plans their moves. Where all pages stay for a round, they are
-    /// looked at again until one has none left, as far as that takes no longer than a whole look.
+    /// Chooses the chunks that go and plans their moves. Where nothing is found but pages that stay
+    /// for some rounds, the oldest of them go: to find nothing is for when nothing can go.
     fn choose(&mut self, engine: &Engine, mm: &mut Mm, want: usize) {
-        let (mut scanned, mut passes) = (0, 0);
-        loop {
-            let pass = self.choose_in_one_pass(engine, mm, want);
-            scanned += pass.scanned;
-            passes += 1;
-            let goes_on = pass.only_rounds && passes <= MAX_ROUNDS && scanned < MAX_SCANNED_CHUNKS;
-            if !self.chunks.is_empty() || !goes_on {
-                break;
-            }
+        let any_stay = self.choose_in_one_pass(engine, mm, want, ChunkHeat::pass_over);
+        if self.chunks.is_empty() && any_stay {
+            let none_stays = |heat: &mut ChunkHeat, pages| {
+                heat.end_rounds(pages);
+                0
+            };
+            self.choose_in_one_pass(engine, mm, want, none_stays);
         }
-        engine.count(Counter::Pgscan, scanned * PAGES_PER_CHUNK);
     }
 
     /// As [`Batch::choose`], looking at each chunk once: pages that neighbour each other in the
-    /// program go in one move, also across chunks.
-    fn choose_in_one_pass(&mut self, engine: &Engine, mm: &mut Mm, want: usize) -> ChoosingPass {
-        let (mut scanned, mut any_stay, mut any_unmovable) = (0, false, false);
+    /// program go in one move, also across chunks. `pass_over` gives those of some pages that stay.
+    /// True if any do.
+    fn choose_in_one_pass(
+        &mut self,
+        engine: &Engine,
+        mm: &mut Mm,
+        want: usize,
+        pass_over: impl Fn(&mut ChunkHeat, u16) -> u16,
+    ) -> bool {
+        let (mut scanned, mut any_stay) = (0, false);
         let bound = mm.queues.resident_len().min(MAX_SCANNED_CHUNKS);
         let mut place = 0;
         let now = now();
@@ -218,11 +215,10 @@ impl Batch {
             if info.flags & UNMOVABLE != 0 || held {
                 // A reason that lasts may still end: the chunk is tried again when it comes round.
                 mm.table.update(chunk, |chunk| chunk.flags &= !UNMOVABLE);
-                any_unmovable = true;
                 movable = 0;
             }
             let mut stay = 0;
-            mm.table.update(chunk, |chunk| stay = chunk.heat.pass_over(movable));
+            mm.table.update(chunk, |chunk| stay = pass_over(&mut chunk.heat, movable));
             any_stay |= stay != 0;
             movable &= !stay;
             if movable == 0 {
@@ -240,7 +236,8 @@ impl Batch {
                 }
             }
         }
-        ChoosingPass { scanned, only_rounds: any_stay && !any_unmovable }
+        engine.count(Counter::Pgscan, scanned * PAGES_PER_CHUNK);
+        any_stay
     }
 
     /// Moves one run out; what cannot be moved is left where it is. Notes what moved in the chunks'

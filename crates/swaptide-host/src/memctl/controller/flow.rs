@@ -10,6 +10,8 @@ use crate::memctl::policy;
 
 /// The period after which refaults and reclaim are compared.
 const WINDOW: Duration = Duration::from_secs(1);
+/// Looks of such a period at least: one alone may meet a process at a bad moment.
+const MIN_LOOKS: u32 = 4;
 /// If fewer than one in this many of the pages that went out in a window came back, the working set
 /// is smaller than its estimate.
 const MIN_BACK: u64 = 8;
@@ -151,6 +153,7 @@ pub(super) struct WorkingsetEstimate {
     bytes: u64,
     shift: u32,
     time: Duration,
+    looks: u32,
     /// What moved in this window, and the most that there was.
     window: PageMoves,
     largest: MemoryExtent,
@@ -164,6 +167,7 @@ impl Default for WorkingsetEstimate {
             bytes: 0,
             shift: SLOWEST_SHIFT,
             time: Duration::ZERO,
+            looks: 0,
             window: PageMoves::default(),
             largest: MemoryExtent::default(),
             may_grow: true,
@@ -193,7 +197,8 @@ impl WorkingsetEstimate {
         self.bytes = kept.saturating_add(shown).min(next.max(kept));
         self.window = self.window.plus(moves);
         self.time += elapsed;
-        if self.time >= WINDOW {
+        self.looks += 1;
+        if self.time >= WINDOW && self.looks >= MIN_LOOKS {
             self.end_window();
         }
         self.bytes
@@ -204,7 +209,7 @@ impl WorkingsetEstimate {
     fn end_window(&mut self) {
         let PageMoves { back, near, out, .. } = std::mem::take(&mut self.window);
         let MemoryExtent { has, whole } = std::mem::take(&mut self.largest);
-        self.time = Duration::ZERO;
+        (self.time, self.looks) = (Duration::ZERO, 0);
         self.may_grow = near >= back / MAX_BACK_PER_NEAR;
         if !self.may_grow {
             self.shift = FASTEST_SHIFT;
