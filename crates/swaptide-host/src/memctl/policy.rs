@@ -18,8 +18,8 @@
 //! 2. The limits in a group together exceed its share only where the floors do (`FLOOR_BYTES`),
 //!    or where limits that were given before are still being lowered and the use is not over the
 //!    share.
-//! 3. A limit is raised only into room that no other process has, in any group above: neither as
-//!    limit nor as use.
+//! 3. Above the floor a limit is raised only into room that no other process has, in any group
+//!    above: neither as limit nor as use.
 //! 4. `high` lowers limits gradually and never at once; no more is given than it permits.
 //! 5. A process of a *copy-on-write group* (processes that share compressed memory since a fork)
 //!    keeps its part of that, as far as an eighth of what there is remains: what it gave up of it,
