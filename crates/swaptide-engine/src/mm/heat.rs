@@ -16,13 +16,21 @@
 //!
 //! Owns: records and rounds of a chunk's pages; the watch.
 //!
+//! Invariants
+//! 1. A record is of a page's data: it is kept while the page is out, and goes when the page is
+//!    given up.
+//! 2. A page that is out has no rounds but for the moment in which it comes back. Both are kept by
+//!    [`PageTable::set`](crate::mm::page_table::PageTable::set).
+//! 3. Rounds keep no page from going where reclaim finds nothing else
+//!    ([`crate::reclaim::swap_out`]).
+//!
 //! Locks: none; inside the engine's memory lock.
 
 /// Records and rounds of the pages of a chunk: of numbers of 2 and 3 bits a mask for each bit, with
 /// a bit for each page.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct ChunkHeat {
-    /// How often it came back soon in a row, at most 3; each time that it came late takes one off.
+    /// How often it came back soon, at most 3, less one for each time that it came late.
     record: [u16; 2],
     /// The number of rounds that it stays.
     rounds: [u16; 3],

@@ -422,6 +422,30 @@ mod tests {
     use std::collections::BTreeMap;
 
     #[test]
+    fn a_record_outlives_the_way_out_and_back_and_ends_with_the_data() {
+        let entry = SwapEntry::new(SwapType::new(0).unwrap(), swaptide_core::SwapOffset(7));
+        let (page, neighbour) = (PageNo(1603), PageNo(1604));
+        let (chunk, bit) = (page.chunk(), page.bit());
+        let mut table = PageTable::new();
+        table.set(neighbour, PageState::Present);
+        table.set(page, PageState::Swapped(entry));
+        table.update(chunk, |chunk| {
+            chunk.heat.came_soon(bit);
+            chunk.heat.stay_by_record(bit);
+        });
+        table.set(page, PageState::Present);
+        let mut stays = 0;
+        table.update(chunk, |chunk| stays = chunk.heat.pass_over(u16::MAX));
+        assert_eq!(stays, bit, "its rounds came in with it, and its neighbour has none");
+        table.update(chunk, |chunk| chunk.heat.second_chance(bit));
+        table.set(page, PageState::Swapped(entry));
+        let mut heat = table.chunk(chunk).heat;
+        assert!(heat.has_record(bit) && heat.pass_over(bit) == 0, "rounds end when it goes");
+        table.set(page, PageState::Empty);
+        assert!(!table.chunk(chunk).heat.has_record(bit), "what comes there is something else");
+    }
+
+    #[test]
     fn any_page_may_be_prefetched_and_none_is_made() {
         let mut table = PageTable::new();
         table.set(PageNo(5000), PageState::Present);

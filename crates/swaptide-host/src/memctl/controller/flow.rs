@@ -125,7 +125,9 @@ impl PageFlow {
 /// The limits by which a process can have what it has in, and all that it has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct MemoryExtent {
+    /// Bytes: of what it has in.
     pub(super) has: u64,
+    /// Bytes, at least `has`: of what it has in and out.
     pub(super) whole: u64,
 }
 
@@ -153,6 +155,7 @@ pub(super) struct WorkingsetEstimate {
     bytes: u64,
     shift: u32,
     time: Duration,
+    /// Looks in this window.
     looks: u32,
     /// What moved in this window, and the most that there was.
     window: PageMoves,
