@@ -16,9 +16,16 @@
 //! Locks: none.
 
 use std::collections::HashSet;
-use std::fs;
-use std::path::PathBuf;
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::{self, Read as _};
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{Dir, Mode, OFlags, open, openat};
 use swaptide_ipc::shared::REGION_PATH;
 
 const O_DIRECT: u32 = 0o40000;
@@ -26,8 +33,12 @@ const O_DIRECT: u32 = 0o40000;
 const CACHELESS: [&str; 5] = ["virtiofs", "9p", "cifs", "smb3", "orangefs"];
 /// The name of an io_uring's descriptor.
 const RING: &str = "anon_inode:[io_uring]";
+/// What is in a table of an io_uring and is no file of a file system.
+const FILELESS: [&str; 3] = ["socket:", "anon_inode:", "pipe:"];
 /// Lines that the kernel has for every descriptor: `pos`, `flags`, `mnt_id`, `ino`.
 const USUAL_LINES: usize = 4;
+/// More than the kernel has to say of most descriptors.
+const USUAL_BYTES: usize = 1024;
 
 /// Why memory of a process is left alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,54 +57,120 @@ pub(crate) enum PinnedBy {
 /// not. A question that fails for another reason, for lack of descriptors for instance, says
 /// nothing.
 pub(crate) fn pinned(pid: u32) -> Option<PinnedBy> {
-    let status = match fs::read_to_string(format!("/proc/{pid}/status")) {
+    let of_process = PathBuf::from(format!("/proc/{pid}"));
+    let status = match fs::read_to_string(of_process.join("status")) {
         Ok(status) => status,
         Err(error) if is_gone(&error) => return None,
         Err(_) => return Some(PinnedBy::Unknown),
     };
-    if figure(&status, "VmPin:") > 0 {
-        return Some(PinnedBy::LongTermPin);
+    if !is_zombie(&status) {
+        return pinned_at(pid, &of_process, &status);
     }
-    let locked = figure(&status, "VmLck:");
-    if locked > 0 && locks_region(pid, locked) {
-        return Some(PinnedBy::Locked);
-    }
-    let entries = match fs::read_dir(format!("/proc/{pid}/fdinfo")) {
-        Ok(entries) => entries,
+    // Its first thread has ended, and has neither memory nor descriptors; others may live.
+    let threads = match fs::read_dir(of_process.join("task")) {
+        Ok(threads) => threads,
         Err(error) if is_gone(&error) => return None,
         Err(_) => return Some(PinnedBy::Unknown),
     };
-    let mounts = match fs::read_to_string(format!("/proc/{pid}/mountinfo")) {
-        Ok(text) => direct_mounts(&text),
-        Err(error) if is_gone(&error) => return None,
-        Err(_) => return Some(PinnedBy::Unknown),
-    };
-    let is_on_one = |text: &str| !mounts.is_empty() && mounts.contains(&figure(text, "mnt_id:"));
-    for entry in entries {
-        let entry = match entry {
-            Ok(entry) => entry,
-            Err(error) if is_gone(&error) => continue,
-            Err(_) => return Some(PinnedBy::Unknown),
-        };
-        match fs::read_to_string(entry.path()) {
-            Ok(text) if text.lines().any(is_direct) || is_on_one(&text) => {
-                return Some(PinnedBy::Direct);
-            }
-            Ok(text) => {
-                let of_ring = || {
-                    let name = PathBuf::from(format!("/proc/{pid}/fd")).join(entry.file_name());
-                    fs::read_link(name).is_ok_and(|name| name.as_os_str() == RING)
-                };
-                if has_files(&text, of_ring) {
-                    return Some(PinnedBy::Direct);
-                }
-            }
-            // The process has closed it.
+    for thread in threads {
+        let found = thread.and_then(|thread| {
+            let status = fs::read_to_string(thread.path().join("status"))?;
+            Ok((thread.path(), status))
+        });
+        match found {
+            Ok((_, status)) if is_zombie(&status) => {}
+            Ok((thread, status)) => return pinned_at(pid, &thread, &status),
             Err(error) if is_gone(&error) => {}
             Err(_) => return Some(PinnedBy::Unknown),
         }
     }
     None
+}
+
+/// True if the thread has ended.
+fn is_zombie(status: &str) -> bool {
+    let state = status.lines().find_map(|line| line.strip_prefix("State:"));
+    state.is_none_or(|state| state.trim_start().starts_with(['Z', 'X']))
+}
+
+/// As [`pinned`], by what the kernel says of one of its threads, in the folder `of_thread`.
+fn pinned_at(pid: u32, of_thread: &Path, status: &str) -> Option<PinnedBy> {
+    if figure(status, "VmPin:") > 0 {
+        return Some(PinnedBy::LongTermPin);
+    }
+    let locked = figure(status, "VmLck:");
+    if locked > 0 && locks_region(pid, locked) {
+        return Some(PinnedBy::Locked);
+    }
+    let mounts = match fs::read_to_string(of_thread.join("mountinfo")) {
+        Ok(text) => direct_mounts(&text),
+        Err(error) if is_gone(&error) => return None,
+        Err(_) => return Some(PinnedBy::Unknown),
+    };
+    match any_descriptor(of_thread, |name, text| {
+        // Only its name tells a ring that is busy from other descriptors without a file.
+        let may_be_ring = anonymous_mount().is_none_or(|mount| figure(text, "mnt_id:") == mount);
+        let is_ring = || {
+            let link = of_thread.join("fd").join(name);
+            may_be_ring && fs::read_link(link).is_ok_and(|name| name.as_os_str() == RING)
+        };
+        text.lines().any(is_direct)
+            || !mounts.is_empty() && mounts.contains(&figure(text, "mnt_id:"))
+            || has_files(text, omits_empty_places(), is_ring)
+    }) {
+        Ok(true) => Some(PinnedBy::Direct),
+        Ok(false) => None,
+        Err(error) if is_gone(&error) => None,
+        Err(_) => Some(PinnedBy::Unknown),
+    }
+}
+
+/// True if `found` is, for the name of some descriptor of a thread and what the kernel tells of it.
+/// Those that are closed meanwhile are left out.
+fn any_descriptor(of_thread: &Path, found: impl Fn(&OsStr, &str) -> bool) -> io::Result<bool> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    let folder = open(of_thread.join("fdinfo"), flags | OFlags::DIRECTORY, Mode::empty())?;
+    let mut buffer = vec![0; USUAL_BYTES];
+    for entry in Dir::read_from(&folder)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        if name.to_bytes().starts_with(b".") {
+            continue;
+        }
+        let text = openat(&folder, name, flags, Mode::empty())
+            .map_err(io::Error::from)
+            .and_then(|file| read_text(file, &mut buffer));
+        match text {
+            Ok(text) if found(OsStr::from_bytes(name.to_bytes()), text) => return Ok(true),
+            Ok(_) => {}
+            Err(error) if is_gone(&error) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(false)
+}
+
+/// The text of a file that the kernel makes in one piece: a read that does not fill the buffer has
+/// all of it.
+fn read_text(file: OwnedFd, buffer: &mut Vec<u8>) -> io::Result<&str> {
+    let mut file = File::from(file);
+    let mut len = file.read(buffer)?;
+    while len == buffer.len() {
+        buffer.resize(2 * len, 0);
+        len += file.read(&mut buffer[len..])?;
+    }
+    str::from_utf8(&buffer[..len]).map_err(io::Error::other)
+}
+
+/// The number of the mount of all descriptors that have no file, rings among them; `None` where it
+/// cannot be told.
+fn anonymous_mount() -> Option<u64> {
+    static MOUNT: OnceLock<Option<u64>> = OnceLock::new();
+    *MOUNT.get_or_init(|| {
+        let one = eventfd(0, EventfdFlags::CLOEXEC).ok()?;
+        let text = fs::read_to_string(format!("/proc/self/fdinfo/{}", one.as_raw_fd())).ok()?;
+        Some(figure(&text, "mnt_id:")).filter(|mount| *mount > 0)
+    })
 }
 
 /// The numbers of mounts, out of a list of them, whose file systems may read straight into a
@@ -115,18 +192,32 @@ fn is_gone(error: &std::io::Error) -> bool {
     matches!(errno, Some(rustix::io::Errno::NOENT | rustix::io::Errno::SRCH))
 }
 
-/// True if an io_uring has files registered, which may be open for direct I/O and in no table of
-/// descriptors. `is_ring` tells whether a descriptor of which nothing in particular is told is one:
-/// of a ring that is busy the kernel tells nothing.
-fn has_files(fdinfo: &str, is_ring: impl FnOnce() -> bool) -> bool {
+/// True if an io_uring may have files registered, which may be open for direct I/O and in no table
+/// of descriptors. `omits_empty`: the kernel lists only places that hold a file, and tells nothing
+/// of a ring that is busy. Older ones list all places, and none of a busy ring's. `is_ring` tells
+/// whether a descriptor of which nothing in particular is told is one.
+fn has_files(fdinfo: &str, omits_empty: bool, is_ring: impl FnOnce() -> bool) -> bool {
     let mut lines = fdinfo.lines().skip_while(|line| !line.starts_with("UserFiles:"));
-    match lines.next() {
-        // A number and a path; what is no file of a file system does no direct I/O.
-        Some(_) => lines.take_while(|line| !line.starts_with("UserBufs:")).any(|line| {
-            line.split_once(": ").is_some_and(|(_, path)| path.trim_start().starts_with('/'))
-        }),
-        None => fdinfo.lines().count() <= USUAL_LINES && is_ring(),
+    let Some(head) = lines.next() else {
+        return fdinfo.lines().count() <= USUAL_LINES && is_ring();
+    };
+    let places = figure(head, "UserFiles:");
+    let mut listed = 0;
+    for line in lines.take_while(|line| !line.starts_with("UserBufs:")) {
+        listed += 1;
+        // A number, and a name or path.
+        let name = line.split_once(": ").map_or("", |(_, name)| name.trim_start());
+        if name != "<none>" && !FILELESS.iter().any(|kind| name.starts_with(kind)) {
+            return true;
+        }
     }
+    !omits_empty && listed < places
+}
+
+/// True if the kernel is as [`has_files`] says. (Seen in 6.18; what came between is taken for old.)
+fn omits_empty_places() -> bool {
+    static OMITS: OnceLock<bool> = OnceLock::new();
+    *OMITS.get_or_init(|| swaptide_sys::process::kernel_version() >= Some((6, 18)))
 }
 
 fn is_direct(line: &str) -> bool {
@@ -177,9 +268,20 @@ fn locked_mappings(smaps: &str) -> (u64, bool) {
 mod tests {
     use super::*;
     use std::os::unix::fs::OpenOptionsExt;
+    use std::sync::{Mutex, PoisonError};
+
+    /// A test that asks for this whole process, and one that makes a ring busy.
+    static ALONE: Mutex<()> = Mutex::new(());
+
+    #[test]
+    fn a_thread_that_has_ended_is_told_from_one_that_lives() {
+        assert!(is_zombie("Name:\tx\nState:\tZ (zombie)\n") && is_zombie("Name:\tx\n"));
+        assert!(!is_zombie("Name:\tx\nState:\tS (sleeping)\n"));
+    }
 
     #[test]
     fn a_process_with_direct_io_is_told_from_one_without() {
+        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let path = std::env::temp_dir().join(format!("swaptide-direct-{}", std::process::id()));
         fs::write(&path, [0; 4096]).expect("file");
         assert_eq!(pinned(std::process::id()), None);
@@ -191,6 +293,53 @@ mod tests {
         fs::remove_file(path).expect("remove");
         assert_eq!(pinned(std::process::id()), None);
         assert_eq!(pinned(u32::MAX / 2), None, "no such process");
+    }
+
+    /// The text that the kernel has for a descriptor of this process.
+    fn told_of(fd: i32) -> Option<String> {
+        let told = std::cell::RefCell::new(None);
+        let name = fd.to_string();
+        let all = any_descriptor(Path::new("/proc/self"), |of, text| {
+            if of == name.as_str() {
+                *told.borrow_mut() = Some(text.to_owned());
+            }
+            false
+        });
+        assert!(!all.expect("/proc can be read"));
+        told.into_inner()
+    }
+
+    #[test]
+    fn a_long_text_is_read_to_its_end() {
+        use rustix::event::epoll;
+        let watch = epoll::create(epoll::CreateFlags::CLOEXEC).expect("epoll");
+        let watched: Vec<OwnedFd> =
+            (0..100).map(|_| eventfd(0, EventfdFlags::CLOEXEC).expect("eventfd")).collect();
+        for (one, data) in watched.iter().zip(0..) {
+            let data = epoll::EventData::new_u64(data);
+            epoll::add(&watch, one, data, epoll::EventFlags::IN).expect("watch");
+        }
+        let text = told_of(watch.as_raw_fd()).expect("it is open");
+        assert!(text.len() > 2 * USUAL_BYTES, "{} bytes", text.len());
+        assert_eq!(text.lines().filter(|line| line.starts_with("tfd:")).count(), watched.len());
+        assert_eq!(figure(&text, "mnt_id:"), anonymous_mount().expect("its mount is known"));
+    }
+
+    #[test]
+    fn a_ring_is_of_the_mount_without_files() {
+        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut parameters = [0_u8; 120];
+        // SAFETY: the kernel reads and writes `struct io_uring_params`, which has 120 bytes.
+        let ring =
+            unsafe { libc::syscall(libc::SYS_io_uring_setup, 4, parameters.as_mut_ptr()) } as i32;
+        if ring < 0 {
+            eprintln!("not tested: no io_uring is allowed here");
+            return;
+        }
+        // SAFETY: the call has just opened it, and nothing else owns it.
+        let ring = unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(ring) };
+        let text = told_of(ring.as_raw_fd()).expect("it is open");
+        assert_eq!(Some(figure(&text, "mnt_id:")), anonymous_mount());
     }
 
     #[test]
@@ -219,11 +368,18 @@ mod tests {
             format!("{usual}SqMask:\t0x7\nUserFiles:\t8\n{files}UserBufs:\t0\nPollList:\n")
         };
         let of_none = || -> bool { unreachable!("it is known to be a ring") };
-        assert!(has_files(&ring("    0: /tmp/file\n"), of_none));
-        assert!(has_files(&ring("    0: socket:[7]\n    3: /dev/sda\n"), of_none));
-        assert!(!has_files(&ring(""), of_none) && !has_files(&ring("    0: <none>\n"), of_none));
-        assert!(has_files(usual, || true), "a busy ring tells nothing");
-        assert!(!has_files(usual, || false));
+        for omits in [true, false] {
+            assert!(has_files(&ring("    0: /tmp/file\n"), omits, of_none));
+            assert!(has_files(&ring("    0: socket:[7]\n    3: /dev/sda\n"), omits, of_none));
+            assert!(has_files(&ring("    0: file\n"), omits, of_none), "a name without a path");
+            assert!(has_files(usual, omits, || true), "a busy ring tells nothing");
+            assert!(!has_files(usual, omits, || false));
+            let rest = "    1: <none>\n    2: anon_inode:[eventfd]\n".to_owned()
+                + &"    3: <none>\n".repeat(5);
+            assert!(!has_files(&ring(&("    0: socket:[7]\n".to_owned() + &rest)), omits, of_none));
+        }
+        assert!(!has_files(&ring(""), true, of_none), "all places are empty");
+        assert!(has_files(&ring(""), false, of_none), "it is busy");
     }
 
     #[test]

@@ -56,6 +56,9 @@ use crate::store::{PutOutcome, compressor};
 
 /// Most pages of one batch.
 const MAX_BATCH_PAGES: usize = 1024;
+/// Fewest pages of one that is made for room: a part of the margin, and no more than these.
+const LEAST_BATCH_DIVISOR: u64 = 2;
+const LEAST_BATCH_PAGES: u64 = 128;
 /// Pages that go from compressed memory to the file together.
 const WRITEBACK_BATCH_PAGES: usize = 128;
 
@@ -69,6 +72,8 @@ struct ReclaimThread {
     unpacker: Unpacker,
     buffer: Vec<u8>,
     huge_pages: HugePages,
+    /// Batches in a row that something changed under.
+    tries: u32,
 }
 
 /// Pages on their way out.
@@ -115,6 +120,7 @@ pub(crate) fn run(inner: Arc<Inner>) {
         unpacker: Unpacker::new(),
         buffer: Vec::new(),
         huge_pages: HugePages::new(),
+        tries: 0,
     };
     let mut waits = Duration::ZERO;
     while inner.stop.load(Relaxed) & STOP_ROOM == 0 {
@@ -161,12 +167,11 @@ impl ReclaimThread {
             self.inner.store.tidy();
             return Duration::from_millis(5);
         }
-        let least = if over == 0 { 0 } else { PAGES_PER_CHUNK as u64 };
-        let mut outcome =
-            self.batch((over / PAGE_SIZE as u64).clamp(least, MAX_BATCH_PAGES as u64) as usize);
+        let mut outcome = self.batch(batch_pages(over, limit, self.tries));
         if outcome == Outcome::Nothing && self.inner.lock().is_passing() {
             outcome = Outcome::Again;
         }
+        self.tries = if outcome == Outcome::Again { self.tries.saturating_add(1) } else { 0 };
         if over > 0 && matches!(outcome, Outcome::Nothing | Outcome::Full) {
             self.inner.lock().stuck_until = Some(Instant::now() + FULL_BACKOFF);
         }
@@ -187,14 +192,14 @@ impl ReclaimThread {
             self.keep_all();
             return Outcome::Nothing;
         }
-        let batch = match self.protect(pages) {
+        let mut batch = match self.protect(pages) {
             Ok(Some(batch)) => batch,
             Ok(None) => return Outcome::Nothing,
             Err(_) => return Outcome::Again,
         };
-        let excused = self.exempted(&batch);
+        self.leave_exempted(&mut batch);
         let mut stored = Vec::with_capacity(batch.pages());
-        if excused || !self.store(&batch, &mut stored) {
+        if batch.runs.is_empty() || !self.store(&batch, &mut stored) {
             stored.iter().for_each(|stored| self.drop_stored(stored));
             self.unprotect(&mut self.inner.lock(), &batch);
             return Outcome::Nothing;
@@ -451,22 +456,37 @@ impl ReclaimThread {
         Ok(Some(batch))
     }
 
-    /// True if a process that maps a part of the batch may write past its page tables; then its
-    /// regions wait.
-    fn exempted(&self, batch: &ReclaimBatch) -> bool {
-        let pids: HashSet<u32> = {
+    /// Takes the regions out of a batch that are mapped by a process which may write past its page
+    /// tables: they wait. It does not ask for the others.
+    fn leave_exempted(&self, batch: &mut ReclaimBatch) {
+        let regions: HashSet<RegionId> = batch.runs.iter().map(|(id, _)| *id).collect();
+        let mappers: Vec<(u32, Vec<RegionId>)> = {
             let state = self.inner.lock();
-            let concerned = |region: &RegionId| batch.runs.iter().any(|(id, _)| id == region);
-            let maps = |space: &&crate::space::Space| {
-                space.layout.iter().any(|piece| concerned(&piece.region))
+            let mapped = |space: &crate::space::Space| {
+                let of_batch = space.layout.iter().map(|piece| piece.region);
+                let of_batch: Vec<_> = of_batch.filter(|region| regions.contains(region)).collect();
+                Some((space.pid?, of_batch)).filter(|(_, regions)| !regions.is_empty())
             };
-            state.spaces.values().filter(maps).filter_map(|space| space.pid).collect()
+            state.spaces.values().filter_map(mapped).collect()
         };
-        let found = pids.into_iter().find_map(pinned);
-        if found.is_some() {
-            self.inner.count(Counter::PagesBusy, batch.pages() as u64);
+        let mut waiting: HashSet<RegionId> = HashSet::new();
+        for (pid, regions) in mappers {
+            if !regions.iter().all(|region| waiting.contains(region)) && pinned(pid).is_some() {
+                waiting.extend(regions);
+            }
         }
-        found.is_some()
+        if waiting.is_empty() {
+            return;
+        }
+        let is_waiting = |(id, _): &mut (RegionId, Range<usize>)| waiting.contains(id);
+        let rest = ReclaimBatch {
+            runs: batch.runs.extract_if(.., is_waiting).collect(),
+            wanted: Vec::new(),
+            generation: batch.generation,
+        };
+        batch.wanted.retain(|(id, _)| !waiting.contains(id));
+        self.inner.count(Counter::PagesBusy, rest.pages() as u64);
+        self.unprotect(&mut self.inner.lock(), &rest);
     }
 
     /// Nothing of a batch goes out.
@@ -643,6 +663,20 @@ pub(crate) fn margin(limit: u64) -> u64 {
     (limit / 64).clamp(256 << 10, 16 << 20).min(limit / 2)
 }
 
+/// The pages to take for `over` bytes too many; 0 for none. `tries`: batches in a row under which
+/// something changed; the longer one takes, the sooner that happens.
+///
+/// No fewer than a part of the margin: most of what a batch costs are questions to the kernel about
+/// each process that has the memory mapped, however many pages it is of.
+fn batch_pages(over: u64, limit: u64, tries: u32) -> usize {
+    if over == 0 {
+        return 0;
+    }
+    let part = (margin(limit) / LEAST_BATCH_DIVISOR / PAGE_SIZE as u64).min(LEAST_BATCH_PAGES);
+    let pages = (over / PAGE_SIZE as u64).max(part).min(MAX_BATCH_PAGES as u64);
+    (pages >> tries.min(u64::BITS - 1)).max(PAGES_PER_CHUNK as u64) as usize
+}
+
 /// Makes the pages of a chunk leave that are there; gives their number.
 fn take_chunk(
     state: &mut PagerState,
@@ -666,4 +700,21 @@ fn take_chunk(
         }
     }
     count
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_batch_is_a_part_of_the_margin_and_smaller_after_each_that_failed() {
+        const MIB: u64 = 1 << 20;
+        let pages = |over: u64, limit, tries| batch_pages(over, limit, tries);
+        assert_eq!(pages(0, 100 * MIB, 0), 0);
+        assert_eq!([8, 32, 64, 4096].map(|mib| pages(1, mib * MIB, 0)), [32, 64, 128, 128]);
+        assert_eq!([0, 1, u64::MAX].map(|limit| pages(1, limit, 0)), [16, 16, 128]);
+        assert_eq!(pages(u64::MAX, 100 * MIB, 0), MAX_BATCH_PAGES);
+        let after = |tries| pages(2 * MIB, 100 * MIB, tries);
+        assert_eq!([0, 1, 4, 5, 6, u32::MAX].map(after), [512, 256, 32, 16, 16, 16]);
+    }
 }

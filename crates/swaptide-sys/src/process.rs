@@ -86,6 +86,17 @@ pub fn rss_shmem(pid: u32) -> Option<u64> {
     procfs::kib_field(text, "RssShmem")
 }
 
+/// Major and minor number of the running kernel; `None` if its name has none.
+pub fn kernel_version() -> Option<(u32, u32)> {
+    version_of(rustix::system::uname().release().to_bytes())
+}
+
+fn version_of(release: &[u8]) -> Option<(u32, u32)> {
+    let number = |digits: &[u8]| procfs::parse_u64(digits)?.try_into().ok();
+    let mut numbers = release.split(|byte| !byte.is_ascii_digit()).map(number);
+    Some((numbers.next()??, numbers.next()??))
+}
+
 /// Memory the kernel could still give out, in bytes.
 pub fn mem_available() -> Option<u64> {
     let mut buf = [0; 2048];
@@ -414,6 +425,17 @@ mod tests {
     use super::*;
     use crate::mem::Mapping;
     use std::process::{Command, Stdio};
+
+    #[test]
+    fn versions_are_compared_by_their_numbers() {
+        for new in ["6.17", "6.17.0-rc1", "6.18.44-fc", "7.0.1", "10.2"] {
+            assert!(version_of(new.as_bytes()) >= Some((6, 17)), "{new}");
+        }
+        for old in ["6.8.0", "6.16.12-arch1", "5.19", "6", ""] {
+            assert!(version_of(old.as_bytes()) < Some((6, 17)), "{old}");
+        }
+        assert!(kernel_version() > Some((2, 6)));
+    }
 
     #[test]
     fn resident_size_follows_what_is_touched() {

@@ -211,16 +211,7 @@ pub(crate) fn matter() -> bool {
 
 /// True if the kernel moves several mappings to a fixed place in one call (Linux 6.17).
 fn kernel_moves_several() -> bool {
-    is_since_6_17(rustix::system::uname().release().to_bytes())
-}
-
-fn is_since_6_17(release: &[u8]) -> bool {
-    let mut numbers = release.split(|byte| !byte.is_ascii_digit()).map(|digits| {
-        digits.iter().fold(0u32, |number, digit| {
-            number.saturating_mul(10).saturating_add(u32::from(digit - b'0'))
-        })
-    });
-    (numbers.next(), numbers.next()) >= (Some(6), Some(17))
+    swaptide_sys::process::kernel_version() >= Some((6, 17))
 }
 
 /// The mappings of a range that would be one without swaptide: neighbours of one kind, or any
@@ -351,16 +342,6 @@ fn shrink(old: usize, new_len: usize, old_len: usize) -> isize {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn releases_are_compared_by_their_numbers() {
-        for new in ["6.17", "6.17.0-rc1", "6.18.44-fc", "7.0.1", "10.2"] {
-            assert!(is_since_6_17(new.as_bytes()), "{new}");
-        }
-        for old in ["6.8.0", "6.16.12-arch1", "5.19", "6", ""] {
-            assert!(!is_since_6_17(old.as_bytes()), "{old}");
-        }
-    }
 
     const MAP_ANON: usize = (k::MAP_PRIVATE | k::MAP_ANONYMOUS) as usize;
     const READ_WRITE: usize = (k::PROT_READ | k::PROT_WRITE) as usize;

@@ -49,6 +49,7 @@ const CASES: &[(&str, fn())] = &[
     ("the_last_one_frees", the_last_one_frees),
     ("regions_end_while_their_pages_leave", regions_end_while_their_pages_leave),
     ("direct_io_holds", direct_io_holds),
+    ("direct_io_holds_no_other_region", direct_io_holds_no_other_region),
     ("a_killed_pager", a_killed_pager),
     ("a_raw_clone", a_raw_clone),
     ("a_raw_clone_gives_up", a_raw_clone_gives_up),
@@ -648,15 +649,19 @@ fn regions_end_while_their_pages_leave() {
     }
 }
 
-fn direct_io_holds() {
+/// A file that is open for direct I/O. Where there is no direct I/O, none can harm.
+fn open_direct() -> Option<File> {
     let path = std::env::temp_dir().join(format!("swaptide-direct-io-{}", std::process::id()));
     std::fs::write(&path, [0; 4096]).expect("file");
     let direct =
         std::os::unix::fs::OpenOptionsExt::custom_flags(File::options().read(true), libc::O_DIRECT)
             .open(&path);
     std::fs::remove_file(&path).expect("removed");
-    // Where there is no direct I/O, none can harm.
-    let Ok(direct) = direct else { return };
+    direct.ok()
+}
+
+fn direct_io_holds() {
+    let Some(direct) = open_direct() else { return };
     let (host, region) = start(16 * MIB, 32 * MIB);
     let words = Words::of(&region);
     words.fill();
@@ -664,6 +669,32 @@ fn direct_io_holds() {
     drop(direct);
     until("it goes out now", || host.out() > 0);
     words.check_all();
+}
+
+fn direct_io_holds_no_other_region() {
+    let Some(_direct) = open_direct() else { return };
+    let (host, held) = start(40 * MIB, 32 * MIB);
+    let other = SharedRegion::create(host.name, held.len()).expect("a region");
+    let mut worker = spawn(&host, &other, "sleep", 0);
+    let (held_words, other_words) = (Words::of(&held), Words::of(&other));
+    // So that their chunks take turns.
+    for page in 0..held_words.pages {
+        for words in [&held_words, &other_words] {
+            words.word(page, WORKERS).store(constant(page, WORKERS), SeqCst);
+        }
+    }
+    assert_eq!(host.out(), 0, "this process may write to both");
+    // Of the worker, which has no such file.
+    std::thread::sleep(Duration::from_millis(500));
+    drop(other);
+    until("the region of a process without direct I/O goes out", || host.out() > 1000);
+    let held_pages = held_words.pages as u64;
+    assert!(host.out() <= held_pages, "{} of {held_pages} pages", host.out());
+    for page in 0..held_words.pages {
+        assert_eq!(held_words.word(page, WORKERS).load(SeqCst), constant(page, WORKERS));
+    }
+    assert_eq!(host.counter(Counter::Pgmajfault), 0, "all of it is there");
+    worker.kill().and_then(|()| worker.wait()).expect("killed");
 }
 
 /// The process of a pager: tells its name and serves until it is killed.
