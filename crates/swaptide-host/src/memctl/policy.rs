@@ -47,6 +47,10 @@ const CROWDED_FLOOR_BYTES: u64 = 2 << 20;
 const MIN_MANAGED_BYTES: u64 = 4 << 20;
 /// The same once the budget is exceeded.
 const MIN_MANAGED_BYTES_OVER_BUDGET: u64 = 1 << 20;
+/// This part of a budget, if it is no less than these bytes, is much: for a process that is not
+/// managed while others swap, and to be swapped out. (An engine has two or three megabytes.)
+const MUCH_DIVISOR: u64 = 16;
+const MUCH_BYTES: u64 = 16 << 20;
 /// The time that a process may take from being engaged until faults hold it; and where its engine
 /// has to share the CPUs with the threads that fill its memory.
 const ENGAGE_TIME: Duration = Duration::from_millis(20);
@@ -62,6 +66,11 @@ const PRESSURE_WINDOW: Duration = Duration::from_millis(250);
 const ENGINE_ROOM_BYTES: u64 = 1 << 20;
 /// And this part of a larger one.
 const ENGINE_ROOM_DIVISOR: u64 = 32;
+/// This part of its use a process may grow by, and by what its pressure is, while one wants memory
+/// back.
+const GROWTH_DIVISOR: u64 = 4;
+/// One does whose pressure is at least this part of its use.
+const WANT_DIVISOR: u64 = 1024;
 /// The time in which a limit sinks by an eighth at most, while the budget is kept.
 const YIELD_TIME: Duration = Duration::from_millis(50);
 /// Eighths of a group's memory that copy-on-write groups keep.
@@ -255,7 +264,9 @@ fn is_urgent(budget: u64, total: u64, p: &Process) -> bool {
 
 /// Of the processes `within` a group that may have `budget` and uses `total`: those that grow too
 /// fast to wait; those bigger by a quarter than the engaged ones are on average, for these would
-/// pay for them; and the biggest, until those that are engaged cover four fifths of the use.
+/// pay for them; those whose cold pages would be worth something to engaged ones that want memory
+/// back and have much swapped out; and the biggest, until those that are engaged cover four fifths
+/// of the use.
 fn choose(budget: u64, total: u64, processes: &[Process], within: &[usize]) -> Vec<usize> {
     let worth = if total > budget { MIN_MANAGED_BYTES_OVER_BUDGET } else { MIN_MANAGED_BYTES };
     let used = |standing: Standing| {
@@ -272,8 +283,15 @@ fn choose(budget: u64, total: u64, processes: &[Process], within: &[usize]) -> V
         within.iter().copied().filter(|at| is_urgent(budget, total, &processes[*at])).collect();
     covered += engage.iter().map(|at| processes[*at].used).sum::<u64>();
     candidates.retain(|at| !engage.contains(at));
+    let wanting = used(Standing::Engaged).filter(|(at, _)| wants(&processes[*at]));
+    let wanted: u64 = wanting.map(|(at, _)| processes[at].swapped).sum();
+    let much = (budget / MUCH_DIVISOR).max(MUCH_BYTES);
+    let most = match wanted >= much {
+        true => much.min(average.saturating_add(average / 4)),
+        false => average.saturating_add(average / 4),
+    };
     engage.extend(candidates.into_iter().take_while(|at| {
-        let wanted = covered < enough || processes[*at].used > average.saturating_add(average / 4);
+        let wanted = covered < enough || processes[*at].used > most;
         covered += processes[*at].used;
         wanted
     }));
@@ -284,9 +302,10 @@ fn choose(budget: u64, total: u64, processes: &[Process], within: &[usize]) -> V
 /// each group, `least` is what no process goes below.
 ///
 /// The demand of a process is what it uses, what its pressure wants back, and an equal part of what
-/// is free; memory goes by working set and demand ([`divide`]). A process without either keeps what
-/// it has until another one needs it, and then yields gradually: no more than an eighth in
-/// [`YIELD_TIME`], so that a process which only rested is not empty when it wakes.
+/// is free (where one wants memory back, no more than a quarter of its use and its pressure).
+/// Memory goes by working set and demand ([`divide`]). A process without either keeps what it has
+/// until another one needs it, and then yields gradually: no more than an eighth in [`YIELD_TIME`],
+/// so that a process which only rested is not empty when it wakes.
 fn approach(
     shares: &[Bounds],
     group: &[Process],
@@ -395,13 +414,33 @@ fn floor(p: &Process, least: u64) -> u64 {
     p.used.saturating_add(ENGINE_ROOM_BYTES.min(p.used)).min(least)
 }
 
+/// True for a process that wants memory back, and not just a page now and then.
+fn wants(p: &Process) -> bool {
+    p.pressure > p.used / WANT_DIVISOR
+}
+
 fn targets(shares: &[Bounds], group: &[Process], least: &[u64]) -> Vec<u64> {
     let Some(root) = shares.first().map(Bounds::most) else { return Vec::new() };
     let used: u64 = group.iter().map(|p| p.used).sum();
     let slack = root.saturating_sub(used) / group.len().max(1) as u64;
+    // What is free is for those that want memory back, where one does that could have it; the
+    // others have room to grow until it is seen that they do.
+    let in_groups = sums(shares, group.iter().map(|p| (p.group, p.used)));
+    let has_room = |p: &Process| {
+        let full =
+            |at: usize| in_groups[at].saturating_add(in_groups[at] / 16) >= shares[at].most();
+        !(1..shares.len()).any(|at| is_in(shares, p.group, at) && full(at))
+    };
+    let is_wanted = group.iter().any(|p| wants(p) && has_room(p));
+    let slack = |p: &Process| match is_wanted {
+        true => slack.min((p.used / GROWTH_DIVISOR).saturating_add(p.pressure)),
+        false => slack,
+    };
     let claim = |(p, least): (&Process, &u64)| {
-        // A process with pressure is to have the least there is, also where it has less so far.
-        let floor = if p.pressure > 0 { *least } else { floor(p, *least) };
+        // A process with pressure is to have the least there is, also where it has less so far;
+        // but no more than it could use, and a step: it may lack what it has not had yet.
+        let back = if p.pressure > 0 { p.swapped.max(ENGINE_ROOM_BYTES) } else { 0 };
+        let floor = floor(p, *least).saturating_add(back).min(*least);
         Claim {
             node: p.group,
             floor,
@@ -409,7 +448,7 @@ fn targets(shares: &[Bounds], group: &[Process], least: &[u64]) -> Vec<u64> {
             // Pressure counts for no more than what could come back, however fast one runs: two
             // that are alike have like shares. And for at most the whole share, so that one that
             // reads without end does not starve all others.
-            demand: p.used.saturating_sub(floor) + p.pressure.min(p.swapped).min(root) + slack,
+            demand: p.used.saturating_sub(floor) + p.pressure.min(p.swapped).min(root) + slack(p),
             workingset: p.workingset.saturating_sub(floor),
         }
     };
@@ -434,7 +473,7 @@ fn part(whole: u64, piece: u64, pieces: u64) -> u64 {
 
 /// When to look again: before a group can have grown through half of what is free. Where the
 /// engaged processes hold their own limits and all others are small and stay so, a slower pulse is
-/// enough.
+/// enough; a still slower one where there are no others and all keep to their limits.
 pub fn interval(groups: &[Bounds], processes: &[Process]) -> Duration {
     let of = |p: &Process| (p.group, p.used);
     let totals = sums(groups, processes.iter().map(of));
@@ -443,9 +482,15 @@ pub fn interval(groups: &[Bounds], processes: &[Process]) -> Duration {
         let unmanaged = p.standing == Standing::Unmanaged && p.growth > STEADY_GROWTH_BYTES_PER_S;
         unmanaged || p.standing == Standing::Watching && p.growth > 0
     });
+    let keeps = |p: &Process| p.limit > 0 && p.used <= p.limit.saturating_add(p.limit / 16);
+    let is_kept = processes.iter().all(|p| p.used == 0 || keeps(p));
     let wait = |((group, total), others): ((&Bounds, &u64), &u64)| {
         let steady = total > others && *others < group.max / 16 && !grows;
-        let shortest = if steady { 5_000 } else { 1_000 };
+        let shortest = match (steady, *others == 0 && is_kept) {
+            (true, true) => 10_000,
+            (true, false) => 5_000,
+            (false, _) => 1_000,
+        };
         let micros = group.max.saturating_sub(*total) as u128 / 2 * 1_000_000
             / MAX_GROWTH_BYTES_PER_S as u128;
         Duration::from_micros((micros.min(50_000) as u64).max(shortest))

@@ -37,11 +37,20 @@ use swaptide_sys::process::{
     StatFd, StatmFd, anon_rss, pidfd_open, pidfd_send_signal, proc_info, pss_anon, same_memory,
 };
 use swaptide_sys::sock::poll_readable;
+use swaptide_sys::thread::thread_cpu_time;
 
 /// Less than this needs no exact count.
 const MIN_EXACT_BYTES: u64 = 1 << 20;
 /// How old a proportional size may be at least before it is read again.
 const PSS_AGE: Duration = Duration::from_millis(10);
+/// Of the CPU time that all such readings take, the time between two of one process is this many
+/// times: once a process has come or gone with which it shares, and else. A reading walks the page
+/// tables, of shared memory too.
+const PSS_REST_CHANGED: u32 = 4;
+const PSS_REST: u32 = 20;
+/// The most that comes to.
+const MAX_PSS_AGE_CHANGED: Duration = Duration::from_millis(250);
+const MAX_PSS_AGE: Duration = Duration::from_secs(2);
 /// How long a process that was found to be of no tree is not looked at again.
 const OUTSIDER_CACHE_AGE: Duration = Duration::from_millis(250);
 
@@ -81,6 +90,8 @@ struct Pss {
     discounted: u64,
     read: Instant,
     cost: Duration,
+    /// A process that shares with it has come or gone since.
+    is_outdated: bool,
 }
 
 /// The processes of all runs, as the last scan of /proc found them.
@@ -250,19 +261,26 @@ impl ProcessTree {
                 && by_stack.get(&member.stack_start).is_some_and(|count| *count > 1)
         };
         // A process that comes or goes changes what all others of its group have for themselves:
-        // old numbers would count pages twice, or not at all.
+        // old numbers would count pages twice, or not at all. One that has lost most of its memory
+        // has executed a program.
         changed.extend(
             self.members
                 .values()
-                .filter(|m| shares(m) && !m.guest && m.pss.is_none())
+                .filter(|m| {
+                    let lost = |pss: &Pss| m.resident < pss.resident / 2;
+                    !m.guest && (shares(m) && m.pss.is_none() || m.pss.as_ref().is_some_and(lost))
+                })
                 .map(|m| m.stack_start),
         );
+        let costs = self.members.values().filter(|member| shares(member));
+        let cost = costs.filter_map(|member| Some(member.pss.as_ref()?.cost)).sum();
         for (pid, member) in &mut self.members {
             if member.guest {
                 member.used = 0;
                 member.pss = None;
             } else if shares(member) {
-                member.count_proportionally(*pid, changed.contains(&member.stack_start));
+                let is_changed = changed.contains(&member.stack_start);
+                member.count_proportionally(*pid, is_changed, cost);
             } else {
                 member.pss = None;
             }
@@ -429,13 +447,17 @@ impl Member {
         }
     }
 
-    fn count_proportionally(&mut self, pid: u32, changed: bool) {
-        let age = |pss: &Pss| if changed { pss.cost * 4 } else { PSS_AGE.max(pss.cost * 20) };
-        let stale = self.pss.as_ref().is_none_or(|pss| pss.read.elapsed() >= age(pss));
-        if stale {
+    /// `is_changed`: a process that shares with it has come or gone. `cost`: what one reading each
+    /// of all that share takes.
+    fn count_proportionally(&mut self, pid: u32, is_changed: bool, cost: Duration) {
+        let is_stale = self.pss.as_mut().is_none_or(|pss| {
+            pss.is_outdated |= is_changed;
+            pss.read.elapsed() >= pss_age(pss.is_outdated, cost)
+        });
+        if is_stale {
             // An exec in the meantime ends the sharing.
             self.stack_start = stack_start(pid);
-            let started = Instant::now();
+            let began = thread_cpu_time();
             // Before: what is copied meanwhile may be counted twice until the next time, and not
             // left out.
             let faults = self.minor_faults(pid).unwrap_or_default();
@@ -446,7 +468,8 @@ impl Member {
                     faults,
                     discounted: self.discounted,
                     read: Instant::now(),
-                    cost: started.elapsed(),
+                    cost: thread_cpu_time().since(began),
+                    is_outdated: false,
                 });
             }
         }
@@ -473,6 +496,14 @@ impl Member {
         let discounted = self.discounted.saturating_sub(pss.discounted)
             + self.resident.saturating_sub(pss.resident);
         came.saturating_sub(discounted)
+    }
+}
+
+/// How old a proportional size may be, if one reading each of all that share takes `cost`.
+fn pss_age(is_outdated: bool, cost: Duration) -> Duration {
+    match is_outdated {
+        true => (cost * PSS_REST_CHANGED).min(MAX_PSS_AGE_CHANGED),
+        false => (cost * PSS_REST).clamp(PSS_AGE, MAX_PSS_AGE),
     }
 }
 
@@ -581,6 +612,31 @@ mod tests {
         let mut byte = [0u8; 1];
         child.stdout.as_mut().expect("stdout").read_exact(&mut byte).expect("the program is ready");
         Killed(child)
+    }
+
+    #[test]
+    fn readings_take_a_part_of_the_time_and_none_is_old_for_long() {
+        let ms = Duration::from_millis;
+        assert_eq!([0, 1, 100, 10_000].map(|cost| pss_age(false, ms(cost))), {
+            [PSS_AGE, ms(20), MAX_PSS_AGE, MAX_PSS_AGE]
+        });
+        assert_eq!([0, 1, 100].map(|cost| pss_age(true, ms(cost))), {
+            [ms(0), ms(4), MAX_PSS_AGE_CHANGED]
+        });
+    }
+
+    #[test]
+    fn a_size_stays_outdated_until_it_is_read() {
+        let pid = std::process::id();
+        let mut member = Member::open(pid, pid).expect("this process");
+        let mut is_outdated = |is_changed, cost| {
+            member.count_proportionally(pid, is_changed, Duration::from_secs(cost));
+            member.pss.as_ref().expect("it is read").is_outdated
+        };
+        assert!(!is_outdated(false, 0));
+        assert!(is_outdated(true, 3600), "it was read just now");
+        assert!(is_outdated(false, 3600));
+        assert!(!is_outdated(false, 0));
     }
 
     #[test]

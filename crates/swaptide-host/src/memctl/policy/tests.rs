@@ -142,7 +142,8 @@ fn among_many_processes_none_gets_less_than_it_can_use() {
     for _ in 0..400 {
         let given = limits(&whole(380 * MIB), &group, TICK);
         for (p, limit) in group.iter_mut().zip(given) {
-            (p.limit, p.used) = (limit, limit);
+            // An engine keeps some room.
+            (p.limit, p.used) = (limit, limit - ENGINE_ROOM_BYTES);
         }
     }
     assert!(group.iter().all(|p| p.limit >= 3 * MIB + CROWDED_FLOOR_BYTES), "{group:?}");
@@ -302,10 +303,54 @@ fn the_next_look_comes_sooner_the_fuller_the_budget() {
     let full = interval(&whole(512 * MIB), &[process(Standing::Watching, 520, 0, 0)]);
     assert!(free > tight && tight > full);
     assert_eq!(full, Duration::from_millis(1));
-    assert_eq!(
-        interval(&whole(512 * MIB), &[process(Standing::Engaged, 510, 0, 0)]),
-        Duration::from_millis(5)
-    );
+    let engaged = |limit| interval(&whole(512 * MIB), &[process(Standing::Engaged, 510, 0, limit)]);
+    assert_eq!([510, 0, 400].map(engaged), [10, 5, 5].map(Duration::from_millis));
+}
+
+#[test]
+fn pressure_that_can_have_nothing_of_what_is_free_takes_nothing() {
+    let bounds =
+        [Bounds::budget(8192 * MIB), Bounds { parent: 0, max: 100 * MIB, high: u64::MAX, low: 0 }];
+    let thrashes = Process { group: 1, ..process(Standing::Engaged, 99, 50, 100) };
+    let rests = process(Standing::Engaged, 10, 0, 0);
+    let targets = |tree: &[Process]| targets(&bounds, tree, &floors(&bounds, tree));
+    assert!(targets(&[thrashes, rests, rests])[1] > 2000 * MIB);
+    let elsewhere = Process { group: 0, ..thrashes };
+    assert!(targets(&[elsewhere, rests, rests])[1] < 1000 * MIB);
+}
+
+#[test]
+fn what_is_free_goes_where_memory_is_wanted_back() {
+    let pager = process(Standing::Engaged, 70, 40, 70);
+    // Each small one has asked for a page of a second ago.
+    let small = Process {
+        pressure: 2048,
+        swapped: MIB,
+        fixed: 2 * MIB,
+        ..process(Standing::Engaged, 3, 0, 11)
+    };
+    let resting = Process { pressure: 0, ..small };
+    for small in [small, resting] {
+        let tree = [pager, small, small, small, small, small];
+        let targets = targets(&whole(128 * MIB), &tree, &floors(&whole(128 * MIB), &tree));
+        assert!(targets[0] >= 90 * MIB, "{targets:?}");
+        assert!(targets[1..].iter().all(|given| (4 * MIB..8 * MIB).contains(given)), "{targets:?}");
+    }
+    // Where nothing is wanted, each may grow by an equal part.
+    let tree = [Process { pressure: 0, ..pager }, resting];
+    let targets = targets(&whole(128 * MIB), &tree, &floors(&whole(128 * MIB), &tree));
+    assert!(targets[1] >= 25 * MIB, "{targets:?}");
+}
+
+#[test]
+fn cold_pages_of_a_process_that_rests_are_wanted_once_others_swap_much() {
+    let swaps = Process { swapped: 20 * MIB, ..process(Standing::Engaged, 170, 10, 180) };
+    let rests = process(Standing::Watching, 30, 0, 0);
+    let engaged = |tree: [Process; 2]| decide(&whole(210 * MIB), &tree, TICK).engage;
+    assert_eq!(engaged([swaps, rests]), [1]);
+    assert_eq!(engaged([Process { swapped: 10 * MIB, ..swaps }, rests]), [0; 0], "not yet");
+    let small = process(Standing::Watching, 15, 0, 0);
+    assert_eq!(engaged([Process { used: 185 * MIB, ..swaps }, small]), [0; 0], "nothing to gain");
 }
 
 #[test]
