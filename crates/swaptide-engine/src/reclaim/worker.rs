@@ -22,6 +22,7 @@ use std::time::Duration;
 
 use swaptide_ipc::{Counter, MAX_GROWTH_BYTES_PER_S};
 use swaptide_store::codec::{Compressor, Scheme, Unpacker};
+use swaptide_store::zram::Zram;
 use swaptide_sys::AsFd;
 use swaptide_sys::lock::futex;
 use swaptide_sys::mem::{Advice, Mapping, advise};
@@ -57,11 +58,15 @@ const TICK_SINGLE_FAULTER: Duration = Duration::from_millis(4);
 const STARVED_HANDLER_TIME: Duration = Duration::from_millis(3);
 /// The shortest interval between two changes of the division into resident and compressed memory.
 const DIVISION_INTERVAL: Duration = Duration::from_millis(10);
-/// Bytes that compressed memory may waste, beyond a part of what it stores (a quarter; while no
-/// thread wants anything, a thirty-second), before it is made compact.
+/// Bytes that compressed memory may waste, beyond a part of what it stores, before it is made
+/// compact: this part, or half of it while no thread wants anything.
 const COMPACT_SLACK_BYTES: usize = 1 << 20;
+const HOLES_DIVISOR: usize = 16;
 /// Bytes that are moved at a time then.
 const COMPACT_STEP_BYTES: usize = 512 << 10;
+/// If less than this part of them came of that, there is a rest of some divisions.
+const COMPACT_WORTH_DIVISOR: usize = 8;
+const COMPACT_REST: u32 = 8;
 /// Compressed memory smaller than this part of the limit is not made smaller for its own sake, and
 /// not written back when nothing can be taken.
 pub(crate) const MIN_POOL_DIVISOR: u64 = 16;
@@ -258,8 +263,7 @@ impl Worker {
             return true;
         }
         // What it freed lies in holes.
-        pool.pool_bytes() > pool.stored_bytes() / 32 * 33 + COMPACT_SLACK_BYTES
-            && pool.compact(COMPACT_STEP_BYTES) > 0
+        has_holes(pool, 2 * HOLES_DIVISOR) && pool.compact(COMPACT_STEP_BYTES) > 0
     }
 
     /// Breaks the sharing of pages that a fork left shared, so that the next batch can take them.
@@ -545,6 +549,8 @@ struct Housekeeping {
     /// The handler had something to do: its turns by then, and since when.
     still: Option<(u32, Nanos)>,
     idle: IdleDetector,
+    /// Divisions until compressed memory may be compacted again.
+    compact_in: u32,
 }
 
 impl Housekeeping {
@@ -558,6 +564,7 @@ impl Housekeeping {
             review: Review::default(),
             still: None,
             idle: IdleDetector::new(now()),
+            compact_in: 0,
         }
     }
 
@@ -632,10 +639,14 @@ impl Housekeeping {
             }
             engine.balance_pool();
             engine.charge.decay_grace();
-            // Pages that left it leave holes; a quarter of it for nothing is too much.
+            // Pages that left it leave holes.
             let pool = &engine.devices.pool;
-            if pool.pool_bytes() > pool.stored_bytes() / 4 * 5 + COMPACT_SLACK_BYTES {
-                pool.compact(COMPACT_STEP_BYTES);
+            self.compact_in = self.compact_in.saturating_sub(1);
+            if self.compact_in == 0
+                && has_holes(pool, HOLES_DIVISOR)
+                && pool.compact(COMPACT_STEP_BYTES) < COMPACT_STEP_BYTES / COMPACT_WORTH_DIVISOR
+            {
+                self.compact_in = COMPACT_REST;
             }
         }
         let rest = engine.charge.rest();
@@ -653,6 +664,12 @@ impl Housekeeping {
             self.rest_at_adoption = engine.charge.rest();
         }
     }
+}
+
+/// True if compressed memory wastes more than one part in `divisor`.
+fn has_holes(pool: &Zram, divisor: usize) -> bool {
+    let stored = pool.stored_bytes();
+    pool.pool_bytes() > stored + stored / divisor + COMPACT_SLACK_BYTES
 }
 
 /// What a test wants: see [`fault_injection::Injection::churns_own_mappings`].
