@@ -33,6 +33,7 @@
 mod fault;
 pub mod handle;
 mod huge_pages;
+mod living;
 mod loading;
 pub mod pager;
 mod pinned;

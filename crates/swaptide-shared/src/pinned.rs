@@ -15,18 +15,21 @@
 //!
 //! Locks: none.
 
+use std::borrow::Cow;
 use std::collections::HashSet;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Read as _};
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::OnceLock;
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{Dir, Mode, OFlags, open, openat};
 use swaptide_ipc::shared::REGION_PATH;
+
+use crate::living::{has_memory, is_gone, living_thread};
 
 const O_DIRECT: u32 = 0o40000;
 /// File systems that can be mounted without a cache for files.
@@ -37,6 +40,8 @@ const RING: &str = "anon_inode:[io_uring]";
 const FILELESS: [&str; 3] = ["socket:", "anon_inode:", "pipe:"];
 /// Lines that the kernel has for every descriptor: `pos`, `flags`, `mnt_id`, `ino`.
 const USUAL_LINES: usize = 4;
+/// Threads of a process that are asked, where each ends meanwhile.
+const MAX_ASKED_THREADS: usize = 8;
 /// More than the kernel has to say of most descriptors.
 const USUAL_BYTES: usize = 1024;
 
@@ -57,62 +62,47 @@ pub(crate) enum PinnedBy {
 /// not. A question that fails for another reason, for lack of descriptors for instance, says
 /// nothing.
 pub(crate) fn pinned(pid: u32) -> Option<PinnedBy> {
-    let of_process = PathBuf::from(format!("/proc/{pid}"));
-    let status = match fs::read_to_string(of_process.join("status")) {
+    for _ in 0..MAX_ASKED_THREADS {
+        let thread = match living_thread(pid) {
+            Ok(Some(thread)) => thread,
+            Ok(None) if !Path::new(&format!("/proc/{pid}")).exists() => return None,
+            Ok(None) => continue,
+            Err(_) => return Some(PinnedBy::Unknown),
+        };
+        let found = pinned_thread(thread);
+        // One that has ended meanwhile has nothing open, while others have.
+        if found.is_some() || has_memory(thread).is_ok_and(|has| has) {
+            return found;
+        }
+    }
+    Some(PinnedBy::Unknown)
+}
+
+/// As [`pinned`], by what the kernel says of one thread. `None` also if that has ended.
+fn pinned_thread(tid: u32) -> Option<PinnedBy> {
+    let status = match read_lossy(format!("/proc/{tid}/status")) {
         Ok(status) => status,
         Err(error) if is_gone(&error) => return None,
         Err(_) => return Some(PinnedBy::Unknown),
     };
-    if !is_zombie(&status) {
-        return pinned_at(pid, &of_process, &status);
-    }
-    // Its first thread has ended, and has neither memory nor descriptors; others may live.
-    let threads = match fs::read_dir(of_process.join("task")) {
-        Ok(threads) => threads,
-        Err(error) if is_gone(&error) => return None,
-        Err(_) => return Some(PinnedBy::Unknown),
-    };
-    for thread in threads {
-        let found = thread.and_then(|thread| {
-            let status = fs::read_to_string(thread.path().join("status"))?;
-            Ok((thread.path(), status))
-        });
-        match found {
-            Ok((_, status)) if is_zombie(&status) => {}
-            Ok((thread, status)) => return pinned_at(pid, &thread, &status),
-            Err(error) if is_gone(&error) => {}
-            Err(_) => return Some(PinnedBy::Unknown),
-        }
-    }
-    None
-}
-
-/// True if the thread has ended.
-fn is_zombie(status: &str) -> bool {
-    let state = status.lines().find_map(|line| line.strip_prefix("State:"));
-    state.is_none_or(|state| state.trim_start().starts_with(['Z', 'X']))
-}
-
-/// As [`pinned`], by what the kernel says of one of its threads, in the folder `of_thread`.
-fn pinned_at(pid: u32, of_thread: &Path, status: &str) -> Option<PinnedBy> {
-    if figure(status, "VmPin:") > 0 {
+    if figure(&status, "VmPin:") > 0 {
         return Some(PinnedBy::LongTermPin);
     }
-    let locked = figure(status, "VmLck:");
-    if locked > 0 && locks_region(pid, locked) {
+    let locked = figure(&status, "VmLck:");
+    if locked > 0 && locks_region(tid, locked) {
         return Some(PinnedBy::Locked);
     }
-    let mounts = match fs::read_to_string(of_thread.join("mountinfo")) {
+    let mounts = match read_lossy(format!("/proc/{tid}/mountinfo")) {
         Ok(text) => direct_mounts(&text),
         Err(error) if is_gone(&error) => return None,
         Err(_) => return Some(PinnedBy::Unknown),
     };
-    match any_descriptor(of_thread, |name, text| {
+    match any_descriptor(tid, |name, text| {
         // Only its name tells a ring that is busy from other descriptors without a file.
         let may_be_ring = anonymous_mount().is_none_or(|mount| figure(text, "mnt_id:") == mount);
         let is_ring = || {
-            let link = of_thread.join("fd").join(name);
-            may_be_ring && fs::read_link(link).is_ok_and(|name| name.as_os_str() == RING)
+            let link = || fs::read_link(Path::new(&format!("/proc/{tid}/fd")).join(name));
+            may_be_ring && link().map_or_else(|error| !is_gone(&error), |name| name == *RING)
         };
         text.lines().any(is_direct)
             || !mounts.is_empty() && mounts.contains(&figure(text, "mnt_id:"))
@@ -125,11 +115,16 @@ fn pinned_at(pid: u32, of_thread: &Path, status: &str) -> Option<PinnedBy> {
     }
 }
 
+/// A file's text; names in it need not be letters.
+fn read_lossy(path: String) -> io::Result<String> {
+    fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+}
+
 /// True if `found` is, for the name of some descriptor of a thread and what the kernel tells of it.
 /// Those that are closed meanwhile are left out.
-fn any_descriptor(of_thread: &Path, found: impl Fn(&OsStr, &str) -> bool) -> io::Result<bool> {
+fn any_descriptor(tid: u32, found: impl Fn(&OsStr, &str) -> bool) -> io::Result<bool> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-    let folder = open(of_thread.join("fdinfo"), flags | OFlags::DIRECTORY, Mode::empty())?;
+    let folder = open(format!("/proc/{tid}/fdinfo"), flags | OFlags::DIRECTORY, Mode::empty())?;
     let mut buffer = vec![0; USUAL_BYTES];
     for entry in Dir::read_from(&folder)? {
         let entry = entry?;
@@ -141,7 +136,7 @@ fn any_descriptor(of_thread: &Path, found: impl Fn(&OsStr, &str) -> bool) -> io:
             .map_err(io::Error::from)
             .and_then(|file| read_text(file, &mut buffer));
         match text {
-            Ok(text) if found(OsStr::from_bytes(name.to_bytes()), text) => return Ok(true),
+            Ok(text) if found(OsStr::from_bytes(name.to_bytes()), &text) => return Ok(true),
             Ok(_) => {}
             Err(error) if is_gone(&error) => {}
             Err(error) => return Err(error),
@@ -152,14 +147,14 @@ fn any_descriptor(of_thread: &Path, found: impl Fn(&OsStr, &str) -> bool) -> io:
 
 /// The text of a file that the kernel makes in one piece: a read that does not fill the buffer has
 /// all of it.
-fn read_text(file: OwnedFd, buffer: &mut Vec<u8>) -> io::Result<&str> {
+fn read_text(file: OwnedFd, buffer: &mut Vec<u8>) -> io::Result<Cow<'_, str>> {
     let mut file = File::from(file);
     let mut len = file.read(buffer)?;
     while len == buffer.len() {
         buffer.resize(2 * len, 0);
         len += file.read(&mut buffer[len..])?;
     }
-    str::from_utf8(&buffer[..len]).map_err(io::Error::other)
+    Ok(String::from_utf8_lossy(&buffer[..len]))
 }
 
 /// The number of the mount of all descriptors that have no file, rings among them; `None` where it
@@ -186,15 +181,10 @@ fn direct_mounts(mountinfo: &str) -> HashSet<u64> {
     mountinfo.lines().filter_map(number).collect()
 }
 
-/// True if an error says that what was asked about is not there any more.
-fn is_gone(error: &std::io::Error) -> bool {
-    let errno = rustix::io::Errno::from_io_error(error);
-    matches!(errno, Some(rustix::io::Errno::NOENT | rustix::io::Errno::SRCH))
-}
-
 /// True if an io_uring may have files registered, which may be open for direct I/O and in no table
 /// of descriptors. `omits_empty`: the kernel lists only places that hold a file, and tells nothing
-/// of a ring that is busy. Older ones list all places, and none of a busy ring's. `is_ring` tells
+/// of a ring that is busy. Older ones list all places, and none of a busy ring's, and have a name
+/// in the place of a path, which says nothing. `is_ring` tells
 /// whether a descriptor of which nothing in particular is told is one.
 fn has_files(fdinfo: &str, omits_empty: bool, is_ring: impl FnOnce() -> bool) -> bool {
     let mut lines = fdinfo.lines().skip_while(|line| !line.starts_with("UserFiles:"));
@@ -207,7 +197,8 @@ fn has_files(fdinfo: &str, omits_empty: bool, is_ring: impl FnOnce() -> bool) ->
         listed += 1;
         // A number, and a name or path.
         let name = line.split_once(": ").map_or("", |(_, name)| name.trim_start());
-        if name != "<none>" && !FILELESS.iter().any(|kind| name.starts_with(kind)) {
+        let is_path = omits_empty && FILELESS.iter().any(|kind| name.starts_with(kind));
+        if name != "<none>" && !is_path {
             return true;
         }
     }
@@ -274,12 +265,6 @@ mod tests {
     static ALONE: Mutex<()> = Mutex::new(());
 
     #[test]
-    fn a_thread_that_has_ended_is_told_from_one_that_lives() {
-        assert!(is_zombie("Name:\tx\nState:\tZ (zombie)\n") && is_zombie("Name:\tx\n"));
-        assert!(!is_zombie("Name:\tx\nState:\tS (sleeping)\n"));
-    }
-
-    #[test]
     fn a_process_with_direct_io_is_told_from_one_without() {
         let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let path = std::env::temp_dir().join(format!("swaptide-direct-{}", std::process::id()));
@@ -299,7 +284,7 @@ mod tests {
     fn told_of(fd: i32) -> Option<String> {
         let told = std::cell::RefCell::new(None);
         let name = fd.to_string();
-        let all = any_descriptor(Path::new("/proc/self"), |of, text| {
+        let all = any_descriptor(std::process::id(), |of, text| {
             if of == name.as_str() {
                 *told.borrow_mut() = Some(text.to_owned());
             }
@@ -343,14 +328,6 @@ mod tests {
     }
 
     #[test]
-    fn a_question_that_fails_is_no_answer() {
-        let error = std::io::Error::from_raw_os_error;
-        assert!(is_gone(&error(2)) && is_gone(&error(3)));
-        // No descriptor, no memory, no permission.
-        assert!([24, 23, 12, 13, 1].into_iter().all(|errno| !is_gone(&error(errno))));
-    }
-
-    #[test]
     fn mounts_are_told_apart_by_their_file_systems() {
         let mounts = direct_mounts(
             "22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n\
@@ -368,15 +345,16 @@ mod tests {
             format!("{usual}SqMask:\t0x7\nUserFiles:\t8\n{files}UserBufs:\t0\nPollList:\n")
         };
         let of_none = || -> bool { unreachable!("it is known to be a ring") };
+        let sockets = "    0: socket:[7]\n    2: anon_inode:[eventfd]\n    5: pipe:[9]\n";
+        let names = "    0: <none>\n".repeat(8);
         for omits in [true, false] {
             assert!(has_files(&ring("    0: /tmp/file\n"), omits, of_none));
             assert!(has_files(&ring("    0: socket:[7]\n    3: /dev/sda\n"), omits, of_none));
             assert!(has_files(&ring("    0: file\n"), omits, of_none), "a name without a path");
             assert!(has_files(usual, omits, || true), "a busy ring tells nothing");
             assert!(!has_files(usual, omits, || false));
-            let rest = "    1: <none>\n    2: anon_inode:[eventfd]\n".to_owned()
-                + &"    3: <none>\n".repeat(5);
-            assert!(!has_files(&ring(&("    0: socket:[7]\n".to_owned() + &rest)), omits, of_none));
+            assert!(!has_files(&ring(&names), omits, of_none), "it has places and no files");
+            assert_eq!(has_files(&ring(sockets), omits, of_none), !omits, "they may be file names");
         }
         assert!(!has_files(&ring(""), true, of_none), "all places are empty");
         assert!(has_files(&ring(""), false, of_none), "it is busy");

@@ -33,7 +33,7 @@
 //! compares the generation. The punch itself takes the entries of every mapping, those of an unread
 //! child too, before it takes the page.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
@@ -62,6 +62,8 @@ const LEAST_BATCH_PAGES: u64 = 128;
 /// Pages that go from compressed memory to the file together.
 const WRITEBACK_BATCH_PAGES: usize = 128;
 
+/// The time for which a region that waits is not tried again.
+const EXEMPT_TIME: Duration = Duration::from_millis(20);
 /// The time for which no fault waits for room after nothing could go out.
 const FULL_BACKOFF: Duration = Duration::from_millis(20);
 
@@ -72,8 +74,10 @@ struct ReclaimThread {
     unpacker: Unpacker,
     buffer: Vec<u8>,
     huge_pages: HugePages,
-    /// Batches in a row that something changed under.
+    /// Batches in a row under which something changed.
     tries: u32,
+    /// Regions that lately were found to wait, and until when they are not tried again.
+    waiting: HashMap<RegionId, Instant>,
 }
 
 /// Pages on their way out.
@@ -106,6 +110,8 @@ enum Outcome {
     Out(usize),
     /// There is nothing that may go.
     Nothing,
+    /// All that was chosen waits; there may be others.
+    Waits,
     /// Something changed meanwhile: try again.
     Again,
     /// There is no room for more.
@@ -121,6 +127,7 @@ pub(crate) fn run(inner: Arc<Inner>) {
         buffer: Vec::new(),
         huge_pages: HugePages::new(),
         tries: 0,
+        waiting: HashMap::new(),
     };
     let mut waits = Duration::ZERO;
     while inner.stop.load(Relaxed) & STOP_ROOM == 0 {
@@ -171,13 +178,12 @@ impl ReclaimThread {
         if outcome == Outcome::Nothing && self.inner.lock().is_passing() {
             outcome = Outcome::Again;
         }
-        self.tries = if outcome == Outcome::Again { self.tries.saturating_add(1) } else { 0 };
         if over > 0 && matches!(outcome, Outcome::Nothing | Outcome::Full) {
             self.inner.lock().stuck_until = Some(Instant::now() + FULL_BACKOFF);
         }
         self.inner.tell_room();
         match outcome {
-            Outcome::Out(_) => Duration::ZERO,
+            Outcome::Out(_) | Outcome::Waits => Duration::ZERO,
             Outcome::Again => Duration::from_micros(200),
             Outcome::Nothing => Duration::from_millis(5),
             Outcome::Full => {
@@ -198,17 +204,23 @@ impl ReclaimThread {
             Err(_) => return Outcome::Again,
         };
         self.leave_exempted(&mut batch);
+        if batch.runs.is_empty() {
+            return Outcome::Waits;
+        }
         let mut stored = Vec::with_capacity(batch.pages());
-        if batch.runs.is_empty() || !self.store(&batch, &mut stored) {
+        if !self.store(&batch, &mut stored) {
             stored.iter().for_each(|stored| self.drop_stored(stored));
             self.unprotect(&mut self.inner.lock(), &batch);
             return Outcome::Nothing;
         }
         let full = !stored.is_empty() && stored.iter().all(|stored| stored.put == PutOutcome::Full);
         match self.finish(&batch, &stored) {
-            Some(_) if full => Outcome::Full,
-            Some(out) => Outcome::Out(out),
+            Some(out) => {
+                self.tries = 0;
+                if full { Outcome::Full } else { Outcome::Out(out) }
+            }
             None => {
+                self.tries = self.tries.saturating_add(1);
                 self.inner.lock().want_again(batch.wanted);
                 Outcome::Again
             }
@@ -376,11 +388,14 @@ impl ReclaimThread {
 
     /// Chooses pages that were asked for, and `most` of others, and protects them. `None` when
     /// nothing may go out; an error when some address space is changing.
-    fn protect(&self, most: usize) -> Result<Option<ReclaimBatch>, Errno> {
+    fn protect(&mut self, most: usize) -> Result<Option<ReclaimBatch>, Errno> {
+        let now = Instant::now();
+        self.waiting.retain(|_, until| *until > now);
         let mut state = self.inner.lock();
         let mut runs: Vec<(RegionId, Range<usize>)> = Vec::new();
         let mut count = 0;
-        let forbidden = state.forbidden();
+        let mut forbidden = state.forbidden();
+        forbidden.extend(self.waiting.keys());
         let held = state.held_pages();
         let stays = |id: RegionId, chunk: u32| {
             let pages = chunk as usize * PAGES_PER_CHUNK..(chunk as usize + 1) * PAGES_PER_CHUNK;
@@ -458,7 +473,7 @@ impl ReclaimThread {
 
     /// Takes the regions out of a batch that are mapped by a process which may write past its page
     /// tables: they wait. It does not ask for the others.
-    fn leave_exempted(&self, batch: &mut ReclaimBatch) {
+    fn leave_exempted(&mut self, batch: &mut ReclaimBatch) {
         let regions: HashSet<RegionId> = batch.runs.iter().map(|(id, _)| *id).collect();
         let mappers: Vec<(u32, Vec<RegionId>)> = {
             let state = self.inner.lock();
@@ -478,6 +493,8 @@ impl ReclaimThread {
         if waiting.is_empty() {
             return;
         }
+        let until = Instant::now() + EXEMPT_TIME;
+        self.waiting.extend(waiting.iter().map(|id| (*id, until)));
         let is_waiting = |(id, _): &mut (RegionId, Range<usize>)| waiting.contains(id);
         let rest = ReclaimBatch {
             runs: batch.runs.extract_if(.., is_waiting).collect(),

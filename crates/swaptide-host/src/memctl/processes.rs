@@ -48,7 +48,10 @@ const PSS_AGE: Duration = Duration::from_millis(10);
 /// tables, of shared memory too.
 const PSS_REST_CHANGED: u32 = 4;
 const PSS_REST: u32 = 20;
-/// The most that comes to.
+/// CPU time of readings at a time, but for those of sizes that are not known. The rest after them
+/// is as after a change.
+const MAX_PSS_TIME: Duration = Duration::from_millis(5);
+/// The most that an age comes to before it is read again, as far as that leaves time for others.
 const MAX_PSS_AGE_CHANGED: Duration = Duration::from_millis(250);
 const MAX_PSS_AGE: Duration = Duration::from_secs(2);
 /// How long a process that was found to be of no tree is not looked at again.
@@ -106,6 +109,8 @@ pub struct ProcessTree {
     new: NewProcesses,
     /// When the newest member was found.
     found: Option<Instant>,
+    /// No proportional size that is known is read again before.
+    read_from: Option<Instant>,
 }
 
 impl ProcessTree {
@@ -274,19 +279,59 @@ impl ProcessTree {
         );
         let costs = self.members.values().filter(|member| shares(member));
         let cost = costs.filter_map(|member| Some(member.pss.as_ref()?.cost)).sum();
+        let due = self.due_for_reading(&changed, shares, cost);
+        let began = thread_cpu_time();
         for (pid, member) in &mut self.members {
             if member.guest {
                 member.used = 0;
                 member.pss = None;
             } else if shares(member) {
-                let is_changed = changed.contains(&member.stack_start);
-                member.count_proportionally(*pid, is_changed, cost);
+                if due.contains(pid) {
+                    member.read_proportional(*pid);
+                }
+                member.count_proportionally(*pid);
             } else {
                 member.pss = None;
             }
         }
+        if !due.is_empty() {
+            let rest = thread_cpu_time().since(began) * PSS_REST_CHANGED;
+            self.read_from = Some(Instant::now() + rest);
+        }
         self.count_copies();
         dead
+    }
+
+    /// Members whose proportional sizes are to be read now: those that have none, and of the others
+    /// that are old the oldest, as many as may be read at a time.
+    fn due_for_reading(
+        &mut self,
+        changed: &HashSet<u64>,
+        shares: impl Fn(&Member) -> bool,
+        cost: Duration,
+    ) -> HashSet<u32> {
+        let may_read = self.read_from.is_none_or(|from| Instant::now() >= from);
+        let (mut due, mut old) = (HashSet::new(), Vec::new());
+        for (pid, member) in self.members.iter_mut().filter(|(_, m)| !m.guest && shares(m)) {
+            let is_changed = changed.contains(&member.stack_start);
+            match &mut member.pss {
+                None => drop(due.insert(*pid)),
+                Some(pss) => {
+                    pss.is_outdated |= is_changed;
+                    if may_read && pss.read.elapsed() >= pss_age(pss.is_outdated, cost) {
+                        old.push((pss.read, *pid, pss.cost));
+                    }
+                }
+            }
+        }
+        old.sort_unstable();
+        let mut sum = Duration::ZERO;
+        due.extend(old.into_iter().map_while(|(_, pid, cost)| {
+            let is_one_of_few = sum < MAX_PSS_TIME;
+            sum += cost;
+            is_one_of_few.then_some(pid)
+        }));
+        due
     }
 
     /// Adds what was copied since the proportional sizes were read: a page of `n` that is copied
@@ -447,32 +492,27 @@ impl Member {
         }
     }
 
-    /// `is_changed`: a process that shares with it has come or gone. `cost`: what one reading each
-    /// of all that share takes.
-    fn count_proportionally(&mut self, pid: u32, is_changed: bool, cost: Duration) {
-        let is_stale = self.pss.as_mut().is_none_or(|pss| {
-            pss.is_outdated |= is_changed;
-            pss.read.elapsed() >= pss_age(pss.is_outdated, cost)
-        });
-        if is_stale {
-            // An exec in the meantime ends the sharing.
-            self.stack_start = stack_start(pid);
-            let began = thread_cpu_time();
-            // Before: what is copied meanwhile may be counted twice until the next time, and not
-            // left out.
-            let faults = self.minor_faults(pid).unwrap_or_default();
-            if let Some(bytes) = pss_anon(pid) {
-                self.pss = Some(Pss {
-                    bytes,
-                    resident: self.resident,
-                    faults,
-                    discounted: self.discounted,
-                    read: Instant::now(),
-                    cost: thread_cpu_time().since(began),
-                    is_outdated: false,
-                });
-            }
+    fn read_proportional(&mut self, pid: u32) {
+        // An exec in the meantime ends the sharing.
+        self.stack_start = stack_start(pid);
+        let began = thread_cpu_time();
+        // Before: what is copied meanwhile may be counted twice until the next time, and not left
+        // out.
+        let faults = self.minor_faults(pid).unwrap_or_default();
+        if let Some(bytes) = pss_anon(pid) {
+            self.pss = Some(Pss {
+                bytes,
+                resident: self.resident,
+                faults,
+                discounted: self.discounted,
+                read: Instant::now(),
+                cost: thread_cpu_time().since(began),
+                is_outdated: false,
+            });
         }
+    }
+
+    fn count_proportionally(&mut self, pid: u32) {
         self.faults = self.minor_faults(pid).unwrap_or(self.faults);
         if let Some(pss) = &self.pss {
             let carried = (pss.bytes + self.resident).saturating_sub(pss.resident);
@@ -628,15 +668,40 @@ mod tests {
     #[test]
     fn a_size_stays_outdated_until_it_is_read() {
         let pid = std::process::id();
-        let mut member = Member::open(pid, pid).expect("this process");
-        let mut is_outdated = |is_changed, cost| {
-            member.count_proportionally(pid, is_changed, Duration::from_secs(cost));
-            member.pss.as_ref().expect("it is read").is_outdated
-        };
-        assert!(!is_outdated(false, 0));
-        assert!(is_outdated(true, 3600), "it was read just now");
-        assert!(is_outdated(false, 3600));
-        assert!(!is_outdated(false, 0));
+        let mut tree = ProcessTree::default();
+        tree.members.insert(pid, Member::open(pid, pid).expect("this process"));
+        let stack = HashSet::from([tree.members[&pid].stack_start]);
+        let none = HashSet::new();
+        let hour = Duration::from_secs(3600);
+        assert!(tree.due_for_reading(&none, |_| true, hour).contains(&pid), "it is not known");
+        let member = tree.members.get_mut(&pid).expect("it is there");
+        member.read_proportional(pid);
+        member.pss.as_mut().expect("it is read").read = Instant::now() + hour;
+        assert!(tree.due_for_reading(&stack, |_| true, hour).is_empty(), "it is new");
+        assert!(tree.due_for_reading(&none, |_| true, hour).is_empty());
+        assert!(tree.members[&pid].pss.as_ref().expect("it is read").is_outdated);
+        assert!(!tree.due_for_reading(&none, |_| true, Duration::ZERO).is_empty(), "but outdated");
+        tree.members.get_mut(&pid).expect("it is there").read_proportional(pid);
+        assert!(!tree.members[&pid].pss.as_ref().expect("it is read").is_outdated);
+    }
+
+    #[test]
+    fn the_oldest_sizes_are_read_first_and_not_all_at_once() {
+        let own = std::process::id();
+        let mut tree = ProcessTree::default();
+        let ms = Duration::from_millis;
+        let now = Instant::now();
+        for pid in 1..=9 {
+            let mut member = Member::open(own, own).expect("this process");
+            member.read_proportional(own);
+            let pss = member.pss.as_mut().expect("it is read");
+            (pss.read, pss.cost) = (now.checked_sub(ms(10_000 - 100 * pid)).expect("time"), ms(2));
+            tree.members.insert(pid as u32, member);
+        }
+        let due = tree.due_for_reading(&HashSet::new(), |_| true, ms(18));
+        assert_eq!(due, HashSet::from([1, 2, 3]));
+        tree.read_from = Some(Instant::now() + ms(3_600_000));
+        assert!(tree.due_for_reading(&HashSet::new(), |_| true, ms(18)).is_empty());
     }
 
     #[test]

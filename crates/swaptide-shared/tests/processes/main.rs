@@ -50,6 +50,7 @@ const CASES: &[(&str, fn())] = &[
     ("regions_end_while_their_pages_leave", regions_end_while_their_pages_leave),
     ("direct_io_holds", direct_io_holds),
     ("direct_io_holds_no_other_region", direct_io_holds_no_other_region),
+    ("direct_io_without_a_first_thread_holds", direct_io_without_a_first_thread_holds),
     ("a_killed_pager", a_killed_pager),
     ("a_raw_clone", a_raw_clone),
     ("a_raw_clone_gives_up", a_raw_clone_gives_up),
@@ -345,10 +346,24 @@ fn worker(arguments: &[String]) {
             // SAFETY: stops this process alone.
             unsafe { libc::raise(libc::SIGSTOP) };
         }
-        "sleep" => loop {
-            std::thread::sleep(Duration::from_secs(1));
-        },
+        "sleep" => rest(),
+        // Its first thread ends, others live, and number 0 has a file open for direct I/O.
+        "leaderless" => {
+            let direct = if number == 0 { open_direct() } else { None };
+            std::thread::spawn(move || {
+                let (_direct, _region) = (direct, region);
+                rest()
+            });
+            // SAFETY: ends this thread alone, and nothing that it has is used by others.
+            unsafe { libc::syscall(libc::SYS_exit, 0) };
+        }
         other => panic!("no such worker: {other}"),
+    }
+}
+
+fn rest() -> ! {
+    loop {
+        std::thread::sleep(Duration::from_secs(1));
     }
 }
 
@@ -671,6 +686,33 @@ fn direct_io_holds() {
     words.check_all();
 }
 
+fn direct_io_without_a_first_thread_holds() {
+    if open_direct().is_none() {
+        return;
+    }
+    for number in 0..2 {
+        let (host, region) = start(16 * MIB, 32 * MIB);
+        let mut worker = spawn(&host, &region, "leaderless", number);
+        let ended = || {
+            let status = std::fs::read_to_string(format!("/proc/{}/status", worker.id()));
+            status.is_ok_and(|status| status.contains("State:\tZ"))
+        };
+        until("the first thread ends", ended);
+        let words = Words::of(&region);
+        words.fill();
+        if number == 0 {
+            std::thread::sleep(Duration::from_millis(500));
+            assert_eq!(host.out(), 0, "nothing goes out");
+            worker.kill().and_then(|()| worker.wait()).expect("killed");
+        }
+        until("it goes out", || host.out() > 0);
+        words.check_all();
+        // It may have ended already.
+        let _ = worker.kill();
+        worker.wait().expect("it ends");
+    }
+}
+
 fn direct_io_holds_no_other_region() {
     let Some(_direct) = open_direct() else { return };
     let (host, held) = start(40 * MIB, 32 * MIB);
@@ -683,9 +725,9 @@ fn direct_io_holds_no_other_region() {
             words.word(page, WORKERS).store(constant(page, WORKERS), SeqCst);
         }
     }
-    assert_eq!(host.out(), 0, "this process may write to both");
-    // Of the worker, which has no such file.
     std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(host.out(), 0, "this process may write to both");
+    // Of the worker alone from here on, which has no such file.
     drop(other);
     until("the region of a process without direct I/O goes out", || host.out() > 1000);
     let held_pages = held_words.pages as u64;
