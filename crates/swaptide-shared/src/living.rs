@@ -6,13 +6,39 @@
 //!
 //! Locks: none.
 
+use std::path::PathBuf;
 use std::{fs, io};
 
+/// A thread of a process: by its own number alone it would be another process's, once that has it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct ProcThread {
+    pub pid: u32,
+    pub tid: u32,
+}
+
+impl ProcThread {
+    /// A file of it in /proc.
+    pub(crate) fn file(self, name: &str) -> PathBuf {
+        PathBuf::from(format!("/proc/{}/task/{}/{name}", self.pid, self.tid))
+    }
+
+    /// True if it has memory. What was told of it before was told of a living thread then: its
+    /// memory goes first.
+    pub(crate) fn has_memory(self) -> io::Result<bool> {
+        match fs::read(self.file("statm")) {
+            Ok(text) => Ok(text.first().is_some_and(|digit| (b'1'..=b'9').contains(digit))),
+            Err(error) if is_gone(&error) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+}
+
 /// A thread of a process that has memory: the first, as a rule. `None` if none was found: the
-/// process has ended, or one began another and ended meanwhile.
-pub(crate) fn living_thread(pid: u32) -> io::Result<Option<u32>> {
-    if has_memory(pid)? {
-        return Ok(Some(pid));
+/// process has ended, or one began another and ended meanwhile, or it is not to be seen.
+pub(crate) fn living_thread(pid: u32) -> io::Result<Option<ProcThread>> {
+    let first = ProcThread { pid, tid: pid };
+    if first.has_memory()? {
+        return Ok(Some(first));
     }
     let threads = match fs::read_dir(format!("/proc/{pid}/task")) {
         Ok(threads) => threads,
@@ -26,21 +52,12 @@ pub(crate) fn living_thread(pid: u32) -> io::Result<Option<u32>> {
             Err(error) => return Err(error),
         };
         let Some(tid) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
-        if has_memory(tid)? {
-            return Ok(Some(tid));
+        let thread = ProcThread { pid, tid };
+        if thread.has_memory()? {
+            return Ok(Some(thread));
         }
     }
     Ok(None)
-}
-
-/// True if a thread has memory. What was told of it before was told of a living thread then: its
-/// memory goes first.
-pub(crate) fn has_memory(tid: u32) -> io::Result<bool> {
-    match fs::read(format!("/proc/{tid}/statm")) {
-        Ok(text) => Ok(text.first().is_some_and(|digit| (b'1'..=b'9').contains(digit))),
-        Err(error) if is_gone(&error) => Ok(false),
-        Err(error) => Err(error),
-    }
 }
 
 /// True if an error says that what was asked about is not there any more.
@@ -56,10 +73,12 @@ mod tests {
     #[test]
     fn a_process_is_told_of_by_a_thread_that_lives() {
         let own = std::process::id();
-        assert_eq!(living_thread(own).expect("it can be asked"), Some(own));
+        let first = ProcThread { pid: own, tid: own };
+        assert_eq!(living_thread(own).expect("it can be asked"), Some(first));
         assert_eq!(living_thread(u32::MAX / 2).expect("no such process"), None);
         let mut ended = std::process::Command::new("true").spawn().expect("true");
-        while has_memory(ended.id()).expect("it can be asked") {
+        let of_ended = ProcThread { pid: ended.id(), tid: ended.id() };
+        while of_ended.has_memory().expect("it can be asked") {
             std::thread::yield_now();
         }
         assert_eq!(living_thread(ended.id()).expect("it is a zombie"), None);

@@ -22,14 +22,14 @@ use std::fs::{self, File};
 use std::io::{self, Read as _};
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
-use std::path::Path;
+use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{Dir, Mode, OFlags, open, openat};
 use swaptide_ipc::shared::REGION_PATH;
 
-use crate::living::{has_memory, is_gone, living_thread};
+use crate::living::{ProcThread, is_gone, living_thread};
 
 const O_DIRECT: u32 = 0o40000;
 /// File systems that can be mounted without a cache for files.
@@ -58,20 +58,15 @@ pub(crate) enum PinnedBy {
     Unknown,
 }
 
-/// Whether a process may write past its page tables, or has locked a region. One that is gone may
-/// not. A question that fails for another reason, for lack of descriptors for instance, says
-/// nothing.
+/// Whether a process may write past its page tables, or has locked a region. A question that fails,
+/// for lack of descriptors for instance, says nothing; nor does that nothing is to be seen of it:
+/// its memory may be another's, too. (An address space that is gone is noticed otherwise.)
 pub(crate) fn pinned(pid: u32) -> Option<PinnedBy> {
     for _ in 0..MAX_ASKED_THREADS {
-        let thread = match living_thread(pid) {
-            Ok(Some(thread)) => thread,
-            Ok(None) if !Path::new(&format!("/proc/{pid}")).exists() => return None,
-            Ok(None) => continue,
-            Err(_) => return Some(PinnedBy::Unknown),
-        };
+        let Ok(Some(thread)) = living_thread(pid) else { continue };
         let found = pinned_thread(thread);
         // One that has ended meanwhile has nothing open, while others have.
-        if found.is_some() || has_memory(thread).is_ok_and(|has| has) {
+        if found.is_some() || thread.has_memory().is_ok_and(|has| has) {
             return found;
         }
     }
@@ -79,8 +74,8 @@ pub(crate) fn pinned(pid: u32) -> Option<PinnedBy> {
 }
 
 /// As [`pinned`], by what the kernel says of one thread. `None` also if that has ended.
-fn pinned_thread(tid: u32) -> Option<PinnedBy> {
-    let status = match read_lossy(format!("/proc/{tid}/status")) {
+fn pinned_thread(thread: ProcThread) -> Option<PinnedBy> {
+    let status = match read_lossy(thread.file("status")) {
         Ok(status) => status,
         Err(error) if is_gone(&error) => return None,
         Err(_) => return Some(PinnedBy::Unknown),
@@ -89,19 +84,19 @@ fn pinned_thread(tid: u32) -> Option<PinnedBy> {
         return Some(PinnedBy::LongTermPin);
     }
     let locked = figure(&status, "VmLck:");
-    if locked > 0 && locks_region(tid, locked) {
+    if locked > 0 && locks_region(thread, locked) {
         return Some(PinnedBy::Locked);
     }
-    let mounts = match read_lossy(format!("/proc/{tid}/mountinfo")) {
+    let mounts = match read_lossy(thread.file("mountinfo")) {
         Ok(text) => direct_mounts(&text),
         Err(error) if is_gone(&error) => return None,
         Err(_) => return Some(PinnedBy::Unknown),
     };
-    match any_descriptor(tid, |name, text| {
+    match any_descriptor(thread, |name, text| {
         // Only its name tells a ring that is busy from other descriptors without a file.
         let may_be_ring = anonymous_mount().is_none_or(|mount| figure(text, "mnt_id:") == mount);
         let is_ring = || {
-            let link = || fs::read_link(Path::new(&format!("/proc/{tid}/fd")).join(name));
+            let link = || fs::read_link(thread.file("fd").join(name));
             may_be_ring && link().map_or_else(|error| !is_gone(&error), |name| name == *RING)
         };
         text.lines().any(is_direct)
@@ -116,15 +111,15 @@ fn pinned_thread(tid: u32) -> Option<PinnedBy> {
 }
 
 /// A file's text; names in it need not be letters.
-fn read_lossy(path: String) -> io::Result<String> {
+fn read_lossy(path: PathBuf) -> io::Result<String> {
     fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// True if `found` is, for the name of some descriptor of a thread and what the kernel tells of it.
 /// Those that are closed meanwhile are left out.
-fn any_descriptor(tid: u32, found: impl Fn(&OsStr, &str) -> bool) -> io::Result<bool> {
+fn any_descriptor(thread: ProcThread, found: impl Fn(&OsStr, &str) -> bool) -> io::Result<bool> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-    let folder = open(format!("/proc/{tid}/fdinfo"), flags | OFlags::DIRECTORY, Mode::empty())?;
+    let folder = open(thread.file("fdinfo"), flags | OFlags::DIRECTORY, Mode::empty())?;
     let mut buffer = vec![0; USUAL_BYTES];
     for entry in Dir::read_from(&folder)? {
         let entry = entry?;
@@ -223,8 +218,8 @@ fn figure(status: &str, name: &str) -> u64 {
 
 /// True if a process that has `locked` KiB locked has locked a region, or has locked more than its
 /// mappings say: so VFIO counts what a device may write to.
-fn locks_region(pid: u32, locked: u64) -> bool {
-    match fs::read_to_string(format!("/proc/{pid}/smaps")) {
+fn locks_region(thread: ProcThread, locked: u64) -> bool {
+    match read_lossy(thread.file("smaps")) {
         Ok(text) => {
             let (of_mappings, has_region) = locked_mappings(&text);
             has_region || of_mappings < locked
@@ -277,14 +272,15 @@ mod tests {
         }
         fs::remove_file(path).expect("remove");
         assert_eq!(pinned(std::process::id()), None);
-        assert_eq!(pinned(u32::MAX / 2), None, "no such process");
+        assert_eq!(pinned(u32::MAX / 2), Some(PinnedBy::Unknown), "no such process");
     }
 
     /// The text that the kernel has for a descriptor of this process.
     fn told_of(fd: i32) -> Option<String> {
         let told = std::cell::RefCell::new(None);
         let name = fd.to_string();
-        let all = any_descriptor(std::process::id(), |of, text| {
+        let own = ProcThread { pid: std::process::id(), tid: std::process::id() };
+        let all = any_descriptor(own, |of, text| {
             if of == name.as_str() {
                 *told.borrow_mut() = Some(text.to_owned());
             }

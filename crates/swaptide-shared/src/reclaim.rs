@@ -62,8 +62,12 @@ const LEAST_BATCH_PAGES: u64 = 128;
 /// Pages that go from compressed memory to the file together.
 const WRITEBACK_BATCH_PAGES: usize = 128;
 
-/// The time for which a region that waits is not tried again.
+/// The time for which a region that waits is not tried again: at least, and in times of what the
+/// questions took.
 const EXEMPT_TIME: Duration = Duration::from_millis(20);
+const EXEMPT_REST: u32 = 4;
+/// Batches in a row of which all waits, after which there is a pause.
+const MAX_WAITS: u32 = 16;
 /// The time for which no fault waits for room after nothing could go out.
 const FULL_BACKOFF: Duration = Duration::from_millis(20);
 
@@ -78,6 +82,8 @@ struct ReclaimThread {
     tries: u32,
     /// Regions that lately were found to wait, and until when they are not tried again.
     waiting: HashMap<RegionId, Instant>,
+    /// Batches in a row of which all waits.
+    waits: u32,
 }
 
 /// Pages on their way out.
@@ -128,6 +134,7 @@ pub(crate) fn run(inner: Arc<Inner>) {
         huge_pages: HugePages::new(),
         tries: 0,
         waiting: HashMap::new(),
+        waits: 0,
     };
     let mut waits = Duration::ZERO;
     while inner.stop.load(Relaxed) & STOP_ROOM == 0 {
@@ -175,7 +182,13 @@ impl ReclaimThread {
             return Duration::from_millis(5);
         }
         let mut outcome = self.batch(batch_pages(over, limit, self.tries));
-        if outcome == Outcome::Nothing && self.inner.lock().is_passing() {
+        self.waits = if outcome == Outcome::Waits { self.waits.saturating_add(1) } else { 0 };
+        if self.waits >= MAX_WAITS {
+            outcome = Outcome::Nothing;
+        }
+        // Not where something waits for as long as a program wants: no fault is to wait for that.
+        if outcome == Outcome::Nothing && self.waiting.is_empty() && self.inner.lock().is_passing()
+        {
             outcome = Outcome::Again;
         }
         if over > 0 && matches!(outcome, Outcome::Nothing | Outcome::Full) {
@@ -418,10 +431,13 @@ impl ReclaimThread {
             wanted.push((id, chunk));
         }
         // What will soon be allowed waits for it; what will not was asked for in vain.
-        if state.is_passing() {
-            state.want_again(later);
+        if !state.is_passing() {
+            later.retain(|(id, _)| self.waiting.contains_key(id));
         }
-        let mut left = state.queue.len();
+        state.want_again(later);
+        // With none that may, the queue would only be turned round.
+        let may_any = state.regions.keys().any(|id| !forbidden.contains(id));
+        let mut left = if may_any { state.queue.len() } else { 0 };
         while count < most.min(MAX_BATCH_PAGES) && left > 0 {
             left -= 1;
             let Some((id, chunk)) = state.queue.pop_front() else { break };
@@ -474,26 +490,28 @@ impl ReclaimThread {
     /// Takes the regions out of a batch that are mapped by a process which may write past its page
     /// tables: they wait. It does not ask for the others.
     fn leave_exempted(&mut self, batch: &mut ReclaimBatch) {
-        let regions: HashSet<RegionId> = batch.runs.iter().map(|(id, _)| *id).collect();
-        let mappers: Vec<(u32, Vec<RegionId>)> = {
+        let began = Instant::now();
+        let of_batch: HashSet<RegionId> = batch.runs.iter().map(|(id, _)| *id).collect();
+        let mappers: Vec<(u32, HashSet<RegionId>)> = {
             let state = self.inner.lock();
             let mapped = |space: &crate::space::Space| {
-                let of_batch = space.layout.iter().map(|piece| piece.region);
-                let of_batch: Vec<_> = of_batch.filter(|region| regions.contains(region)).collect();
-                Some((space.pid?, of_batch)).filter(|(_, regions)| !regions.is_empty())
+                let regions = space.layout.iter().map(|piece| piece.region).collect();
+                Some((space.pid?, regions)).filter(|(_, regions)| !of_batch.is_disjoint(regions))
             };
             state.spaces.values().filter_map(mapped).collect()
         };
+        // All of a process's: else each of them would have it asked again.
         let mut waiting: HashSet<RegionId> = HashSet::new();
         for (pid, regions) in mappers {
-            if !regions.iter().all(|region| waiting.contains(region)) && pinned(pid).is_some() {
+            if !regions.is_subset(&waiting) && pinned(pid).is_some() {
                 waiting.extend(regions);
             }
         }
         if waiting.is_empty() {
             return;
         }
-        let until = Instant::now() + EXEMPT_TIME;
+        let now = Instant::now();
+        let until = now + EXEMPT_TIME.max((now - began) * EXEMPT_REST);
         self.waiting.extend(waiting.iter().map(|id| (*id, until)));
         let is_waiting = |(id, _): &mut (RegionId, Range<usize>)| waiting.contains(id);
         let rest = ReclaimBatch {

@@ -20,7 +20,7 @@ use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::sock::Conn;
 use swaptide_sys::uffd::Uffd;
 
-use crate::living::{has_memory, living_thread};
+use crate::living::living_thread;
 use crate::region::RegionId;
 
 /// An address space: a number that is never used again.
@@ -173,14 +173,15 @@ impl Space {
 /// The mappings of a process of regions that are known.
 ///
 /// # Errors
-/// When its mappings cannot be read, or no thread is there any more that has some.
+/// When its mappings cannot be read; `SRCH` when the thread that was asked has ended, or no thread
+/// has any.
 pub fn scan(pid: u32, known: &HashSet<RegionId>) -> Result<Vec<Piece>, Errno> {
     let mut pieces = Vec::new();
     let mut buffer = vec![0u8; 1 << 16];
     let thread = living_thread(pid)
         .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?
         .ok_or(Errno::SRCH)?;
-    for_each_vma_of(thread, &mut buffer, |vma| {
+    for_each_vma_of(thread.pid, thread.tid, &mut buffer, |vma| {
         let region = RegionId { device: vma.device, inode: vma.inode };
         if !vma.private && vma.name.starts_with(REGION_PATH) && known.contains(&region) {
             let page = vma.offset as usize / PAGE_SIZE;
@@ -189,7 +190,7 @@ pub fn scan(pid: u32, known: &HashSet<RegionId>) -> Result<Vec<Piece>, Errno> {
         true
     })?;
     // Of a thread that has ended meanwhile less may have been told.
-    if !has_memory(thread).unwrap_or(false) {
+    if !thread.has_memory().unwrap_or(false) {
         return Err(Errno::SRCH);
     }
     Ok(pieces)

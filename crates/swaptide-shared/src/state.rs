@@ -295,7 +295,12 @@ impl Inner {
         let Some(pid) = space.pid else { return };
         // A mapping may go while it is being registered; then it is not there at the next check.
         for _ in 0..16 {
-            let Ok(layout) = scan(pid, &known) else { break };
+            let layout = match scan(pid, &known) {
+                Ok(layout) => layout,
+                // The thread that was asked has ended, and another one may live.
+                Err(Errno::SRCH) if space.standing() != SpaceState::Gone => continue,
+                Err(_) => break,
+            };
             let register = |piece: &Piece| match engaged {
                 true => space.uffd.register_missing_wp(piece.range),
                 false => space.uffd.register_wp(piece.range),

@@ -75,13 +75,14 @@ pub fn for_each_vma(buf: &mut [u8], f: impl FnMut(Vma<'_>) -> bool) -> Result<()
     each_line(procfs::open_own(c"/proc/thread-self/maps", c"maps")?, buf, f)
 }
 
-/// The same for another process.
+/// The same for a thread of another process.
 pub fn for_each_vma_of(
     pid: u32,
+    tid: u32,
     buf: &mut [u8],
     f: impl FnMut(Vma<'_>) -> bool,
 ) -> Result<(), Errno> {
-    each_line(procfs::open_read(ProcPath::proc(pid, "maps").as_c_str())?, buf, f)
+    each_line(procfs::open_read(ProcPath::thread_of(pid, tid, "maps").as_c_str())?, buf, f)
 }
 
 /// The advice (madvise(2)) in effect for a VMA, as far as it is used here.

@@ -23,6 +23,15 @@ impl ProcPath {
         path
     }
 
+    /// `/proc/PID/task/TID/FILE`.
+    pub(crate) fn thread_of(pid: u32, tid: u32, file: &str) -> ProcPath {
+        let mut path = ProcPath::proc(pid, "task/");
+        path.push_number(tid);
+        path.push(b"/");
+        path.push(file.as_bytes());
+        path
+    }
+
     /// `/proc/self/task/TID/FILE`.
     pub fn task(tid: u32, file: &str) -> ProcPath {
         let mut path = ProcPath { bytes: [0; 64], len: 0 };

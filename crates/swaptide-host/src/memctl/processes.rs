@@ -280,23 +280,24 @@ impl ProcessTree {
         let costs = self.members.values().filter(|member| shares(member));
         let cost = costs.filter_map(|member| Some(member.pss.as_ref()?.cost)).sum();
         let due = self.due_for_reading(&changed, shares, cost);
-        let began = thread_cpu_time();
+        let mut taken = Duration::ZERO;
         for (pid, member) in &mut self.members {
             if member.guest {
                 member.used = 0;
                 member.pss = None;
             } else if shares(member) {
                 if due.contains(pid) {
-                    member.read_proportional(*pid);
+                    let is_known = member.pss.is_some();
+                    let cost = member.read_proportional(*pid);
+                    taken += if is_known { cost } else { Duration::ZERO };
                 }
                 member.count_proportionally(*pid);
             } else {
                 member.pss = None;
             }
         }
-        if !due.is_empty() {
-            let rest = thread_cpu_time().since(began) * PSS_REST_CHANGED;
-            self.read_from = Some(Instant::now() + rest);
+        if !taken.is_zero() {
+            self.read_from = Some(Instant::now() + taken * PSS_REST_CHANGED);
         }
         self.count_copies();
         dead
@@ -492,24 +493,27 @@ impl Member {
         }
     }
 
-    fn read_proportional(&mut self, pid: u32) {
+    /// Reads its proportional size; answers with the CPU time that it took. Where it cannot be
+    /// read, all that it has counts until the next time.
+    fn read_proportional(&mut self, pid: u32) -> Duration {
         // An exec in the meantime ends the sharing.
         self.stack_start = stack_start(pid);
         let began = thread_cpu_time();
         // Before: what is copied meanwhile may be counted twice until the next time, and not left
         // out.
         let faults = self.minor_faults(pid).unwrap_or_default();
-        if let Some(bytes) = pss_anon(pid) {
-            self.pss = Some(Pss {
-                bytes,
-                resident: self.resident,
-                faults,
-                discounted: self.discounted,
-                read: Instant::now(),
-                cost: thread_cpu_time().since(began),
-                is_outdated: false,
-            });
-        }
+        let bytes = pss_anon(pid).unwrap_or(self.resident);
+        let cost = thread_cpu_time().since(began);
+        self.pss = Some(Pss {
+            bytes,
+            resident: self.resident,
+            faults,
+            discounted: self.discounted,
+            read: Instant::now(),
+            cost,
+            is_outdated: false,
+        });
+        cost
     }
 
     fn count_proportionally(&mut self, pid: u32) {
@@ -695,7 +699,7 @@ mod tests {
             let mut member = Member::open(own, own).expect("this process");
             member.read_proportional(own);
             let pss = member.pss.as_mut().expect("it is read");
-            (pss.read, pss.cost) = (now.checked_sub(ms(10_000 - 100 * pid)).expect("time"), ms(2));
+            (pss.read, pss.cost) = (now.checked_sub(ms(2000 - 100 * pid)).expect("time"), ms(2));
             tree.members.insert(pid as u32, member);
         }
         let due = tree.due_for_reading(&HashSet::new(), |_| true, ms(18));
