@@ -9,9 +9,9 @@
 //! memory for long (`VmPin`), and of each descriptor whether it was opened for direct I/O, and on
 //! which mount: some file systems read into a program's pages without being asked to. Both are
 //! asked after the pages were write-protected and before anything is read: one that takes a page
-//! after that waits for it, and one that has taken a page before has the descriptor open or is done
-//! within the time that the questions take. Not seen is a file that was closed while such a read of
-//! it is under way (docs/semantics.md).
+//! after that waits for it, and one that has taken a page before has the descriptor open. Not seen
+//! is one that closed it, or unmapped the memory, while such a read is under way
+//! (docs/semantics.md).
 //!
 //! Locks: none.
 
@@ -64,35 +64,32 @@ pub(crate) enum PinnedBy {
 pub(crate) fn pinned(pid: u32) -> Option<PinnedBy> {
     for _ in 0..MAX_ASKED_THREADS {
         let Ok(Some(thread)) = living_thread(pid) else { continue };
-        let found = pinned_thread(thread);
-        // One that has ended meanwhile has nothing open, while others have.
-        if found.is_some() || thread.has_memory().is_ok_and(|has| has) {
-            return found;
+        match pinned_thread(thread) {
+            // One that has ended meanwhile has nothing open, while others have.
+            Ok(None) if !thread.has_memory().is_ok_and(|has| has) => {}
+            Ok(found) => return found,
+            Err(error) if is_gone(&error) => {}
+            Err(_) => return Some(PinnedBy::Unknown),
         }
     }
     Some(PinnedBy::Unknown)
 }
 
-/// As [`pinned`], by what the kernel says of one thread. `None` also if that has ended.
-fn pinned_thread(thread: ProcThread) -> Option<PinnedBy> {
-    let status = match read_lossy(thread.file("status")) {
-        Ok(status) => status,
-        Err(error) if is_gone(&error) => return None,
-        Err(_) => return Some(PinnedBy::Unknown),
-    };
+/// As [`pinned`], by what the kernel says of one thread.
+///
+/// # Errors
+/// When it cannot be asked, or has ended.
+fn pinned_thread(thread: ProcThread) -> io::Result<Option<PinnedBy>> {
+    let status = read_lossy(thread.file("status"))?;
     if figure(&status, "VmPin:") > 0 {
-        return Some(PinnedBy::LongTermPin);
+        return Ok(Some(PinnedBy::LongTermPin));
     }
     let locked = figure(&status, "VmLck:");
-    if locked > 0 && locks_region(thread, locked) {
-        return Some(PinnedBy::Locked);
+    if locked > 0 && locks_region(&read_lossy(thread.file("smaps"))?, locked) {
+        return Ok(Some(PinnedBy::Locked));
     }
-    let mounts = match read_lossy(thread.file("mountinfo")) {
-        Ok(text) => direct_mounts(&text),
-        Err(error) if is_gone(&error) => return None,
-        Err(_) => return Some(PinnedBy::Unknown),
-    };
-    match any_descriptor(thread, |name, text| {
+    let mounts = direct_mounts(&read_lossy(thread.file("mountinfo"))?);
+    let is_direct = any_descriptor(thread, |name, text| {
         // Only its name tells a ring that is busy from other descriptors without a file.
         let may_be_ring = anonymous_mount().is_none_or(|mount| figure(text, "mnt_id:") == mount);
         let is_ring = || {
@@ -102,12 +99,8 @@ fn pinned_thread(thread: ProcThread) -> Option<PinnedBy> {
         text.lines().any(is_direct)
             || !mounts.is_empty() && mounts.contains(&figure(text, "mnt_id:"))
             || has_files(text, omits_empty_places(), is_ring)
-    }) {
-        Ok(true) => Some(PinnedBy::Direct),
-        Ok(false) => None,
-        Err(error) if is_gone(&error) => None,
-        Err(_) => Some(PinnedBy::Unknown),
-    }
+    })?;
+    Ok(is_direct.then_some(PinnedBy::Direct))
 }
 
 /// A file's text; names in it need not be letters.
@@ -192,8 +185,8 @@ fn has_files(fdinfo: &str, omits_empty: bool, is_ring: impl FnOnce() -> bool) ->
         listed += 1;
         // A number, and a name or path.
         let name = line.split_once(": ").map_or("", |(_, name)| name.trim_start());
-        let is_path = omits_empty && FILELESS.iter().any(|kind| name.starts_with(kind));
-        if name != "<none>" && !is_path {
+        let is_fileless = omits_empty && FILELESS.iter().any(|kind| name.starts_with(kind));
+        if name != "<none>" && !is_fileless {
             return true;
         }
     }
@@ -218,14 +211,9 @@ fn figure(status: &str, name: &str) -> u64 {
 
 /// True if a process that has `locked` KiB locked has locked a region, or has locked more than its
 /// mappings say: so VFIO counts what a device may write to.
-fn locks_region(thread: ProcThread, locked: u64) -> bool {
-    match read_lossy(thread.file("smaps")) {
-        Ok(text) => {
-            let (of_mappings, has_region) = locked_mappings(&text);
-            has_region || of_mappings < locked
-        }
-        Err(_) => true,
-    }
+fn locks_region(smaps: &str, locked: u64) -> bool {
+    let (of_mappings, has_region) = locked_mappings(smaps);
+    has_region || of_mappings < locked
 }
 
 /// KiB of locked mappings, and whether a region is among them.

@@ -188,7 +188,8 @@ pub fn scan(pid: u32, known: &HashSet<RegionId>) -> Result<Vec<Piece>, Errno> {
             pieces.push(Piece { range: vma.range, region, page });
         }
         true
-    })?;
+    })
+    .map_err(|errno| if errno == Errno::NOENT { Errno::SRCH } else { errno })?;
     // Of a thread that has ended meanwhile less may have been told.
     if !thread.has_memory().unwrap_or(false) {
         return Err(Errno::SRCH);

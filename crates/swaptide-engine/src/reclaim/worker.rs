@@ -64,7 +64,7 @@ const COMPACT_SLACK_BYTES: usize = 1 << 20;
 const HOLES_DIVISOR: usize = 16;
 /// Bytes that are moved at a time then.
 const COMPACT_STEP_BYTES: usize = 512 << 10;
-/// If less than this part of them came of that, there is a rest of some divisions.
+/// Where that frees less than this part of them, compaction rests for some intervals.
 const COMPACT_WORTH_DIVISOR: usize = 8;
 const COMPACT_REST: u32 = 8;
 /// Compressed memory smaller than this part of the limit is not made smaller for its own sake, and
@@ -549,7 +549,7 @@ struct Housekeeping {
     /// The handler had something to do: its turns by then, and since when.
     still: Option<(u32, Nanos)>,
     idle: IdleDetector,
-    /// Divisions until compressed memory may be compacted again.
+    /// Intervals until compressed memory may be compacted again.
     compact_in: u32,
 }
 

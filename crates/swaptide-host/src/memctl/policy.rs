@@ -47,8 +47,8 @@ const CROWDED_FLOOR_BYTES: u64 = 2 << 20;
 const MIN_MANAGED_BYTES: u64 = 4 << 20;
 /// The same once the budget is exceeded.
 const MIN_MANAGED_BYTES_OVER_BUDGET: u64 = 1 << 20;
-/// This part of a budget, if it is no less than these bytes, is much: for a process that is not
-/// managed while others swap, and to be swapped out. (An engine has two or three megabytes.)
+/// A process with this part of a budget, and these bytes, is worth managing while others want as
+/// much back. (An engine has two or three megabytes.)
 const MUCH_DIVISOR: u64 = 16;
 const MUCH_BYTES: u64 = 16 << 20;
 /// The time that a process may take from being engaged until faults hold it; and where its engine
@@ -69,7 +69,7 @@ const ENGINE_ROOM_DIVISOR: u64 = 32;
 /// This part of its use a process may grow by, and by what its pressure is, while one wants memory
 /// back.
 const GROWTH_DIVISOR: u64 = 4;
-/// One does whose pressure is at least this part of its use.
+/// One does whose pressure is more than this part of its use.
 const WANT_DIVISOR: u64 = 1024;
 /// The time in which a limit sinks by an eighth at most, while the budget is kept.
 const YIELD_TIME: Duration = Duration::from_millis(50);
