@@ -190,7 +190,17 @@ static void guard_zero(void) {
     out(at, PAGES);
     for (size_t page = 0; page < 8; page++) MUST(faults(at + page * PAGE, SIGSEGV));
     MUST(advise(at, 8 * PAGE, GUARD_REMOVE) == 0);
-    if (way != BARE) check_zero(at, 0, 8, "page behind a guard over pages that were there");
+    if (way == BARE) return;
+    check_zero(at, 0, 8, "page behind a guard over pages that were there");
+    /* A call that fails part way has put guards over what lies before, and discarded that. */
+    for (int locked = 0; locked < 2; locked++) {
+        unsigned char *part = area(5 + locked), *amid = part + LEN / 2;
+        MUST((locked ? mlock(amid, PAGE) : munmap(amid, PAGE)) == 0);
+        MUST(advise(part, LEN, GUARD_INSTALL) != 0);
+        MUST(advise(part, LEN / 2, GUARD_REMOVE) == 0);
+        check_zero(part, 0, PAGES / 2, "page behind a guard of a call that failed");
+        if (locked) check(part, PAGES / 2, PAGES / 2, 5 + locked, "page behind a locked one");
+    }
 }
 
 /* A guard among pages that are out: what is read around it comes in, and the guard stays. */

@@ -202,9 +202,40 @@ pub(crate) fn advise(addr: usize, len: usize, advice: c_int) -> isize {
                     // A page that was on its way may have come over the guard, and went again.
                     return call(advice as usize);
                 }
+            } else if result != 0 && engine.is_some() && advice == MADV_GUARD_INSTALL {
+                forget_guarded(addr, len);
             }
             result
         }
+    }
+}
+
+/// Has the engine forget what guards were put over by a call that failed: the kernel leaves out
+/// what is not mapped, and stops at the first mapping that may have none. Each mapping up to there
+/// is guarded again, alone, so that nothing is given up but what that says of.
+fn forget_guarded(addr: usize, len: usize) {
+    let Some(end) = addr.checked_add(len) else { return };
+    let Ok(maps) = MapsFile::open_high() else { return };
+    let mut at = addr;
+    while at < end
+        && let Ok(Some(info)) = maps.vma_at_or_next(VirtAddr(at))
+    {
+        let range = info.vma().range;
+        let (from, to) = (range.start.0.max(at), range.end.0.min(end));
+        if from >= to {
+            return;
+        }
+        // SAFETY: the program itself has said that these contents may go, and asked for the guards.
+        let call = |advice: c_int| unsafe {
+            syscall6(SYS_MADVISE, [from, to - from, advice as usize, 0, 0, 0]) as isize
+        };
+        if call(MADV_GUARD_INSTALL) != 0 {
+            return;
+        }
+        // As where the whole call succeeds.
+        call(MADV_DONTNEED as c_int);
+        call(MADV_GUARD_INSTALL);
+        at = to;
     }
 }
 
