@@ -485,6 +485,21 @@ def test_network_away_two(case):
     assert turn < 3000, f"a thread that needs nothing of the servers waited {turn} ms"
 
 
+@pytest.mark.full
+@pytest.mark.swaptide(budget=32, limit=240, needs=("nbdkit",), native=False)
+def test_network_away_hinted(case):
+    """A server stops, and the program says that it will need what lies there: no thread has asked
+    for it, and so nothing is given up, and the server is waited for once.
+    """
+    server = Server(case)
+    options = ["--swap", "zram:2M", "--swap", server.url()]
+    try:
+        _, report = outage(case, "hints", 64, 150, options, [server])
+    finally:
+        server.kill()
+    assert report["devices"][1]["peak_used_bytes"] > 16 * MIB, f"{report['devices']}"
+
+
 @pytest.mark.swaptide(budget=32, limit=120, needs=("nbdkit",), native=False)
 def test_network_away_mirrored(case):
     """A server with a mirror stops, and what lies there is given up: no thread waits for that."""

@@ -74,7 +74,9 @@ impl SwapInAll {
             let first = PageNo(page.0 / COPY_GROUP_PAGES * COPY_GROUP_PAGES);
             let mut swapped_in = SwappedIn::new(first);
             let path = &mut pager.path;
+            path.installer.brings_all = true;
             let _ = path.swap_in_span(first, COPY_GROUP_PAGES, LAST_PAGE, &mut swapped_in);
+            path.installer.brings_all = false;
             // What is not to be had now is met again at the next round.
             self.at = Some(first.plus(COPY_GROUP_PAGES));
             if is_any_out(engine, first) {
@@ -120,7 +122,9 @@ fn bring_in_between_changes(path: &mut FaultPath, first: PageNo) -> Result<(), I
     for _ in 0..TRIES_PER_GROUP {
         let Some(page) = first_out(path.engine, first) else { break };
         if path.reader.await_quiet()? {
+            path.installer.brings_all = true;
             let _ = path.swap_in_range(page, 1);
+            path.installer.brings_all = false;
         }
         if now().since(began) > MAX_FAULT_DELAY {
             break;

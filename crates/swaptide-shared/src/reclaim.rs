@@ -328,11 +328,18 @@ impl ReclaimThread {
         self.inner.publish(&counts);
         let mut again: Vec<(RegionId, usize)> = Vec::new();
         for ((id, page, slot, epoch), copied) in chosen.into_iter().zip(copied) {
-            let stands = state.regions.get_mut(&id).is_some_and(|region| {
-                region.slot(page) == slot
-                    && region.chunk(page / PAGES_PER_CHUNK).epoch == epoch
-                    && region.state(page) == RegionPage::Pool
+            let is_pooled = state.regions.get(&id).is_some_and(|region| {
+                region.slot(page) == slot && region.state(page) == RegionPage::Pool
             });
+            let stands = is_pooled
+                && state
+                    .regions
+                    .get_mut(&id)
+                    .is_some_and(|region| region.chunk(page / PAGES_PER_CHUNK).epoch == epoch);
+            if is_pooled && !stands {
+                // A neighbour came in: what stays in compressed memory is to be met again.
+                again.push((id, page / PAGES_PER_CHUNK));
+            }
             match (copied, stands) {
                 (true, true) => {
                     self.inner.store.free(slot, RegionPage::Pool);

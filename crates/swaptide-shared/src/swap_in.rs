@@ -170,6 +170,7 @@ impl Inner {
                 id.inode
             ));
             self.count(Counter::PagesPoisoned, 1);
+            self.store.free(region.slot(page), region.state(page));
             region.set(page, RegionPage::Lost);
             lost += 1;
         }

@@ -7,6 +7,8 @@
  * readers   threads read pages here and there
  * gives     a thread gives up half of the memory, in two steps
  * grows     a thread fills as much memory again
+ * hints     a thread gives up the second half and says that it will need the first; the first
+ *           one gives up nothing
  */
 #include "common.h"
 
@@ -60,10 +62,23 @@ static void *grows(void *unused) {
     return NULL;
 }
 
+static void *hints(void *unused) {
+    (void)unused;
+    MUST(madvise(memory + length / 2, length / 2, MADV_DONTNEED) == 0);
+    sleep(1);
+    double since = now();
+    MUST(madvise(memory, length / 2, MADV_WILLNEED) == 0);
+    printf("the hint took %d ms\n", (int)((now() - since) * 1000));
+    /* A server is waited for once, a minute long. */
+    MUST(now() - since < 90);
+    return NULL;
+}
+
 int main(int count, char **words) {
     struct arguments given = parse(count, words, "readers");
     void *(*work)(void *) = strcmp(given.mode, "readers") == 0 ? reads
                             : strcmp(given.mode, "gives") == 0 ? gives
+                            : strcmp(given.mode, "hints") == 0 ? hints
                                                                : grows;
     length = given.pages * PAGE;
     seed = given.seed * 2 + 1;
@@ -89,7 +104,8 @@ int main(int count, char **words) {
     long turns = 0;
     while (now() - began < given.seconds) {
         double since = now();
-        MUST(madvise(own, OWN_PAGES * PAGE, MADV_DONTNEED) == 0);
+        /* Next to a hint nothing changes: while a change is unread no page is given up. */
+        if (work != hints) MUST(madvise(own, OWN_PAGES * PAGE, MADV_DONTNEED) == 0);
         for (size_t at = 0; at < OWN_PAGES; at++) own[at * PAGE] = 1;
         if (now() - since > longest) longest = now() - since;
         turns++;

@@ -72,6 +72,8 @@ pub(crate) enum Stop {
     Stale,
     /// Every buffer for remote reads is in use.
     NoBuffer,
+    /// It cannot be read, and no thread has asked for it: it stays where it is.
+    Unreadable,
 }
 
 /// Pages that lie ready to be put in place.
@@ -93,6 +95,8 @@ pub(crate) struct Installer {
     is_server: bool,
     /// The page whose thread waits for the answer under way.
     pub(crate) asked: Option<PageNo>,
+    /// Everything is to come in: pages that cannot be read are poisoned, though none was asked for.
+    pub(crate) brings_all: bool,
     /// Single pages need no check of their own ([`Installer::look_together`]).
     looked_together: bool,
     /// Fresh pages for growth come from here when no staging frame is free.
@@ -118,6 +122,7 @@ impl Installer {
             uffd: engine.uffd(),
             is_server,
             asked: None,
+            brings_all: false,
             looked_together: false,
             fresh_pages,
             zeros,
@@ -337,6 +342,17 @@ impl Installer {
         mm.table.set(page, PageState::Empty);
         self.engine.release(mm, entry);
         Ok(1)
+    }
+
+    /// True while no thread waits for what is brought in.
+    pub(crate) fn is_unasked(&self) -> bool {
+        !self.brings_all && self.asked.is_none()
+    }
+
+    /// True when a page that cannot be read is poisoned: its thread waits for it, or the process
+    /// cannot go on before it has everything. A hint or readahead destroys nothing.
+    pub(crate) fn gives_up(&self, page: PageNo) -> bool {
+        self.brings_all || self.asked == Some(page)
     }
 
     /// A page's data is lost: a touch of it is a bus error from now on, never wrong data.

@@ -62,6 +62,8 @@ pub(crate) struct Loader {
     pub(crate) shortage: OwnShortage,
     /// The last load is to be repeated: it failed for lack of a resource of this process's own.
     is_short: bool,
+    /// A server that does not answer is waited for once: what comes is not needed.
+    pub(crate) is_hint: bool,
 }
 
 impl Loader {
@@ -77,6 +79,7 @@ impl Loader {
             read_ns: FIRST_READ_NS,
             shortage: OwnShortage::default(),
             is_short: false,
+            is_hint: false,
         }
     }
 
@@ -189,8 +192,11 @@ impl Loader {
             }
             Err(error) => error,
         };
-        // One by one, to have those that can be read.
         drop(requests);
+        if self.is_hint && matches!(error.kind, ReadErrorKind::Io(Errno::TIMEDOUT)) {
+            return pages.first().map(|(k, ..)| *k);
+        }
+        // One by one, to have those that can be read.
         if !error.is_own_shortage() {
             (engine.start.log)(&format!("read from a swap area failed: {error}"));
         }

@@ -128,13 +128,15 @@ impl Loading {
         n
     }
 
-    /// Only the first `n` pages (at least 1) are loaded.
-    pub(crate) fn shorten(&mut self, devices: &Devices, n: usize) {
+    /// Only the first `n` pages (at least 1) are loaded. In the hold of the memory lock in which
+    /// the load began: a thread that waits for one of the others would not be woken at its end.
+    pub(crate) fn shorten(&mut self, devices: &Devices, busy: &mut Busy, n: usize) {
         debug_assert!(n > 0, "a load of no page would not be ended");
         for k in n..self.len {
             self.end_page(devices, k);
         }
         self.len = self.len.min(n);
+        busy.begin_loading(self.filler, self.first, self.len);
     }
 
     /// True when the `k`-th page is all zeros.
@@ -327,7 +329,7 @@ mod tests {
         let (table, mut busy) = (table_of(&entries), Busy::default());
         let mut loading = Loading::new(SERVER);
         assert_eq!(loading.begin(&devices, &table, &mut busy, FIRST, &entries), Ok(3));
-        loading.shorten(&devices, 1);
+        loading.shorten(&devices, &mut busy, 1);
         assert!(matches!(slot(&devices, entries[1]), TableSlot::Shadow { .. }));
         assert_eq!(loading.unchanged(&table), 1);
         assert_eq!(loading.unreleased().collect::<Vec<_>>(), [FIRST]);

@@ -205,7 +205,7 @@ impl FaultPath {
             PageState::Present | PageState::PresentClean(_) => return self.is_already_mapped(page),
             PageState::Poisoned => return self.poison_again(page),
             PageState::Empty => self.demand_zero(page, region),
-            PageState::Swapped(_) if self.remote.begin_wait(page) => {
+            PageState::Swapped(entry) if self.remote.begin_wait(page, entry) => {
                 self.stall.stalls(self.engine.slot());
                 return Served::InFlight;
             }
@@ -220,13 +220,19 @@ impl FaultPath {
             }
         };
         match result {
-            Ok(()) if self.remote.has(page) => Served::InFlight,
+            Ok(()) if self.remote.has(page) && self.is_out(page) => Served::InFlight,
             Ok(()) => Served::Filled,
-            Err(Stop::Again | Stop::Stale) => Served::Again,
+            Err(Stop::Again | Stop::Stale | Stop::Unreadable) => Served::Again,
             Err(Stop::Gone | Stop::Exists) => Served::Spurious,
             Err(Stop::Taken) => Served::Taken,
             Err(Stop::NoBuffer) => Served::NoBuffer,
         }
+    }
+
+    /// True while a page is swapped: what was sent for may be one that the program has given up
+    /// since, and the page is a new one.
+    fn is_out(&self, page: PageNo) -> bool {
+        matches!(self.engine.mm.lock().table.get(page), PageState::Swapped(_))
     }
 
     /// A poisoned page is not there: the kernel dropped it with what it was moved or unmapped with.

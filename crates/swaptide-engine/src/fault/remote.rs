@@ -118,11 +118,14 @@ impl InFlight {
         self.of_chunk(page.chunk()) >> page.in_chunk() & 1 != 0
     }
 
-    /// A thread waits for a page. False when it was not sent for.
-    pub(crate) fn begin_wait(&mut self, page: PageNo) -> bool {
-        let bit = 1 << page.in_chunk();
-        let request =
-            self.sent.iter_mut().find(|sent| sent.chunk == page.chunk() && sent.wanted & bit != 0);
+    /// A thread waits for a page that is swapped to `entry`. False when that was not sent for: what
+    /// was may be an earlier one of the same page, which has been given up since.
+    pub(crate) fn begin_wait(&mut self, page: PageNo, entry: SwapEntry) -> bool {
+        let (k, bit) = (page.in_chunk(), 1 << page.in_chunk());
+        let is_it = |sent: &&mut InFlightRead| {
+            sent.chunk == page.chunk() && sent.wanted & bit != 0 && sent.entries[k] == entry
+        };
+        let request = self.sent.iter_mut().find(is_it);
         request.map(|sent| sent.waited |= bit).is_some()
     }
 

@@ -277,7 +277,7 @@ impl FaultPath {
         }
         // What keeps a neighbour away is no reason for the page not to come.
         match self.swap_in_range(start, n) {
-            Err(Stop::Stale) => return self.swap_in_range(page, 1),
+            Err(Stop::Stale | Stop::Unreadable) => return self.swap_in_range(page, 1),
             Err(stop) if start == page => return Err(stop),
             Err(_) => return self.swap_in_range(page, 1),
             Ok(()) => {}
@@ -390,9 +390,14 @@ impl FaultPath {
                     .map(|k| run.plus(k))
                     .filter(|page| !self.remote.has(*page))
                     .for_each(|page| swapped_in.add(page, 1)),
-                Err(Stop::Stale) if asked => {
-                    // The range changed under the load: what was loaded is dropped, and the page
-                    // comes alone.
+                // It took its time, as the next ones would, and no thread waits for any of them.
+                Err(Stop::Unreadable) if self.installer.is_unasked() => {
+                    self.remote.submit(self.engine);
+                    return Err(Stop::Unreadable);
+                }
+                Err(Stop::Stale | Stop::Unreadable) if asked => {
+                    // The range changed under the load, or a page before it cannot be read: what
+                    // was loaded is dropped, and the page comes alone.
                     self.swap_in_range(page, 1)?;
                     swapped_in.add(page, 1);
                 }
@@ -405,7 +410,8 @@ impl FaultPath {
     }
 
     /// Brings in `n` neighbouring swapped pages. [`Stop::Stale`] only where there are several: one
-    /// is tried again.
+    /// is tried again. [`Stop::Unreadable`] only where one of them was not asked for: one that was
+    /// is poisoned.
     pub(crate) fn swap_in_range(&mut self, page: PageNo, n: usize) -> Result<(), Stop> {
         let engine = self.engine;
         let mut at = 0;
@@ -603,7 +609,7 @@ impl FaultPath {
                 self.count_stale(entries.len());
                 return Err(Stop::Stale);
             }
-            self.loading.shorten(&engine.devices, seen);
+            self.loading.shorten(&engine.devices, &mut mm.busy, seen);
             let len = len.min(seen);
             let run = match len {
                 MIN_MOVE_PAGES.. if mm.staging.ready_frames() >= len => mm.staging.take_run(len),
@@ -611,7 +617,7 @@ impl FaultPath {
             };
             match run {
                 Some(run) => {
-                    self.loading.shorten(&engine.devices, run.len);
+                    self.loading.shorten(&engine.devices, &mut mm.busy, run.len);
                     let from = mm.staging.run_addr(run);
                     LoadedPages { from, run: Some(run), len: len.min(run.len) }
                 }
@@ -622,6 +628,7 @@ impl FaultPath {
         // the thread's own and as long.
         let buffer =
             unsafe { std::slice::from_raw_parts_mut(loaded.from.as_ptr::<Page>(), loaded.len) };
+        self.loader.is_hint = self.installer.is_unasked();
         let n = self.loader.load(&self.reader.cpu, snapshot, buffer);
         let is_short = self.loader.was_short();
         let injected = loaded.len > 1 && self.tests.is_stale();
@@ -638,8 +645,10 @@ impl FaultPath {
                 Err(Stop::Stale)
             } else if is_short {
                 Err(Stop::Again)
-            } else {
+            } else if self.installer.gives_up(page) {
                 self.installer.poison(&mut guard, page, snapshot.entries()[0])
+            } else {
+                Err(Stop::Unreadable)
             };
             self.end_load(guard);
             return result;

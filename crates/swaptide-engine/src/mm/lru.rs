@@ -163,7 +163,26 @@ impl Queues {
             c.flags |= QUEUED;
             c.heat.end_rounds(u16::MAX);
         });
+        if self.resident.len() == self.resident.capacity() {
+            self.drop_repeated(table);
+        }
         self.resident.push_front(chunk);
+    }
+
+    /// Leaves each resident chunk in its queue once, where it stands first.
+    fn drop_repeated(&mut self, table: &mut PageTable) {
+        self.resident.retain(|chunk| {
+            let is_first = table.chunk(*chunk).flags & QUEUED != 0;
+            if is_first {
+                table.update(*chunk, |c| c.flags &= !QUEUED);
+            }
+            is_first
+        });
+        for chunk in &self.resident {
+            table.update(*chunk, |c| c.flags |= QUEUED);
+        }
+        // At least half is free afterwards, or the next ones would look at all of them again.
+        self.resident.reserve(self.resident.len());
     }
 
     /// Entries in the queue of resident chunks.
@@ -251,6 +270,24 @@ mod tests {
         queues.pooled(&mut table, page.chunk());
         assert_eq!(queues.next_pooled(&mut table), Some(page.chunk()));
         assert_eq!(queues.next_pooled(&mut table), None);
+    }
+
+    #[test]
+    fn a_chunk_that_is_called_to_the_front_again_and_again_takes_no_more_place() {
+        let (mut table, mut queues) = (PageTable::new(), Queues::default());
+        let chunks: Vec<ChunkNo> = (1..=100).map(|n| PageNo(n * 1600).chunk()).collect();
+        for chunk in &chunks {
+            table.set(chunk.first(), PageState::Present);
+            queues.arrived(&mut table, *chunk);
+        }
+        for _ in 0..100 {
+            for chunk in &chunks {
+                queues.first_to_go(&mut table, *chunk);
+            }
+            assert!(queues.resident_len() <= 5 * chunks.len(), "{}", queues.resident_len());
+        }
+        let order: Vec<_> = std::iter::from_fn(|| queues.next_resident(&mut table)).collect();
+        assert!(order.iter().eq(chunks.iter().rev()), "the last one comes first: {order:?}");
     }
 
     #[test]

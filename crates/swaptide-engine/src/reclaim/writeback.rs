@@ -206,6 +206,10 @@ impl Writeback {
                 moved += 1;
             } else {
                 engine.devices.drop_swapped(*new);
+                // A neighbour came in: what stays in compressed memory is to be met again.
+                if mm.table.get(moving.page) == PageState::Swapped(moving.old) {
+                    mm.queues.pooled(&mut mm.table, moving.chunk);
+                }
             }
         }
         moved

@@ -168,6 +168,8 @@ fn swap_in_all(path: &mut FaultPath, range: VirtRange) -> Result<(), Interrupted
                 tries += 1;
                 path.reader.drain()?;
             }
+            // The next ones may take as long, and the range stays as it is with one of them.
+            Err(Stop::Unreadable) => break,
             _ => at = page.plus(1),
         }
     }
@@ -225,7 +227,8 @@ impl Preload {
             path.remote.asks(Some(LAST_PAGE));
             let brought = path.swap_in_span(first, COPY_GROUP_PAGES, LAST_PAGE, &mut swapped_in);
             path.remote.asks(None);
-            if brought.is_err() {
+            // What cannot be read is left to the thread that asks for it.
+            if brought.is_err_and(|stop| stop != Stop::Unreadable) {
                 self.at = None;
                 return;
             }

@@ -4,8 +4,10 @@
 //! remembered by its digest. Rules and locks are those of the device ([`super`]).
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use swaptide_sys::lock::Lock;
+use swaptide_sys::lock::{Guard, Lock};
+use swaptide_sys::thread::sleep;
 
 use super::buffer::Buffer;
 use super::cipher::{Cipher, Form};
@@ -20,9 +22,11 @@ use crate::{PAGE_SIZE, Page, Slot};
 
 /// Readers that may wait for servers at a time, each for as long as a server is given.
 pub const MAX_REMOTE_READERS: usize = 5;
-/// Readers that can be inside at a time; more wait for one of them. One more than those, for the
-/// reader of what is on this machine: it must not wait for a server that it asks nothing.
+/// Readers that can be inside at a time; more wait for one of them. One more than those, for
+/// readers of what is on this machine: they must not wait for a server that they ask nothing.
 const READ_BUFFERS: usize = MAX_REMOTE_READERS + 1;
+/// Between two looks for a free one; a read from a local disk takes as long.
+const BUFFER_PAUSE: Duration = Duration::from_micros(100);
 /// Blocks that are read before they are unpacked.
 const READ_BLOCKS: usize = 128;
 
@@ -50,6 +54,17 @@ impl PageReader {
         PageReader { buffers, digester }
     }
 
+    /// The first buffer that is free: which one will be is not known, and a reader that waits for a
+    /// server has its own for a minute.
+    fn free_buffer(&self) -> Guard<'_, ReadBuffer> {
+        loop {
+            if let Some(buffer) = self.buffers.iter().find_map(Lock::try_lock) {
+                return buffer;
+            }
+            sleep(BUFFER_PAUSE);
+        }
+    }
+
     /// See [`super::FileDevice::read`].
     pub(super) fn read(
         &self,
@@ -69,8 +84,7 @@ impl PageReader {
         }
         let Some(first) = order.first() else { return Ok(()) };
         let slot = first.slot;
-        let mut blocks =
-            self.buffers.iter().find_map(Lock::try_lock).unwrap_or_else(|| self.buffers[0].lock());
+        let mut blocks = self.free_buffer();
         let ReadBuffer { buffer, unpacker } = &mut *blocks;
         let blocks = buffer
             .blocks(PAGE_BLOCKS + READ_BLOCKS)

@@ -1,5 +1,7 @@
 use super::*;
 
+use swaptide_core::{SwapOffset, SwapType};
+
 #[test]
 fn only_what_a_fault_led_to_is_asked_for() {
     let mut in_flight = InFlight::new();
@@ -16,10 +18,15 @@ fn only_what_a_fault_led_to_is_asked_for() {
 fn waiting_threads_are_known_per_page() {
     let mut in_flight = InFlight::new();
     let page = |k| ChunkNo(7).first().plus(k);
-    in_flight.draft(ChunkNo(7), ServerId(1)).expect("a buffer").1.wanted = 0b110;
+    let entry = |at| SwapEntry::new(SwapType::new(1).expect("a type"), SwapOffset(at));
+    let sent = in_flight.draft(ChunkNo(7), ServerId(1)).expect("a buffer").1;
+    (sent.wanted, sent.entries[2]) = (0b110, entry(5));
     assert!(!in_flight.is_awaited() && in_flight.bytes() == 2 * PAGE_SIZE);
-    assert!(!in_flight.begin_wait(page(0)) && !in_flight.is_awaited(), "that one was not sent for");
-    assert!(in_flight.begin_wait(page(2)) && in_flight.is_awaited());
+    for (k, at) in [(0, 5), (2, 6)] {
+        let waits = in_flight.begin_wait(page(k), entry(at));
+        assert!(!waits && !in_flight.is_awaited(), "{k} at {at}: that one was not sent for");
+    }
+    assert!(in_flight.begin_wait(page(2), entry(5)) && in_flight.is_awaited());
 }
 
 #[test]
