@@ -212,22 +212,35 @@ pub(crate) fn advise(addr: usize, len: usize, advice: c_int) -> isize {
 
 /// Has the engine forget what guards were put over by a call that failed: the kernel leaves out
 /// what is not mapped, and stops at the first mapping that may have none. Each mapping up to there
-/// is guarded again, alone, so that nothing is given up but what that says of.
+/// is guarded again, alone, so that nothing is given up but what that says of. They are looked up
+/// at once: what another thread maps in a hole from then on is not meant.
 fn forget_guarded(addr: usize, len: usize) {
-    let Some(end) = addr.checked_add(len) else { return };
-    let Ok(maps) = MapsFile::open_high() else { return };
-    let mut at = addr;
+    const MAX_PIECES: usize = 64;
+    // Where the arguments are none the kernel has done nothing.
+    if !addr.is_multiple_of(PAGE_SIZE) {
+        return;
+    }
+    let end = len.checked_next_multiple_of(PAGE_SIZE).and_then(|len| addr.checked_add(len));
+    let (Some(end), Ok(maps)) = (end, MapsFile::open_high()) else { return };
+    let mut pieces = [(0, 0); MAX_PIECES];
+    let (mut at, mut count) = (addr, 0);
     while at < end
+        && count < MAX_PIECES
         && let Ok(Some(info)) = maps.vma_at_or_next(VirtAddr(at))
     {
         let range = info.vma().range;
         let (from, to) = (range.start.0.max(at), range.end.0.min(end));
         if from >= to {
-            return;
+            break;
         }
+        pieces[count] = (from, to - from);
+        (at, count) = (to, count + 1);
+    }
+    drop(maps);
+    for (from, len) in &pieces[..count] {
         // SAFETY: the program itself has said that these contents may go, and asked for the guards.
         let call = |advice: c_int| unsafe {
-            syscall6(SYS_MADVISE, [from, to - from, advice as usize, 0, 0, 0]) as isize
+            syscall6(SYS_MADVISE, [*from, *len, advice as usize, 0, 0, 0]) as isize
         };
         if call(MADV_GUARD_INSTALL) != 0 {
             return;
@@ -235,7 +248,6 @@ fn forget_guarded(addr: usize, len: usize) {
         // As where the whole call succeeds.
         call(MADV_DONTNEED as c_int);
         call(MADV_GUARD_INSTALL);
-        at = to;
     }
 }
 

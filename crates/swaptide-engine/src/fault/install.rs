@@ -344,11 +344,6 @@ impl Installer {
         Ok(1)
     }
 
-    /// True while no thread waits for what is brought in.
-    pub(crate) fn is_unasked(&self) -> bool {
-        !self.brings_all && self.asked.is_none()
-    }
-
     /// True when a page that cannot be read is poisoned: its thread waits for it, or the process
     /// cannot go on before it has everything. A hint or readahead destroys nothing.
     pub(crate) fn gives_up(&self, page: PageNo) -> bool {

@@ -62,7 +62,8 @@ pub(crate) struct Loader {
     pub(crate) shortage: OwnShortage,
     /// The last load is to be repeated: it failed for lack of a resource of this process's own.
     is_short: bool,
-    /// A server that does not answer is waited for once: what comes is not needed.
+    /// The first page is not needed now: a server that does not answer is waited for once, and a
+    /// read that fails is not tried again.
     pub(crate) is_hint: bool,
 }
 
@@ -204,7 +205,8 @@ impl Loader {
             let mut began = now();
             let mut result = areas.device.read(&mut [(*slot, &mut **out)]);
             for pause in READ_RETRY_DELAYS {
-                let is_vain = |error: &ReadError| !is_worth_another(error, &areas.device);
+                let is_vain =
+                    |error: &ReadError| self.is_hint || !is_worth_another(error, &areas.device);
                 if result.as_ref().map_or_else(is_vain, |()| true) {
                     break;
                 }

@@ -391,7 +391,7 @@ impl FaultPath {
                     .filter(|page| !self.remote.has(*page))
                     .for_each(|page| swapped_in.add(page, 1)),
                 // It took its time, as the next ones would, and no thread waits for any of them.
-                Err(Stop::Unreadable) if self.installer.is_unasked() => {
+                Err(Stop::Unreadable) if self.installer.asked.is_none() => {
                     self.remote.submit(self.engine);
                     return Err(Stop::Unreadable);
                 }
@@ -628,7 +628,7 @@ impl FaultPath {
         // the thread's own and as long.
         let buffer =
             unsafe { std::slice::from_raw_parts_mut(loaded.from.as_ptr::<Page>(), loaded.len) };
-        self.loader.is_hint = self.installer.is_unasked();
+        self.loader.is_hint = !self.installer.gives_up(page);
         let n = self.loader.load(&self.reader.cpu, snapshot, buffer);
         let is_short = self.loader.was_short();
         let injected = loaded.len > 1 && self.tests.is_stale();

@@ -176,7 +176,8 @@ impl Queues {
             if is_first {
                 table.update(*chunk, |c| c.flags &= !QUEUED);
             }
-            is_first
+            // One with nothing left is gone with its flag, and may come again at the end.
+            is_first && table.is_used(*chunk)
         });
         for chunk in &self.resident {
             table.update(*chunk, |c| c.flags |= QUEUED);

@@ -163,13 +163,15 @@ fn swap_in_all(path: &mut FaultPath, range: VirtRange) -> Result<(), Interrupted
     while path.reader.fork.child.is_none() {
         let next = path.engine.mm.lock().table.next_used(at, end);
         let Some(page) = next.filter(|p| *p < end) else { break };
-        match path.swap_in_range(page, 1) {
+        // A thread waits for all of it.
+        path.installer.brings_all = true;
+        let brought = path.swap_in_range(page, 1);
+        path.installer.brings_all = false;
+        match brought {
             Err(Stop::Again) if tries < MAX_RELEASE_TRIES => {
                 tries += 1;
                 path.reader.drain()?;
             }
-            // The next ones may take as long, and the range stays as it is with one of them.
-            Err(Stop::Unreadable) => break,
             _ => at = page.plus(1),
         }
     }
