@@ -111,6 +111,13 @@ def test_forkmove(case, mode, megabytes):
     case.run_c("forkmove", mode, megabytes=megabytes)
 
 
+@pytest.mark.swaptide(budget=32, allowance=256, forks=True)
+def test_forktwice(case):
+    """A child past libc forks at once, and the parent writes meanwhile: the grandchild has what was
+    there at the forks."""
+    case.run_c("forktwice", "raw", megabytes=72)
+
+
 @pytest.mark.swaptide(budget=32, forks=True)
 @pytest.mark.parametrize("mode", [param("libc", allowance=32), param("raw", allowance=128)])
 def test_forkdrop(case, mode):

@@ -356,9 +356,16 @@ fn serve_fault(
     let is_due = |fault: &Fault| serves(fault) && can_answer(path, PageNo::of(fault.addr));
     let at = path.reader.pending.iter().position(is_due);
     let Some(fault) = at.and_then(|at| path.reader.pending.remove(at)) else { return false };
+    let mut has_forked = false;
     for child in children {
         let copied = copy_page(path, child, PageNo::of(fault.addr));
         served.extend(copied.map(|place| place.0 as u64));
+        has_forked |= child.has_forked();
+    }
+    if has_forked {
+        // What it has forked gets everything first, from what the table has.
+        path.reader.pending.push_front(fault);
+        return false;
     }
     pager.answer(fault);
     true

@@ -178,6 +178,11 @@ impl UnmanagedChild {
         }
     }
 
+    /// True if it has children of its own that were told of and have not been given their pages.
+    pub(super) fn has_forked(&self) -> bool {
+        !self.forked.is_empty()
+    }
+
     /// True if it had an armed mapping at a page at its fork.
     fn record_page(&mut self, page: PageNo) -> bool {
         loop {
@@ -219,6 +224,8 @@ pub(crate) struct Populator {
     waiting: Vec<UnmanagedChild>,
     /// The number of them since the noted changes were last applied.
     taken_in: usize,
+    /// What children have forked is given its pages: children of those may wait unseen.
+    is_at_grandchildren: bool,
 }
 
 impl Populator {
@@ -259,9 +266,10 @@ impl Populator {
 
     /// Between two pages for such a child: threads of this process that wait for a page get it,
     /// after all such children. Where threads fork without pause their turn would never come
-    /// otherwise.
+    /// otherwise. None does while one of the children has a child of its own: that is given what
+    /// the table has, and so nothing may leave it.
     fn attend(&mut self, pager: &mut Pager, child: &mut UnmanagedChild) {
-        if pager.path.reader.fork.phase.is_deferring() {
+        if pager.path.reader.fork.phase.is_deferring() || self.is_at_grandchildren {
             return;
         }
         for _ in 0..MAX_FAULTS_PER_CHECK {
@@ -275,8 +283,16 @@ impl Populator {
             let Some(at) = path.reader.pending.iter().position(answerable) else { return };
             let Some(fault) = path.reader.pending.remove(at) else { return };
             let page = PageNo::of(fault.addr);
+            let mut has_forked = false;
             for child in std::iter::once(&mut *child).chain(&mut self.waiting) {
                 copy_page(path, child, page);
+                // A fork under way refuses the copy until it was read; one that begins from here
+                // on has the page.
+                has_forked |= child.has_forked();
+            }
+            if has_forked {
+                path.reader.pending.push_front(fault);
+                return;
             }
             pager.answer(fault);
         }
@@ -336,12 +352,17 @@ impl Populator {
     /// Gives everything to what a process has forked. A fork that began before the last page was
     /// there is told of only after it; while one is under way the kernel says so.
     pub(super) fn populate_its_children(&mut self, pager: &mut Pager, child: &mut UnmanagedChild) {
+        let was_at_grandchildren = self.is_at_grandchildren;
         loop {
             child.read();
             match child.uffd.coverage(pager.path.engine.handler_requests.range()) {
                 Coverage::Changing => yield_now(),
-                _ if child.forked.is_empty() => return,
+                _ if child.forked.is_empty() => {
+                    self.is_at_grandchildren = was_at_grandchildren;
+                    return;
+                }
                 _ => {
+                    self.is_at_grandchildren = true;
                     let (uffd, before) = child.forked.remove(0);
                     let mut grandchild = UnmanagedChild::new(pager.path.engine, uffd, child.fork);
                     let regions: Vec<VirtRange> =
