@@ -315,8 +315,13 @@ impl ForkServer {
             Err(errno) => return Err(errno),
             Ok(false) => self.populator.populate(pager, child),
         }
+        // Giving everything takes its time. The slot of a child that has died meanwhile may be
+        // another process's, with holds of its own.
+        let segment = &engine.start.segment;
         areas.device.leased(|extent| {
-            engine.start.segment.release_charged(own, index, ExtentId(extent.0));
+            if segment.slot(index).pid.load(Acquire) == pid {
+                segment.release_charged(own, index, ExtentId(extent.0));
+            }
         });
         match taken {
             Ok(_) => send_message(engine, conn, pid, &NO_ENGINE.to_le_bytes(), &[]),
