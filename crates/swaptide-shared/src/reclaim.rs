@@ -328,30 +328,27 @@ impl ReclaimThread {
         self.inner.publish(&counts);
         let mut again: Vec<(RegionId, usize)> = Vec::new();
         for ((id, page, slot, epoch), copied) in chosen.into_iter().zip(copied) {
-            let is_pooled = state.regions.get(&id).is_some_and(|region| {
-                region.slot(page) == slot && region.state(page) == RegionPage::Pool
+            let chunk = page / PAGES_PER_CHUNK;
+            // Whether nothing of its chunk has come in meanwhile, if the page itself has not.
+            let is_same = state.regions.get_mut(&id).and_then(|region| {
+                let is_pooled = region.slot(page) == slot && region.state(page) == RegionPage::Pool;
+                is_pooled.then(|| region.chunk(chunk).epoch == epoch)
             });
-            let stands = is_pooled
-                && state
-                    .regions
-                    .get_mut(&id)
-                    .is_some_and(|region| region.chunk(page / PAGES_PER_CHUNK).epoch == epoch);
-            if is_pooled && !stands {
-                // A neighbour came in: what stays in compressed memory is to be met again.
-                again.push((id, page / PAGES_PER_CHUNK));
-            }
-            match (copied, stands) {
-                (true, true) => {
-                    self.inner.store.free(slot, RegionPage::Pool);
-                    if let Some(region) = state.regions.get_mut(&id) {
-                        region.set(page, RegionPage::Area);
-                    }
-                    self.inner.count(Counter::Zswpwb, 1);
-                    self.inner.count(Counter::Pswpout, 1);
+            if copied && is_same == Some(true) {
+                self.inner.store.free(slot, RegionPage::Pool);
+                if let Some(region) = state.regions.get_mut(&id) {
+                    region.set(page, RegionPage::Area);
                 }
-                (true, false) => self.inner.store.free(slot, RegionPage::Area),
-                (false, true) => again.push((id, page / PAGES_PER_CHUNK)),
-                (false, false) => {}
+                self.inner.count(Counter::Zswpwb, 1);
+                self.inner.count(Counter::Pswpout, 1);
+                continue;
+            }
+            if copied {
+                self.inner.store.free(slot, RegionPage::Area);
+            }
+            if is_same.is_some() {
+                // What stays in compressed memory is to be met again.
+                again.push((id, chunk));
             }
         }
         if moved == 0 {

@@ -18,6 +18,7 @@
 static unsigned char *memory;
 static size_t length;
 static uint64_t seed;
+static atomic_int is_hinted;
 
 static void fill(unsigned char *from, size_t bytes, uint64_t state) {
     uint64_t *words = (uint64_t *)from;
@@ -71,6 +72,7 @@ static void *hints(void *unused) {
     printf("the hint took %d ms\n", (int)((now() - since) * 1000));
     /* A server is waited for once, a minute long. */
     MUST(now() - since < 90);
+    atomic_store(&is_hinted, 1);
     return NULL;
 }
 
@@ -111,6 +113,7 @@ int main(int count, char **words) {
         turns++;
         usleep(20000);
     }
+    if (work == hints && !atomic_load(&is_hinted)) die("the hint has not ended");
     printf("%ld turns, longest turn %d ms\n", turns, (int)(longest * 1000));
     printf("OK outage %s\n", given.mode);
     fflush(stdout);

@@ -202,7 +202,7 @@ pub(crate) fn advise(addr: usize, len: usize, advice: c_int) -> isize {
                     // A page that was on its way may have come over the guard, and went again.
                     return call(advice as usize);
                 }
-            } else if result != 0 && engine.is_some() && advice == MADV_GUARD_INSTALL {
+            } else if engine.is_some() && advice == MADV_GUARD_INSTALL {
                 forget_guarded(addr, len);
             }
             result
