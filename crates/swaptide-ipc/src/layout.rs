@@ -521,6 +521,8 @@ impl Segment {
             if slot.pid.load(Relaxed) == 0
                 && slot.pid.compare_exchange(0, pid, AcqRel, Relaxed).is_ok()
             {
+                // A process that forked may have shared extents with a child that was gone by then.
+                self.forget_holds(SlotIndex(index as u32), |_| {});
                 slot.forked_from.store(forked_from, Relaxed);
                 if let Some(parent) = self.procs[..end]
                     .iter()

@@ -17,10 +17,11 @@ use swaptide_ipc::{
 use swaptide_store::codec::{Compressor, Packed, PackedKind, Scheme, Unpacker};
 use swaptide_store::file::{
     AreaDirectory, Extent, ExtentSource, FileDevice, FilePlace, InjectedFault, Leaving, Location,
-    Opened, ReadError,
+    Opened, READ_RETRY_DELAYS, ReadError,
 };
 use swaptide_store::zram::Zram;
 use swaptide_store::{Page, Slot};
+use swaptide_sys::thread::sleep;
 use swaptide_sys::{Errno, OwnedFd};
 
 use crate::region::RegionPage;
@@ -359,10 +360,19 @@ impl Store {
         if self.file.read(&mut from_file).is_ok() {
             return unloaded;
         }
-        // Some are there perhaps: one by one.
+        // Some are there perhaps: one by one. All share the pauses, for faults of others may wait.
         unloaded.has_read = false;
+        let mut pauses = READ_RETRY_DELAYS.into_iter();
         for (slot, page) in from_file {
-            match self.file.read(&mut [(slot, page)]) {
+            let mut result = self.file.read(&mut [(slot, &mut *page)]);
+            while let Err(error) = &result
+                && self.file.may_succeed_later(error)
+                && let Some(pause) = pauses.next()
+            {
+                sleep(pause);
+                result = self.file.read(&mut [(slot, &mut *page)]);
+            }
+            match result {
                 Ok(()) => unloaded.has_read = true,
                 Err(error) if error.is_own_shortage() => {
                     unloaded.short.push(slot);
@@ -400,7 +410,9 @@ pub fn compressor(segment: &Segment) -> Compressor {
 #[cfg(test)]
 mod tests {
     use std::fs::File;
+    use std::os::unix::fs::FileExt;
     use std::sync::atomic::AtomicBool;
+    use std::time::Duration;
 
     use super::*;
     use swaptide_ipc::{EXTENT_BYTES, NewArea};
@@ -419,10 +431,15 @@ mod tests {
 
     /// A store over one area, whose descriptor is not to be had while `lacks` is set.
     fn store(lacks: &Arc<AtomicBool>, fail: u32) -> (&'static Segment, Store) {
+        let file = memfd_create(c"area", 4 * EXTENT_BYTES).expect("memfd");
+        store_in(File::from(file), lacks, fail)
+    }
+
+    /// The same in a file.
+    fn store_in(file: File, lacks: &Arc<AtomicBool>, fail: u32) -> (&'static Segment, Store) {
         let segment = segment();
         let id = segment.add_area(NewArea::of_file(0, 4)).expect("an area");
         let index = segment.claim(std::process::id(), 0).expect("a slot");
-        let file = File::from(memfd_create(c"area", 4 * EXTENT_BYTES).expect("memfd"));
         let lacks = Arc::clone(lacks);
         let open: FileOpener = Arc::new(move |asked| {
             assert_eq!(asked, id);
@@ -466,6 +483,27 @@ mod tests {
         // What is no page is still told as such.
         let (unloaded, _) = load(&store, &[Slot(5), Slot(4)]);
         assert_eq!((unloaded.failed, unloaded.short), (vec![Slot(5)], vec![]));
+    }
+
+    #[test]
+    fn a_page_is_not_lost_where_a_read_fails_for_a_moment() {
+        let memfd = rustix::fs::memfd_create("area", rustix::fs::MemfdFlags::CLOEXEC);
+        let file = File::from(memfd.expect("memfd"));
+        file.set_len(4 * EXTENT_BYTES).expect("the area has its size");
+        let store = store_in(file.try_clone().expect("a descriptor"), &Arc::default(), 0).1;
+        let contents = [8; PAGE_SIZE];
+        assert!(store.write(&[(Slot(3), &contents)]));
+        let mut bytes = vec![0; 4 * EXTENT_BYTES as usize];
+        file.read_exact_at(&mut bytes, 0).expect("the area can be read");
+        file.set_len(0).expect("the area can be cut");
+        let other = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(15));
+            file.write_all_at(&bytes, 0).expect("the area can be written");
+        });
+        let (unloaded, pages) = load(&store, &[Slot(3)]);
+        other.join().expect("the other thread ends");
+        assert!(unloaded.has_read && unloaded.failed.is_empty(), "{unloaded:?}");
+        assert_eq!(pages[0], contents);
     }
 
     #[test]

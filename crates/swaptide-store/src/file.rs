@@ -59,7 +59,7 @@ mod write;
 use core::time::Duration;
 use std::sync::Arc;
 
-use swaptide_sys::OwnedFd;
+use swaptide_sys::{Errno, OwnedFd};
 
 pub use self::ahead::{Ahead, MAX_BLOCK_PAGES, ReadAhead};
 use self::cipher::Cipher;
@@ -80,6 +80,11 @@ use self::write::PageWriter;
 use crate::codec::Packed;
 use crate::nbd::Nbd;
 use crate::{PAGE_SIZE, Page, Slot};
+
+/// The delays between the attempts to read a page before it is given up, but for the first two,
+/// which follow each other.
+pub const READ_RETRY_DELAYS: [Duration; 3] =
+    [Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(100)];
 
 /// Blocks (of a page's size) in an extent.
 const EXTENT_PAGES: usize = 512;
@@ -272,6 +277,19 @@ impl FileDevice {
     pub fn server_of(&self, slot: Slot) -> Option<ServerId> {
         let place = self.store.state.lock().places.get(slot)?;
         self.store.source.server_of(place.span.extent())
+    }
+
+    /// True if a read that has failed may succeed after a pause ([`READ_RETRY_DELAYS`]). What is
+    /// wrong on a disk stays so, and a server that does not answer was waited for. What could not
+    /// be read may be read a little later, and what is wrong on its way here may be right then.
+    #[must_use]
+    pub fn may_succeed_later(&self, error: &ReadError) -> bool {
+        match error.kind {
+            _ if error.is_own_shortage() => false,
+            ReadErrorKind::Io(errno) => errno != Errno::TIMEDOUT,
+            ReadErrorKind::Authentication => self.server_of(error.slot).is_some(),
+            _ => false,
+        }
     }
 
     /// True if a slot holds a page.

@@ -30,7 +30,7 @@ use std::sync::atomic::{
 };
 use std::time::Duration;
 
-use swaptide_store::file::{FileDevice, ReadError, ReadErrorKind, ServerId};
+use swaptide_store::file::{FileDevice, READ_RETRY_DELAYS, ReadError, ReadErrorKind, ServerId};
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::affinity::{CpuSet, clear_own_affinity, own_affinity};
@@ -44,10 +44,6 @@ use crate::backing::shortage::OwnShortage;
 use crate::fault_injection::Injection;
 use crate::mm::types::PAGES_PER_CHUNK;
 
-/// The delays between the attempts to read a page before it is given up, but for the first two,
-/// which follow each other.
-pub(crate) const READ_RETRY_DELAYS: [Duration; 3] =
-    [Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(100)];
 /// Requests that can be under way.
 pub(crate) const MAX_REMOTE_READS: usize = 64;
 const READ_BUFFER_BYTES: usize = PAGES_PER_CHUNK * PAGE_SIZE;

@@ -23,13 +23,12 @@ use swaptide_core::SwapEntry;
 use swaptide_ipc::Counter;
 use swaptide_store::codec::{Codec, Unpacker};
 use swaptide_store::file::{
-    Ahead, FileDevice, MAX_BLOCK_PAGES, ReadAhead, ReadError, ReadErrorKind,
+    Ahead, MAX_BLOCK_PAGES, READ_RETRY_DELAYS, ReadAhead, ReadError, ReadErrorKind,
 };
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::thread::{Nanos, now, sleep};
 
-use crate::backing::remote_queue::READ_RETRY_DELAYS;
 use crate::backing::shortage::OwnShortage;
 use crate::backing::snapshot::{PageLocation, Snapshot};
 use crate::engine::{Engine, Mm};
@@ -206,7 +205,7 @@ impl Loader {
             let mut result = areas.device.read(&mut [(*slot, &mut **out)]);
             for pause in READ_RETRY_DELAYS {
                 let is_vain =
-                    |error: &ReadError| self.is_hint || !is_worth_another(error, &areas.device);
+                    |error: &ReadError| self.is_hint || !areas.device.may_succeed_later(error);
                 if result.as_ref().map_or_else(is_vain, |()| true) {
                     break;
                 }
@@ -256,18 +255,6 @@ impl Loader {
             return 1;
         }
         (1 << cluster).min(MAX_BLOCK_PAGES).min(charge.window_pages() / 2)
-    }
-}
-
-/// True if a read that has failed may succeed when it is done again at once. What is wrong on a
-/// disk stays so, and a server that does not answer was waited for. What could not be read may be
-/// read a little later, and what is wrong on its way here may be right then.
-pub(crate) fn is_worth_another(error: &ReadError, device: &FileDevice) -> bool {
-    match error.kind {
-        _ if error.is_own_shortage() => false,
-        ReadErrorKind::Io(errno) => errno != Errno::TIMEDOUT,
-        ReadErrorKind::Authentication => device.server_of(error.slot).is_some(),
-        _ => false,
     }
 }
 

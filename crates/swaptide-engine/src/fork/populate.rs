@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use swaptide_core::{SlotContent as TableSlot, SwapEntry};
 use swaptide_ipc::Counter;
-use swaptide_store::file::{FileDevice, ReadError, Stamp};
+use swaptide_store::file::{FileDevice, READ_RETRY_DELAYS, ReadError, Stamp};
 use swaptide_store::{Page, Slot};
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
@@ -25,12 +25,10 @@ use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
 use swaptide_sys::{AsFd, Errno};
 
 use crate::backing::devices::{POOL, filler_of};
-use crate::backing::remote_queue::READ_RETRY_DELAYS;
 use crate::engine::{Engine, Mm};
 use crate::events::brought::Brought;
 use crate::events::fork_state::{ForkNumber, NewChild};
 use crate::events::late_look::LATE_EVENT_TIMEOUT;
-use crate::fault::load::is_worth_another;
 use crate::fault::path::FaultPath;
 use crate::fork::layout::{Layout, is_armed};
 use crate::mm::page_table::PageState;
@@ -592,7 +590,7 @@ fn load_for_copy(
             LoadedCopy::Filled
         }
         Err(error) if error.is_own_shortage() => LoadedCopy::OutOfMeans(error, began),
-        Err(error) if is_worth_another(&error, device) => {
+        Err(error) if device.may_succeed_later(&error) => {
             pauses.next().map_or(LoadedCopy::Lost, LoadedCopy::RetryAfter)
         }
         Err(_) => LoadedCopy::Lost,

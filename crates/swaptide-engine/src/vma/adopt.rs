@@ -460,9 +460,12 @@ impl Adopter {
         // While a fork past libc is held for, it comes along, and is closed after it.
         let is_closed = engine.fork.followed && !engine.fork.is_held();
         if is_closed && dontfork::deny(range).is_err() {
-            // What cannot be kept out of forks stays as it is. Nothing of it is out.
-            let _ = path.reader.uffd.unregister(range);
-            engine.mm.lock().armed.remove(range);
+            // What cannot be kept out of forks stays as it is. Nothing of it is out, but where a
+            // managed mapping has taken its place meanwhile.
+            if path.reader.uffd.coverage(range) == Coverage::Whole {
+                let _ = path.reader.uffd.unregister(range);
+                engine.mm.lock().armed.remove(range);
+            }
             return;
         }
         let mut mm = engine.mm.lock();
