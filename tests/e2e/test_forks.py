@@ -118,6 +118,21 @@ def test_forktwice(case):
     case.run_c("forktwice", "raw", megabytes=72)
 
 
+@pytest.mark.swaptide(budget=24, allowance=160, forks=True)
+def test_forkgrown(case):
+    """A child past libc unmaps something and has a neighbour grow over it: a grandchild has zeros
+    there."""
+    case.run_c("forkgrown", "raw", megabytes=56)
+
+
+@pytest.mark.swaptide(budget=24, allowance=16, forks=True)
+@pytest.mark.parametrize("mode", ["wipe", "apart"])
+def test_forkleft(case, mode):
+    """What a move leaves mapped is in the child, after other memory was kept apart from it."""
+    env = {**os.environ, "SWAPTIDE_TEST_FOLLOWED_FORKS": "1"}
+    case.run_c("forkleft", mode, megabytes=48, env=env)
+
+
 @pytest.mark.swaptide(budget=32, forks=True)
 @pytest.mark.parametrize("mode", [param("libc", allowance=32), param("raw", allowance=128)])
 def test_forkdrop(case, mode):

@@ -23,6 +23,13 @@ def test_bss(case):
     case.run_c("bss", megabytes=300)
 
 
+@pytest.mark.swaptide(budget=120, allowance=24)
+@pytest.mark.parametrize("mode", ["locked", "readonly"])
+def test_unmovable(case, mode):
+    """More than the budget cannot go out: the program goes past it, and on."""
+    case.run_c("unmovable", mode, megabytes=126)
+
+
 @pytest.mark.swaptide(budget=32, allowance=8)
 def test_libraries(case):
     """Memory of libraries; the first of it is written before anything is managed."""

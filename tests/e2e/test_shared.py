@@ -41,6 +41,13 @@ def test_shared(case, mode):
     case.run_c("shared", mode, megabytes=64, options=["--shared"])
 
 
+@pytest.mark.swaptide(budget=24, allowance=24)
+@pytest.mark.parametrize("mode", ["writev", "words"])
+def test_pastwrites(case, mode):
+    """The kernel writes to shared memory without asking its pager, and nothing of it is lost."""
+    case.run_c("pastwrites", mode, megabytes=80, seconds=6, options=["--shared"])
+
+
 @pytest.mark.swaptide(budget=32, forks=True, allowance=4, native=False)
 def test_shared_short(case):
     """The first 60 reads of a swap area fail in the supervisor for want of memory: no page is lost,

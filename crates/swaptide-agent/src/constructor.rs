@@ -28,6 +28,11 @@ extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *cons
     if real::GNU_VERSION.get().is_none() {
         return;
     }
+    // Valgrind has no vDSO for the program that it runs, and knows no userfaultfd: such a program
+    // stays as it is.
+    if variable(envp, "LD_PRELOAD").is_some_and(is_valgrinds) {
+        return;
+    }
     let Some(socket) = variable(envp, ENV_SOCKET) else { return };
     set_socket(socket);
     if let Some(path) = variable(envp, ENV_AGENT_LOG) {
@@ -82,5 +87,25 @@ fn variable(mut envp: *const *const c_char, name: &str) -> Option<&'static [u8]>
         }
         // SAFETY: the array continues until its null.
         envp = unsafe { envp.add(1) };
+    }
+}
+
+/// True for the value of `LD_PRELOAD` of a program that runs under Valgrind: it puts libraries of
+/// its own there.
+fn is_valgrinds(preloaded: &[u8]) -> bool {
+    const LIBRARIES: &[u8] = b"/vgpreload_";
+    preloaded.windows(LIBRARIES.len()).any(|part| part == LIBRARIES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn valgrind_is_told_by_its_libraries() {
+        let list = b"/usr/libexec/valgrind/vgpreload_core-amd64-linux.so:/lib/libswaptide_agent.so";
+        assert!(is_valgrinds(list));
+        assert!(!is_valgrinds(b"/lib/libswaptide_agent.so"));
+        assert!(!is_valgrinds(b""));
     }
 }

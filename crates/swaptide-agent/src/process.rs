@@ -13,8 +13,8 @@ use std::time::Duration;
 use swaptide_engine::Engine;
 use swaptide_engine::requests::{FaultRequest, HandlerRequest};
 use swaptide_ipc::{
-    AgentRequest, AreaId, ENV_SOCKET, INJECTING_SOCKET, MIN_BUDGET_BYTES, NO_LIMIT, ProcState,
-    Segment, SlotIndex,
+    AgentRequest, AreaId, ENV_SOCKET, INJECTING_SOCKET, MIN_BUDGET_BYTES, NO_LIMIT, ProcSlot,
+    ProcState, Segment, SlotIndex,
 };
 use swaptide_sys::helper::PrivilegedHelper;
 use swaptide_sys::lock::Lock;
@@ -356,6 +356,14 @@ pub(crate) fn begin_before(len: usize, reserved: bool) {
         let _ = conn.wait();
     }
     while slot.state() == ProcState::Watching && pause() {}
+}
+
+/// The segment, and the slot that this process has in it, if it has one.
+pub(crate) fn own_slot() -> Option<(&'static Segment, &'static ProcSlot)> {
+    let place = PLACE.load(Acquire);
+    let segment = known_segment().filter(|_| is_own_process())?;
+    let is_claimed = place != SLOT_UNCLAIMED && place != SLOT_PENDING;
+    is_claimed.then(|| (segment, segment.slot(SlotIndex(place - 1))))
 }
 
 /// Memory of the machine.

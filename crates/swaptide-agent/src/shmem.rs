@@ -175,6 +175,17 @@ fn wait_for_guard() {
     }
 }
 
+/// The kernel will write to a word of a range when a thread ends, and does not wait for a pager
+/// then: if it is of a region it stays in memory.
+pub(crate) fn keep(addr: usize, len: usize) {
+    if concerns(addr, len)
+        && !seccomp::is()
+        && let Some(socket) = environment::socket()
+    {
+        let _ = shared::advise(socket, addr, len, shared::ADVICE_KEEP);
+    }
+}
+
 /// Says what the program says of a range that may be of a region.
 pub(crate) fn hint(addr: usize, len: usize, advice: c_int) {
     if matches!(advice, 0..=3 | 20 | 21)

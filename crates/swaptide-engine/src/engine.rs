@@ -292,6 +292,8 @@ impl Engine {
                     behind: false,
                     late: LateChanges::with_capacity(64),
                     owed: Vec::with_capacity(256),
+                    left: VmaSet::default(),
+                    closed_in_doubt: VmaSet::default(),
                     recent: Vec::with_capacity(64),
                 },
                 jobs: Jobs::default(),

@@ -82,6 +82,8 @@ pub struct Header {
     /// Not 0: the kernel reports no forks here (that takes `CAP_SYS_PTRACE`), so the
     /// supervisor follows the forking thread.
     pub followed_forks: AtomicU32,
+    /// The turn in which calls that may write past page tables begin, modulo 2.
+    pub past_writes_turn: AtomicU32,
     /// Bounds and compression settings of compressed memory.
     pub pool: PoolConfig,
     /// Settings of readahead at swap-in.
@@ -200,11 +202,15 @@ pub struct AgentWords {
     pub fork_held: AtomicU32,
     /// Not 0: its threads run before those of the program.
     pub goes_first: AtomicU32,
+    /// Threads of the process in a call that may write past page tables, by the turn in which they
+    /// began ([`Segment::next_turn_of_past_writes`]).
+    pub past_writes: [AtomicU32; 2],
 }
 
 impl AgentWords {
     fn clear(&self) {
         clear_words([&self.past_libc, &self.fork_held, &self.goes_first]);
+        clear_words(&self.past_writes);
     }
 }
 

@@ -27,6 +27,7 @@ mod ids;
 pub mod injected;
 mod layout;
 mod optional_limit;
+mod past_writes;
 pub mod shared;
 mod wire;
 

@@ -49,6 +49,9 @@ pub const SHARED_FEATURES: Features = Features::EVENT_FORK
 pub const ADVICE_HOLD: i32 = -1;
 /// Advice after that, with the same range.
 pub const ADVICE_RELEASE: i32 = -2;
+/// Advice for a word that the kernel writes to when a thread ends, and waits for no pager then:
+/// what is there comes in, and stays.
+pub const ADVICE_KEEP: i32 = -3;
 /// `MADV_REMOVE`: the pager gives the pages up, in the place of the kernel.
 pub const ADVICE_REMOVE: i32 = 9;
 

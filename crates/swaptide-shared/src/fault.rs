@@ -158,7 +158,9 @@ impl FaultThread {
     fn load(&mut self, job: LoadJob) -> MutexGuard<'_, PagerState> {
         let unloaded = self.loader.load(&self.inner.store, &job.load);
         let mut state = self.inner.lock();
-        let is_in = self.inner.put_in(&mut state, job.site, &job.load, &unloaded, &self.loader);
+        let asked = job.fault.map(|(page, _)| page);
+        let place = (job.site, asked);
+        let is_in = self.inner.put_in(&mut state, place, &job.load, &unloaded, &self.loader);
         for (page, fault) in state.loads.ended(&job) {
             let region = state.regions.get(&job.load.region).filter(|r| job.load.is_of(r));
             let fault = PendingFault { again: true, ..fault };
@@ -369,9 +371,8 @@ impl FaultThread {
                 return;
             }
             RegionPage::Leaving if wp => {
-                // It is written to: it stays, and so does what is around it, for a while.
-                region.set(page, RegionPage::Present);
-                region.chunk(page / PAGES_PER_CHUNK).hot = true;
+                // It is written to: it stays, for a while.
+                region.keep(page);
                 self.inner.count(Counter::SwapCacheHit, 1);
             }
             // A program gave it up by itself.

@@ -13,6 +13,9 @@
 //! is one that closed it, or unmapped the memory, while such a read is under way
 //! (docs/semantics.md).
 //!
+//! `process_vm_writev` takes pages for writing, and writes to them later. Calls through libc are
+//! counted while they last ([`Segment::past_writers`]), and waited for.
+//!
 //! Locks: none.
 
 use std::borrow::Cow;
@@ -24,9 +27,11 @@ use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::PathBuf;
 use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{Dir, Mode, OFlags, open, openat};
+use swaptide_ipc::Segment;
 use swaptide_ipc::shared::REGION_PATH;
 
 use crate::living::{ProcThread, is_gone, living_thread};
@@ -56,6 +61,44 @@ pub(crate) enum PinnedBy {
     Direct,
     /// It cannot be asked.
     Unknown,
+}
+
+/// The time for which calls are waited for that write past page tables; then the memory waits.
+const MAX_PAST_WRITES_WAIT: Duration = Duration::from_millis(2);
+const PAST_WRITES_PAUSE: Duration = Duration::from_micros(50);
+
+/// The processes in a call that may have begun before this, and may write past page tables. Those
+/// that end at once are waited for.
+pub(crate) fn past_writers(segment: &Segment) -> Vec<u32> {
+    let began = Instant::now();
+    // Of each turn there may be some from before.
+    let turns = [(); 2].map(|()| {
+        let turn = segment.next_turn_of_past_writes();
+        loop {
+            let writers: Vec<u32> = segment.past_writers(turn).collect();
+            if writers.is_empty() || began.elapsed() > MAX_PAST_WRITES_WAIT {
+                return writers;
+            }
+            std::thread::sleep(PAST_WRITES_PAUSE);
+        }
+    });
+    turns.concat()
+}
+
+/// True if a process may write to the memory of another by such a call, as far as its user tells:
+/// one that says so of itself for ever does no harm to the others. One that cannot be asked may.
+pub(crate) fn may_write_to(writer: u32, other: u32) -> bool {
+    let users = |pid: u32| {
+        let text = read_lossy(PathBuf::from(format!("/proc/{pid}/status"))).ok()?;
+        let line = text.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+        Some(line.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
+    };
+    match (users(writer), users(other)) {
+        (Some(writer), Some(other)) => {
+            writer.iter().any(|user| user == "0" || other.contains(user))
+        }
+        _ => true,
+    }
 }
 
 /// Whether a process may write past its page tables, or has locked a region. A question that fails,
@@ -169,8 +212,9 @@ fn direct_mounts(mountinfo: &str) -> HashSet<u64> {
     mountinfo.lines().filter_map(number).collect()
 }
 
-/// True if an io_uring may have files registered, which may be open for direct I/O and in no table
-/// of descriptors. `omits_empty`: the kernel lists only places that hold a file, and tells nothing
+/// True if an io_uring has buffers registered, which count as pinned only for the process that made
+/// it, or may have files registered, which may be open for direct I/O and in no table of
+/// descriptors. `omits_empty`: the kernel lists only places that hold a file, and tells nothing
 /// of a ring that is busy. Older ones list all places, and none of a busy ring's, and have a name
 /// in the place of a path, which says nothing. `is_ring` tells
 /// whether a descriptor of which nothing in particular is told is one.
@@ -179,6 +223,9 @@ fn has_files(fdinfo: &str, omits_empty: bool, is_ring: impl FnOnce() -> bool) ->
     let Some(head) = lines.next() else {
         return fdinfo.lines().count() <= USUAL_LINES && is_ring();
     };
+    if figure(fdinfo, "UserBufs:") > 0 {
+        return true;
+    }
     let places = figure(head, "UserFiles:");
     let mut listed = 0;
     for line in lines.take_while(|line| !line.starts_with("UserBufs:")) {

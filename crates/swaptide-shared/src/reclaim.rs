@@ -27,7 +27,7 @@
 //!    the hook before it to the one after it, for what grows in place is no event.
 //! 3. A process without userfaultfd cannot have the memory mapped: mappings come from
 //!    [`attach`](swaptide_ipc::shared::attach), or by fork.
-//! 4. Devices write past page tables: `pinned`.
+//! 4. Devices write past page tables, and so does `process_vm_writev`: `pinned`.
 //!
 //! So `punch` asks every address space again, under the lock, whether a change is under way, and
 //! compares the generation. The punch itself takes the entries of every mapping, those of an unread
@@ -40,6 +40,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
+use swaptide_engine::mm::heat::ChunkHeat;
 use swaptide_engine::mm::types::{CHUNK_ORDER, PAGES_PER_CHUNK};
 use swaptide_ipc::{Counter, OfOrder};
 use swaptide_store::codec::{Compressor, Unpacker};
@@ -48,10 +49,10 @@ use swaptide_sys::Errno;
 use swaptide_sys::page::PAGE_SIZE;
 
 use crate::huge_pages::HugePages;
-use crate::pinned::pinned;
-use crate::region::{RegionId, RegionPage};
+use crate::pinned::{may_write_to, past_writers, pinned};
+use crate::region::{Region, RegionId, RegionPage, bit};
 use crate::space::{SpaceId, SpaceState};
-use crate::state::{Inner, PagerState, STOP_ROOM, is_hole, punch, write_pages};
+use crate::state::{Inner, PagerState, ReclaimOrder, STOP_ROOM, is_hole, punch, write_pages};
 use crate::store::{PutOutcome, compressor};
 
 /// Most pages of one batch.
@@ -105,6 +106,8 @@ impl ReclaimBatch {
 struct Stored {
     region: RegionId,
     page: usize,
+    /// Its place among the pages that were read.
+    at: usize,
     slot: Slot,
     put: PutOutcome,
 }
@@ -275,7 +278,7 @@ impl ReclaimThread {
                 if matches!(put, PutOutcome::Poor | PutOutcome::Refused(_)) {
                     for_file.push((stored.len(), slot, at));
                 }
-                stored.push(Stored { region: *id, page, slot, put });
+                stored.push(Stored { region: *id, page, at, slot, put });
                 at += 1;
             }
         }
@@ -426,12 +429,16 @@ impl ReclaimThread {
             && let Some((id, chunk)) = state.advised.out.pop_front()
         {
             let Some(region) = state.regions.get_mut(&id) else { continue };
-            region.chunk(chunk as usize).wanted = false;
+            let marks = region.chunk(chunk as usize);
+            marks.wanted = false;
+            if marks.stays {
+                continue;
+            }
             if stays(id, chunk) {
                 later.push((id, chunk));
                 continue;
             }
-            count += take_chunk(&mut state, id, chunk as usize, &mut runs);
+            count += take_chunk(region, chunk as usize, none_stays, &mut runs);
             wanted.push((id, chunk));
         }
         // What will soon be allowed waits for it; what will not was asked for in vain.
@@ -441,20 +448,27 @@ impl ReclaimThread {
         state.want_again(later);
         // With none that may, the queue would only be turned round.
         let may_any = state.regions.keys().any(|id| !forbidden.contains(id));
-        let mut left = if may_any { state.queue.len() } else { 0 };
-        while count < most.min(MAX_BATCH_PAGES) && left > 0 {
-            left -= 1;
-            let Some((id, chunk)) = state.queue.pop_front() else { break };
-            let Some(region) = state.regions.get_mut(&id) else { continue };
-            let marks = region.chunk(chunk as usize);
-            marks.ahead = false;
-            if stays(id, chunk) || std::mem::take(&mut marks.hot) {
-                marks.queued = true;
-                state.queue.push_back((id, chunk));
-                continue;
+        // Where nothing is found but pages that stay for some rounds, the oldest of them go.
+        for pass_over in [ChunkHeat::pass_over, none_stays] {
+            let PagerState { regions, order: ReclaimOrder { queue, .. }, .. } = &mut *state;
+            let mut left = if may_any && count == 0 { queue.len() } else { 0 };
+            while count < most.min(MAX_BATCH_PAGES) && left > 0 {
+                left -= 1;
+                let Some((id, chunk)) = queue.pop_front() else { break };
+                let Some(region) = regions.get_mut(&id) else { continue };
+                if !region.chunk(chunk as usize).stays && !stays(id, chunk) {
+                    count += take_chunk(region, chunk as usize, pass_over, &mut runs);
+                }
+                let some = region
+                    .chunk_pages(chunk as usize)
+                    .any(|page| region.state(page) == RegionPage::Present);
+                let marks = region.chunk(chunk as usize);
+                let is_twice = std::mem::take(&mut marks.ahead) && marks.queued;
+                if !is_twice {
+                    marks.queued = some;
+                    queue.extend(some.then_some((id, chunk)));
+                }
             }
-            marks.queued = false;
-            count += take_chunk(&mut state, id, chunk as usize, &mut runs);
         }
         self.inner.count(Counter::Pgscan, count as u64);
         if count == 0 {
@@ -492,7 +506,7 @@ impl ReclaimThread {
     }
 
     /// Takes the regions out of a batch that are mapped by a process which may write past its page
-    /// tables: they wait. It does not ask for the others.
+    /// tables, or to which another one may: they wait. It does not ask for the others.
     fn leave_exempted(&mut self, batch: &mut ReclaimBatch) {
         let began = Instant::now();
         let of_batch: HashSet<RegionId> = batch.runs.iter().map(|(id, _)| *id).collect();
@@ -504,10 +518,12 @@ impl ReclaimThread {
             };
             state.spaces.values().filter_map(mapped).collect()
         };
+        let writers = past_writers(self.inner.segment);
         // All of a process's: else each of them would have it asked again.
         let mut waiting: HashSet<RegionId> = HashSet::new();
         for (pid, regions) in mappers {
-            if !regions.is_subset(&waiting) && pinned(pid).is_some() {
+            let is_written = || writers.iter().any(|writer| may_write_to(*writer, pid));
+            if !regions.is_subset(&waiting) && (is_written() || pinned(pid).is_some()) {
                 waiting.extend(regions);
             }
         }
@@ -579,7 +595,7 @@ impl ReclaimThread {
                 !space.layout.iter().any(|piece| concerned(&piece.region))
                     || space.standing() != SpaceState::Changing
             });
-        let mut outs: Vec<(RegionId, usize, RegionPage)> = Vec::new();
+        let mut outs: Vec<(&Stored, RegionPage)> = Vec::new();
         for stored in stored {
             let PutOutcome::In(place) = stored.put else { continue };
             let (id, page) = (stored.region, stored.page);
@@ -589,14 +605,14 @@ impl ReclaimThread {
                     .get(&id)
                     .is_some_and(|region| region.state(page) == RegionPage::Leaving)
             {
-                outs.push((id, page, place));
+                outs.push((stored, place));
             } else {
                 self.drop_stored(stored);
             }
         }
         // Known to be out before it is.
         let mut counts = state.counts();
-        for (_, _, place) in &outs {
+        for (_, place) in &outs {
             match place {
                 RegionPage::Area => counts.file += 1,
                 _ => counts.pool += 1,
@@ -604,18 +620,14 @@ impl ReclaimThread {
         }
         self.inner.publish(&counts);
         let mut out = 0;
-        let mut rest = &outs[..];
-        while let Some((id, first, _)) = rest.first() {
-            let len = rest
-                .iter()
-                .enumerate()
-                .take_while(|(n, (other, page, _))| other == id && *page == first + n)
-                .count();
-            let (run, behind) = rest.split_at(len);
-            rest = behind;
-            out += self.take_out(&mut state, *id, run, batch);
+        // Neighbours in the region, and among what was read.
+        let follows = |(a, _): &(&Stored, _), (b, _): &(&Stored, _)| {
+            a.region == b.region && a.page + 1 == b.page && a.at + 1 == b.at
+        };
+        for run in outs.chunk_by(follows) {
+            out += self.take_out(&mut state, run);
         }
-        state.clock = state.clock.wrapping_add(out as u32);
+        state.order.clock = state.order.clock.wrapping_add(out as u32);
         self.unprotect(&mut state, batch);
         self.inner.publish(&state.counts());
         // After the page is no longer counted as there.
@@ -625,48 +637,30 @@ impl ReclaimThread {
     }
 
     /// Takes a run of pages out.
-    fn take_out(
-        &self,
-        state: &mut PagerState,
-        id: RegionId,
-        run: &[(RegionId, usize, RegionPage)],
-        batch: &ReclaimBatch,
-    ) -> usize {
-        let clock = state.clock;
+    fn take_out(&self, state: &mut PagerState, run: &[(&Stored, RegionPage)]) -> usize {
+        let clock = state.order.clock;
+        let (first, id) = (run[0].0, run[0].0.region);
         let Some(region) = state.regions.get_mut(&id) else { return 0 };
-        let pages = run[0].1..run[0].1 + run.len();
+        let pages = first.page..first.page + run.len();
         let punched = punch(&region.memory, &pages);
         if punched.is_err() || !is_hole(&region.memory, &pages) {
             // A part of a huge page that could not be split was cleared, not punched: it gets back
             // what was read of it, and stays.
-            let mut at = 0;
-            for (other, leaving) in &batch.runs {
-                if *other == id && leaving.contains(&pages.start) {
-                    let from = (at + pages.start - leaving.start) * PAGE_SIZE;
-                    if write_pages(
-                        &region.memory,
-                        pages.start,
-                        &self.buffer[from..from + pages.len() * PAGE_SIZE],
-                    )
-                    .is_err()
-                    {
-                        swaptide_sys::thread::abort_with(&[
-                            b"swaptide: shared memory could not be put back; stopped",
-                        ]);
-                    }
-                }
-                at += leaving.len();
+            let read = &self.buffer[first.at * PAGE_SIZE..(first.at + run.len()) * PAGE_SIZE];
+            if write_pages(&region.memory, pages.start, read).is_err() {
+                swaptide_sys::thread::abort_with(&[
+                    b"swaptide: shared memory could not be put back; stopped",
+                ]);
             }
             region.kept = true;
-            for (_, page, place) in run {
-                self.inner.store.free(region.slot(*page), *place);
+            for (stored, place) in run {
+                self.inner.store.free(stored.slot, *place);
             }
             return 0;
         }
         let mut logged = Vec::new();
-        for (_, page, place) in run {
-            region.set(*page, *place);
-            region.chunk(page / PAGES_PER_CHUNK).gone = clock;
+        for (Stored { page, .. }, place) in run {
+            region.goes(*page, *place, clock);
             match place {
                 RegionPage::Zero => self.inner.count(Counter::SwpoutZero, 1),
                 RegionPage::Pool => {
@@ -681,8 +675,8 @@ impl ReclaimThread {
             self.log_chunk(state, id, chunk);
         }
         let chunk_of = |page: usize| page / PAGES_PER_CHUNK;
-        for chunk in run.chunk_by(|(_, a, _), (_, b, _)| chunk_of(*a) == chunk_of(*b)) {
-            let on_area = chunk.iter().filter(|(_, _, place)| *place == RegionPage::Area).count();
+        for chunk in run.chunk_by(|(a, _), (b, _)| chunk_of(a.page) == chunk_of(b.page)) {
+            let on_area = chunk.iter().filter(|(_, place)| *place == RegionPage::Area).count();
             let of_order = match on_area {
                 _ if chunk.len() < PAGES_PER_CHUNK => continue,
                 0 => OfOrder::Zswpout,
@@ -716,29 +710,35 @@ fn batch_pages(over: u64, limit: u64, tries: u32) -> usize {
     (pages >> tries.min(u64::BITS - 1)).max(PAGES_PER_CHUNK as u64) as usize
 }
 
-/// Makes the pages of a chunk leave that are there; gives their number.
+/// No page stays for its rounds.
+fn none_stays(heat: &mut ChunkHeat, pages: u16) -> u16 {
+    heat.end_rounds(pages);
+    0
+}
+
+/// Makes the pages of a chunk leave that are there, but for those that `pass_over` says are to
+/// stay; gives their number.
 fn take_chunk(
-    state: &mut PagerState,
-    id: RegionId,
+    region: &mut Region,
     chunk: usize,
+    pass_over: fn(&mut ChunkHeat, u16) -> u16,
     runs: &mut Vec<(RegionId, Range<usize>)>,
 ) -> usize {
-    let Some(region) = state.regions.get_mut(&id) else { return 0 };
     if chunk >= region.chunk_count() {
         return 0;
     }
-    let mut count = 0;
-    for run in region.runs(region.chunk_pages(chunk), |state| state == RegionPage::Present) {
-        for page in run.clone() {
-            region.set(page, RegionPage::Leaving);
-        }
-        count += run.len();
+    let pages = region.chunk_pages(chunk);
+    let present = |page: &usize| region.state(*page) == RegionPage::Present;
+    let there = pages.clone().filter(present).fold(0, |mask, page| mask | bit(page));
+    let go = there & !pass_over(&mut region.chunk(chunk).heat, there);
+    for page in pages.filter(|page| go & bit(*page) != 0) {
+        region.set(page, RegionPage::Leaving);
         match runs.last_mut() {
-            Some((other, last)) if *other == id && last.end == run.start => last.end = run.end,
-            _ => runs.push((id, run)),
+            Some((other, last)) if *other == region.id && last.end == page => last.end += 1,
+            _ => runs.push((region.id, page..page + 1)),
         }
     }
-    count
+    go.count_ones() as usize
 }
 
 #[cfg(test)]

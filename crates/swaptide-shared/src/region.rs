@@ -18,6 +18,7 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
+use swaptide_engine::mm::heat::{ChunkHeat, RecordWatch, is_soon};
 use swaptide_engine::mm::types::PAGES_PER_CHUNK;
 use swaptide_engine::readahead::locality::{Locality, Reading};
 use swaptide_store::Slot;
@@ -78,16 +79,16 @@ impl RegionPage {
 pub struct RegionChunk {
     /// See invariant 3.
     pub epoch: u32,
-    /// When a page of it went out last, by the pager's clock of pages.
-    pub gone: u32,
+    /// Which of its pages stay when the others go.
+    pub heat: ChunkHeat,
     /// It stands in the queue for going out.
     pub queued: bool,
-    /// It was wanted soon after it had gone: it goes round once more.
-    pub hot: bool,
     /// It stands in the log of compressed memory.
     pub logged: bool,
     /// It stands among what a program wants out.
     pub wanted: bool,
+    /// The kernel writes to a word of it when a thread ends: it does not go out.
+    pub stays: bool,
     /// It was put at the head of the queue, and not taken from there since.
     pub ahead: bool,
 }
@@ -150,6 +151,8 @@ pub struct Region {
     pub kept: bool,
     states: Vec<RegionPage>,
     departures: Vec<u16>,
+    /// When each page went out last, by the pager's clock.
+    gone: Vec<u32>,
     chunks: Vec<RegionChunk>,
     counts: Counts,
     readings: Vec<(Range<usize>, Reading)>,
@@ -167,6 +170,7 @@ impl Region {
             kept: false,
             states: vec![RegionPage::Absent; pages],
             departures: vec![0; pages],
+            gone: vec![0; pages],
             chunks: vec![RegionChunk::default(); pages.div_ceil(PAGES_PER_CHUNK)],
             counts: Counts::default(),
             readings: Vec::new(),
@@ -201,9 +205,41 @@ impl Region {
             let chunk = &mut self.chunks[page / PAGES_PER_CHUNK];
             chunk.epoch = chunk.epoch.wrapping_add(1);
         }
+        let heat = &mut self.chunks[page / PAGES_PER_CHUNK].heat;
         if before.is_in() && state.is_out() {
             self.departures[page] = self.departures[page].wrapping_add(1);
+            heat.end_rounds(bit(page));
         }
+        if matches!(state, RegionPage::Absent | RegionPage::Lost) {
+            heat.forget(bit(page));
+        }
+    }
+
+    /// A page goes out at a time of the pager's clock.
+    pub(crate) fn goes(&mut self, page: usize, place: RegionPage, clock: u32) {
+        self.gone[page] = clock;
+        self.set(page, place);
+    }
+
+    /// A page is in again at a time of the pager's clock, where `resident` are in. `is_asked`: a
+    /// thread waits for it. True if it is to stay for a while ([`swaptide_engine::mm::heat`]).
+    pub(crate) fn came_back(
+        &mut self,
+        page: usize,
+        clock: u32,
+        resident: usize,
+        is_asked: bool,
+        records: &mut RecordWatch,
+    ) -> bool {
+        self.set(page, RegionPage::Present);
+        let is_soon = is_soon(clock.wrapping_sub(self.gone[page]).into(), resident);
+        self.chunks[page / PAGES_PER_CHUNK].heat.came_back(bit(page), is_soon, is_asked, records)
+    }
+
+    /// A page was written to on its way out: it stays, and longer than it would have.
+    pub(crate) fn keep(&mut self, page: usize) {
+        self.set(page, RegionPage::Present);
+        self.chunks[page / PAGES_PER_CHUNK].heat.second_chance(bit(page));
     }
 
     /// The slot of a page.
@@ -273,6 +309,11 @@ impl Region {
             .find(|(range, _)| range.contains(&page))
             .map_or(Reading::Unknown, |(_, said)| *said)
     }
+}
+
+/// A page's bit in the masks of its chunk.
+pub(crate) fn bit(page: usize) -> u16 {
+    1 << (page % PAGES_PER_CHUNK)
 }
 
 /// Numbers of slots, given out in clusters.

@@ -17,10 +17,11 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 use rustix::fs::FallocateFlags;
+use swaptide_engine::mm::heat::RecordWatch;
 use swaptide_engine::mm::types::PAGES_PER_CHUNK;
 use swaptide_engine::readahead::locality::Reading;
 use swaptide_ipc::shared::{
-    ADVICE_HOLD, ADVICE_RELEASE, ADVICE_REMOVE, AdviceOutcome, Attached, REGION_NAME,
+    ADVICE_HOLD, ADVICE_KEEP, ADVICE_RELEASE, ADVICE_REMOVE, AdviceOutcome, Attached, REGION_NAME,
 };
 use swaptide_ipc::{Counter, ProcState, Segment, SlotIndex};
 use swaptide_sys::mem::memfd_create;
@@ -92,6 +93,17 @@ pub(crate) struct AdvisedPages {
     pub into: VecDeque<(RegionId, Range<usize>)>,
 }
 
+/// In which order pages go out.
+#[derive(Default)]
+pub(crate) struct ReclaimOrder {
+    /// Chunks, the oldest first.
+    pub queue: VecDeque<(RegionId, u32)>,
+    /// Pages that went out.
+    pub clock: u32,
+    /// Whether pages that came back soon do so again.
+    pub records: RecordWatch,
+}
+
 /// Faults that wait, and for no load.
 #[derive(Default)]
 pub(crate) struct WaitingFaults {
@@ -105,16 +117,13 @@ pub(crate) struct WaitingFaults {
 pub(crate) struct PagerState {
     pub regions: BTreeMap<RegionId, Region>,
     pub spaces: BTreeMap<SpaceId, Space>,
-    /// Chunks, the oldest first.
-    pub queue: VecDeque<(RegionId, u32)>,
+    pub order: ReclaimOrder,
     pub advised: AdvisedPages,
     /// Chunks with pages in compressed memory, the oldest first.
     pub pool_log: VecDeque<(RegionId, u32)>,
     /// Changes with every address space and layout: what was protected everywhere at one number is
     /// so only while it stands.
     pub generation: u64,
-    /// Pages that went out.
-    pub clock: u32,
     /// Missing pages are the pager's to fill.
     pub engaged: bool,
     /// Loads that are under way.
@@ -443,11 +452,33 @@ impl Inner {
         }
         let space = state.spaces.get(&id).filter(|space| !space.stale);
         let parts = space.map_or(Vec::new(), |space| clip(&space.layout, range));
+        if advice == ADVICE_KEEP {
+            return self.keep(&mut state, parts);
+        }
         for (id, pages) in &parts {
             self.advise_pages(&mut state, *id, pages.clone(), advice);
         }
         self.work.notify_all();
         if parts.is_empty() { AdviceOutcome::Elsewhere } else { AdviceOutcome::Taken }
+    }
+
+    /// Brings pages in that are to stay as long as their region is there.
+    fn keep(&self, state: &mut PagerState, parts: Vec<(RegionId, Range<usize>)>) -> AdviceOutcome {
+        let mut outcome = AdviceOutcome::Elsewhere;
+        for (id, pages) in parts {
+            let Some(region) = state.regions.get_mut(&id) else { continue };
+            let pages = pages.start.min(region.pages())..pages.end.min(region.pages());
+            for chunk in pages.start / PAGES_PER_CHUNK..pages.end.div_ceil(PAGES_PER_CHUNK) {
+                region.chunk(chunk).stays = true;
+            }
+            // What is on its way out may be of it.
+            state.generation += 1;
+            let is_in = self.restore(state, id, pages);
+            if outcome != AdviceOutcome::Failed {
+                outcome = if is_in { AdviceOutcome::Taken } else { AdviceOutcome::Failed };
+            }
+        }
+        outcome
     }
 
     /// A thread is about to grow a mapping: what it may come to map stays in until it has.
@@ -523,10 +554,10 @@ impl Inner {
                 for chunk in chunks(&pages).rev() {
                     let is_in = region.chunk_pages(chunk).any(|page| region.state(page).is_in());
                     let marks = region.chunk(chunk);
-                    marks.hot = false;
+                    marks.heat.end_rounds(u16::MAX);
                     // It stands in the queue twice then, and is skipped the second time.
                     if is_in && !std::mem::replace(&mut marks.ahead, true) {
-                        state.queue.push_front((id, chunk as u32));
+                        state.order.queue.push_front((id, chunk as u32));
                     }
                 }
             }
@@ -655,7 +686,7 @@ impl PagerState {
         if let Some(region) = self.regions.get_mut(&id)
             && !std::mem::replace(&mut region.chunk(chunk).queued, true)
         {
-            self.queue.push_back((id, chunk as u32));
+            self.order.queue.push_back((id, chunk as u32));
         }
     }
 }

@@ -21,7 +21,7 @@ use crate::loading::Load;
 use crate::region::{RegionId, RegionPage};
 use crate::shortage::{self, Shortage};
 use crate::space::{FaultSite, Piece, Space, SpaceId};
-use crate::state::{Inner, PagerState, ShortWrite, half_changed, write_pages};
+use crate::state::{Inner, PagerState, ReclaimOrder, ShortWrite, half_changed, write_pages};
 use crate::store::{Store, Unloaded};
 
 /// Most pages that one fault brings in: 2 MiB.
@@ -139,21 +139,22 @@ impl Inner {
         let Some(region) = state.regions.get(&id) else { return true };
         let load = Load::of(region, run);
         let unloaded = loader.load(&self.store, &load);
-        self.put_in(state, site, &load, &unloaded, loader)
+        self.put_in(state, (site, None), &load, &unloaded, loader)
     }
 
-    /// Puts in what was loaded, as far as it stands as it was noted ([`Load::stands`]). False as
-    /// with [`Inner::fill`].
+    /// Puts in what was loaded, as far as it stands as it was noted ([`Load::stands`]): where, and
+    /// the page that a thread waits for. False as with [`Inner::fill`].
     pub(crate) fn put_in(
         &self,
         state: &mut PagerState,
-        site: Option<FaultSite>,
+        (site, asked): (Option<FaultSite>, Option<usize>),
         load: &Load,
         unloaded: &Unloaded,
         loader: &PageLoader,
     ) -> bool {
         self.follow_shortage(&mut state.shortages.reads, unloaded);
         let id = load.region;
+        let resident = state.counts().resident;
         let region = state.regions.get_mut(&id).filter(|region| load.is_of(region));
         // No process maps the region any more, and so no thread waits.
         let Some(region) = region else { return true };
@@ -207,7 +208,11 @@ impl Inner {
                 };
                 self.count(counter, 1);
                 self.store.free(region.slot(page), from);
-                region.set(page, RegionPage::Present);
+                let is_asked = asked == Some(page);
+                let ReclaimOrder { clock, records, .. } = &mut state.order;
+                if region.came_back(page, *clock, resident, is_asked, records) {
+                    self.count(Counter::WorkingsetActivate, 1);
+                }
             }
             self.count(Counter::WorkingsetRefault, is_in.len() as u64);
             brought.push(is_in);
@@ -218,7 +223,7 @@ impl Inner {
             .iter()
             .flat_map(|run| run.start / PAGES_PER_CHUNK..run.end.div_ceil(PAGES_PER_CHUNK))
         {
-            self.activate(state, id, chunk);
+            state.enqueue(id, chunk);
         }
         self.publish(&state.counts());
         short.is_empty() && unwritten.is_none()
@@ -269,20 +274,6 @@ impl Inner {
         } else {
             so_far.follow(unloaded, bound);
         }
-    }
-
-    /// A chunk came in: hot, if it went not long ago.
-    fn activate(&self, state: &mut PagerState, id: RegionId, chunk: usize) {
-        let resident = state.counts().resident as u32;
-        let clock = state.clock;
-        if let Some(region) = state.regions.get_mut(&id) {
-            let chunk = region.chunk(chunk);
-            if clock.wrapping_sub(chunk.gone) < resident / 2 && !chunk.hot {
-                chunk.hot = true;
-                self.count(Counter::WorkingsetActivate, 1);
-            }
-        }
-        state.enqueue(id, chunk);
     }
 }
 
@@ -395,7 +386,7 @@ mod tests {
         let unloaded = loader.load(&inner.store, &load);
         let memory = Arc::clone(&state.regions[&id].memory);
         memory.write_all_at(&[77; PAGE_SIZE], PAGE_SIZE as u64).expect("a write");
-        assert!(inner.put_in(&mut state, None, &load, &unloaded, &loader));
+        assert!(inner.put_in(&mut state, (None, None), &load, &unloaded, &loader));
         assert_eq!(unloaded.failed, [Slot(1)], "its data was dropped when it came in");
         assert_eq!((counted(Counter::SwpinExists), counted(Counter::PagesPoisoned)), (1, 0));
         let read = |page: usize| {
@@ -409,7 +400,7 @@ mod tests {
         }
         // A load of a region that is gone puts nothing anywhere.
         let region = state.regions.remove(&id).expect("the region");
-        assert!(inner.put_in(&mut state, None, &load, &unloaded, &loader));
+        assert!(inner.put_in(&mut state, (None, None), &load, &unloaded, &loader));
         assert!((0..4).all(|page| region.state(page) == RegionPage::Present));
         drop(state);
     }

@@ -85,7 +85,8 @@ pub fn for_each_vma_of(
     each_line(procfs::open_read(ProcPath::thread_of(pid, tid, "maps").as_c_str())?, buf, f)
 }
 
-/// The advice (madvise(2)) in effect for a VMA, as far as it is used here.
+/// The advice (madvise(2)) in effect for a VMA, as far as it is used here, and whether it is
+/// locked.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Advised {
     /// `MADV_RANDOM`.
@@ -96,6 +97,8 @@ pub struct Advised {
     pub not_copied: bool,
     /// `MAP_DROPPABLE`.
     pub droppable: bool,
+    /// Locked in memory (`mlock`).
+    pub locked: bool,
 }
 
 impl Advised {
@@ -108,6 +111,7 @@ impl Advised {
                 b"wf" => advised.wiped = true,
                 b"dc" => advised.not_copied = true,
                 b"dp" => advised.droppable = true,
+                b"lo" => advised.locked = true,
                 _ => {}
             }
         }

@@ -29,6 +29,7 @@ use crate::probe::read;
 use crate::process;
 use crate::real;
 use crate::seccomp;
+use crate::shmem;
 
 /// The end of the words that the kernel knows in a control block of glibc, but for the rseq area.
 const CONTROL_BLOCK_BYTES: usize = 0x900;
@@ -203,7 +204,11 @@ const LIST_HEAD_BYTES: usize = 24;
 
 /// A word that the kernel was told of by a raw system call: its page stays.
 pub(crate) fn named(addr: usize, len: usize) {
-    if addr != 0 && pinned::pin_permanently(addr, len) {
+    if addr == 0 {
+        return;
+    }
+    shmem::keep(addr, len);
+    if pinned::pin_permanently(addr, len) {
         pinned::await_taking();
         if seccomp::is() {
             return;

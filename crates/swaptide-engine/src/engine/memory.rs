@@ -13,8 +13,9 @@ use crate::mm::batch::Jobs;
 use crate::mm::busy::Busy;
 use crate::mm::change_order::LateChanges;
 use crate::mm::fault_hold::FaultHold;
+use crate::mm::heat::is_soon;
 use crate::mm::lru::Queues;
-use crate::mm::page_table::{Chunk, PageState, PageTable};
+use crate::mm::page_table::{PageState, PageTable};
 use crate::mm::staging::{FrameNo, Staging};
 use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo};
 use crate::mm::vma_change::VmaChange;
@@ -23,9 +24,6 @@ use crate::sched::handed::Handed;
 
 /// Chunks put back at a time.
 const MAX_CHUNKS_PUT_BACK: usize = 8;
-/// A page comes back soon if, since it went out, fewer others did than this part of those that are
-/// there.
-const SOON_DIVISOR: usize = 4;
 /// Bits of a shadow's clock.
 const SHADOW_MASK: u32 = (1 << 28) - 1;
 /// Pages of one step of a shadow's clock.
@@ -53,6 +51,12 @@ pub struct VmaChanges {
     /// Old places of moves that were read, until it was read as well that they were left (see
     /// [`crate::events::apply`]).
     pub owed: Vec<VirtRange>,
+    /// Old places of moves of managed memory that are still mapped, or were not yet told to be
+    /// left, as long as they are not managed themselves: what keeps them out of forks is swaptide's
+    /// advice, not the program's. Only where forks are followed.
+    pub left: VmaSet,
+    /// What was kept out of forks though it may have been the program's own by then.
+    pub closed_in_doubt: VmaSet,
     /// Those that were applied since a moment in which none was under way: a child whose fork is
     /// read later may not have them (see [`crate::fork::layout`]).
     pub recent: Vec<VmaChange>,
@@ -110,7 +114,9 @@ impl Mm {
     /// All that may have the `MADV_DONTFORK` advice against forks that are not followed
     /// ([`crate::mm::dontfork`]).
     pub(crate) fn dontfork_ranges(&self) -> impl Iterator<Item = VirtRange> + '_ {
-        self.regions.iter().chain(self.armed.iter()).chain(self.changes.owed.iter().copied())
+        let changes = &self.changes;
+        let left = changes.left.iter().chain(changes.owed.iter().copied());
+        self.regions.iter().chain(self.armed.iter()).chain(left)
     }
 
     /// Makes room for what is known of the frames before `end`. The memory is reserved: nothing is
@@ -188,20 +194,11 @@ impl Mm {
     /// A swapped page comes back after `distance` others went out: notes how long it is to stay.
     /// `is_asked`: a thread waits for it. True if it stays for its record's sake.
     pub(crate) fn came_back(&mut self, page: PageNo, distance: u64, is_asked: bool) -> bool {
-        let is_soon = (distance as usize) < self.table.present() / SOON_DIVISOR;
+        let is_soon = is_soon(distance, self.table.present());
         let (bit, records) = (page.bit(), &mut self.queues.records);
         let mut stays = false;
-        self.table.update(page.chunk(), |Chunk { heat, .. }| {
-            if is_asked {
-                records.note(heat.has_record(bit), is_soon);
-            }
-            if !is_soon {
-                heat.came_late(bit);
-            } else if is_asked {
-                heat.came_soon(bit);
-            }
-            heat.end_rounds(bit);
-            stays = records.pays() && heat.stay_by_record(bit);
+        self.table.update(page.chunk(), |chunk| {
+            stays = chunk.heat.came_back(bit, is_soon, is_asked, records);
         });
         stays
     }

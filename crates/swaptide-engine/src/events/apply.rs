@@ -224,6 +224,7 @@ pub(crate) fn apply_now(engine: &Engine, mm: &mut Mm, event: Event) {
             drop_pages(mm, engine, range);
             mm.regions.remove(range);
             mm.armed.remove(range);
+            mm.changes.left.remove(range);
             newer.into_iter().for_each(|armed| mm.armed.insert(armed));
         }
         Event::Remap { from, to, len } => remapped(engine, mm, from, to, len),
@@ -244,6 +245,7 @@ fn remapped(engine: &Engine, mm: &mut Mm, from: VirtAddr, to: VirtAddr, len: usi
     }
     drop_pages(mm, engine, target);
     mm.armed.remove(target);
+    mm.changes.left.remove(target);
     mm.changes.owed.retain(|owed| !overlap(*owed, target));
     let pages = pages_of(source);
     let end = PageNo(pages.end);
@@ -281,6 +283,9 @@ fn remapped(engine: &Engine, mm: &mut Mm, from: VirtAddr, to: VirtAddr, len: usi
         mm.armed.insert(left);
     }
     mm.changes.owed.push(source);
+    if managed && engine.fork.followed {
+        mm.changes.left.insert(source);
+    }
     if managed {
         mm.armed.remove(target);
         mm.regions.insert(target);

@@ -183,6 +183,12 @@ impl ForkState {
         };
         self.noted.iter().filter(move |noted| !is_later(noted)).map(|noted| noted.change)
     }
+
+    /// The number of those that were read after the fork.
+    pub(crate) fn noted_since(&self, fork: ForkNumber) -> usize {
+        let is_kept = |noted: &Noted| !matches!(noted.change, VmaChange::Dropped(_));
+        self.noted.iter().filter(|noted| noted.after >= fork && is_kept(noted)).count()
+    }
 }
 
 #[cfg(test)]

@@ -12,9 +12,9 @@ use swaptide_sys::uffd::Coverage;
 
 use crate::engine::{Engine, NO_RANGE};
 use crate::fault::path::FaultPath;
-use crate::mm::dontfork::{advise_fork_each, allow};
+use crate::mm::dontfork::{advise_fork, advise_fork_each, allow};
 use crate::pager::Pager;
-use crate::vma::adopt::arm;
+use crate::vma::adopt::{arm, program_parts};
 
 /// Lists what mappings have grown by. Growing sends no event, and what came so has the advice of
 /// the rest: it would be missing in the child.
@@ -137,6 +137,24 @@ pub(super) fn deny_fork(engine: &Engine) {
             }
         });
     });
+}
+
+/// What of a range is the program's comes along at forks: it was closed though it is not managed.
+pub(super) fn allow_again(engine: &Engine, path: &mut FaultPath, range: VirtRange) {
+    let mut at = range.start;
+    while let Ok(Some(info)) = path.installer.maps.vma_at_or_next(at) {
+        let vma = info.vma().range;
+        if vma.start >= range.end {
+            return;
+        }
+        let part = VirtRange { start: vma.start.max(range.start), end: vma.end.min(range.end) };
+        if !(engine.start.excluded)(part) {
+            program_parts(part, |part| {
+                let _ = advise_fork(part, Advice::DoFork);
+            });
+        }
+        at = vma.end;
+    }
 }
 
 /// Calls `f` with all regions, some at a time. Only the caller changes them.

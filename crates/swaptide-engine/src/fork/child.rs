@@ -21,7 +21,7 @@ use swaptide_sys::page::{PAGE_SIZE, VirtRange};
 use swaptide_sys::process::{parent, proc_info};
 use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::thread::getpid;
-use swaptide_sys::uffd::{Event, Uffd};
+use swaptide_sys::uffd::{Coverage, Event, Uffd};
 use swaptide_sys::{AsFd, AsRawFd, Errno, FromRawFd, OwnedFd};
 
 use crate::EngineError;
@@ -229,7 +229,8 @@ impl Engine {
 }
 
 /// In a forked child: mappings that its parent kept for itself (`MADV_DONTFORK`) are not here,
-/// and what stands in their place is the engine's own, made since. Their pages are given up.
+/// and what stands in their place is the engine's own, made since; and what is not armed is
+/// something else. Their pages are given up.
 fn forget_missing(engine: &Engine, maps: &mut MapsFile) -> Result<(), EngineError> {
     let regions: Vec<VirtRange> = engine.mm.lock().regions.iter().collect();
     let mut missing = Vec::new();
@@ -239,8 +240,8 @@ fn forget_missing(engine: &Engine, maps: &mut MapsFile) -> Result<(), EngineErro
             let next = maps
                 .vma_at_or_next(at)
                 .map_err(|e| EngineError::Memory("reading /proc/self/maps", e))?;
-            let Some(vma) = next.map(|info| info.vma().range).filter(|vma| vma.start < region.end)
-            else {
+            let found = next.as_ref().map(|info| (info.vma().range, info.vma().is_private_anon()));
+            let Some((vma, is_anon)) = found.filter(|(vma, _)| vma.start < region.end) else {
                 missing.push(VirtRange { start: at, end: region.end });
                 break;
             };
@@ -252,6 +253,10 @@ fn forget_missing(engine: &Engine, maps: &mut MapsFile) -> Result<(), EngineErro
             crate::vma::adopt::program_parts(VirtRange { start: at, end }, |part| {
                 if at < part.start {
                     missing.push(VirtRange { start: at, end: part.start });
+                }
+                // Another thread has mapped something over it, and that was read after the fork.
+                if !is_anon || engine.uffd().coverage(part) == Coverage::NotWhole {
+                    missing.push(part);
                 }
                 at = part.end;
             });

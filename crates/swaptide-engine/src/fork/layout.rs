@@ -56,20 +56,23 @@ pub struct Layout {
 
 impl Layout {
     /// Judges which changes a child has. `applied`: in the table, and perhaps later than the fork;
-    /// `noted`: not in the table, and perhaps earlier. `armed`: whether the child has an armed
-    /// mapping at a page; `managed`: whether the table has one managed. What is applied and says
-    /// that something is unmapped says it of what the table knew.
+    /// `noted`: not in the table, and perhaps earlier, but for the `certain` first ones, which are.
+    /// `armed`: whether the child has an armed mapping at a page; `managed`: the first address of a
+    /// range at which the table has one managed. What is applied and says that something is
+    /// unmapped says it of what the table knew.
     pub fn judge(
         applied: &[VmaChange],
-        noted: &[VmaChange],
+        (noted, certain): (&[VmaChange], usize),
         mut armed: impl FnMut(PageNo) -> bool,
-        managed: impl Fn(VirtAddr) -> bool,
+        managed: impl Fn(VirtRange) -> Option<VirtAddr>,
     ) -> Layout {
         let all: Vec<VmaChange> = applied.iter().chain(noted).copied().collect();
+        let certain = if certain > 0 { applied.len() + certain } else { 0 };
         let ends = ends_of_moves(&all);
         let mut has = vec![false; all.len()];
         for history in histories(&all, &ends) {
-            let cut = history.cut(&all, &ends, applied.len(), &mut armed, &managed);
+            let read_before = ReadBefore { applied: applied.len(), certain };
+            let cut = history.cut(&all, &ends, read_before, &mut armed, &managed);
             history.changes.iter().take(cut).for_each(|at| has[*at] = true);
         }
         for at in 0..all.len() {
@@ -212,21 +215,34 @@ fn histories(all: &[VmaChange], ends: &[Option<usize>]) -> Vec<History> {
     histories
 }
 
+/// How many changes were read before a fork, and how many are known to have happened before it.
+#[derive(Clone, Copy)]
+struct ReadBefore {
+    applied: usize,
+    certain: usize,
+}
+
 impl History {
-    /// The number of changes that the child has: the one that explains best what it has armed; of
-    /// several numbers the one that is nearest to what was read before the fork.
+    /// The number of changes that the child has: of those that are certain all; of the rest the one
+    /// that explains best what it has armed; of several numbers the one that is nearest to what was
+    /// read before the fork.
+    ///
+    /// What is armed where something was unmapped says little: a neighbour may have grown over it,
+    /// and no event tells of that.
     fn cut(
         &self,
         all: &[VmaChange],
         ends: &[Option<usize>],
-        read_before: usize,
+        read_before: ReadBefore,
         armed: &mut impl FnMut(PageNo) -> bool,
-        managed: &impl Fn(VirtAddr) -> bool,
+        managed: &impl Fn(VirtRange) -> Option<VirtAddr>,
     ) -> usize {
         let is_at = |range: Option<VirtRange>, place: VirtAddr| {
             range.is_some_and(|range| range.contains(place))
         };
-        let mut places: Vec<VirtAddr> = self.ranges.iter().map(|r| r.start).collect();
+        // An `Unmap` that was not applied may begin before what the table knows there.
+        let mut places: Vec<VirtAddr> =
+            self.ranges.iter().map(|range| managed(*range).unwrap_or(range.start)).collect();
         places.sort_unstable();
         places.dedup();
         let seen: Vec<bool> = places.iter().map(|place| armed(PageNo::of(*place))).collect();
@@ -241,13 +257,14 @@ impl History {
                     Some((_, c @ (VmaChange::Moved { .. } | VmaChange::Armed(_)))) => {
                         is_at(c.source(), *place)
                     }
-                    Some((at, VmaChange::Gone(_))) if at < read_before => true,
-                    _ => managed(*place),
+                    Some((at, VmaChange::Gone(_))) if at < read_before.applied => true,
+                    _ => managed(range_of(PageNo::of(*place), 1)).is_some(),
                 }
             })
             .collect();
-        let usual = self.changes.partition_point(|at| *at < read_before);
-        let mut best = (0, usize::MAX, 0);
+        let before = |read: usize| self.changes.partition_point(|at| *at < read);
+        let (usual, least) = (before(read_before.applied), before(read_before.certain));
+        let mut best = (0, usize::MAX, least);
         for cut in 0..=self.changes.len() {
             if cut > 0 {
                 let at = self.changes[cut - 1];
@@ -265,7 +282,7 @@ impl History {
             }
             let agrees = expected.iter().zip(&seen).filter(|(a, b)| a == b).count();
             let distance = cut.abs_diff(usual);
-            if agrees > best.0 || (agrees == best.0 && distance < best.1) {
+            if cut >= least && (agrees > best.0 || agrees == best.0 && distance < best.1) {
                 best = (agrees, distance, cut);
             }
         }
@@ -286,6 +303,7 @@ pub(crate) fn is_armed(uffd: &swaptide_sys::uffd::Uffd, page: PageNo) -> Option<
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::mm::types::pages_of;
     use std::collections::BTreeMap;
 
     const PLACE_BYTES: usize = 4 << 12;
@@ -326,6 +344,24 @@ mod tests {
         }
     }
 
+    /// The first address of a range that lies in one of the places that are managed.
+    fn first_of(is_managed: impl Fn(usize) -> bool) -> impl Fn(VirtRange) -> Option<VirtAddr> {
+        move |range: VirtRange| {
+            pages_of(range)
+                .map(|page| PageNo(page).addr())
+                .find(|addr| *addr >= at(0) && is_managed(place_of(*addr)))
+        }
+    }
+
+    /// By what a child has armed, where all is managed.
+    fn told_apart(
+        applied: &[VmaChange],
+        noted: &[VmaChange],
+        armed: impl FnMut(PageNo) -> bool,
+    ) -> Layout {
+        Layout::judge(applied, (noted, 0), armed, first_of(|_| true))
+    }
+
     /// Blocks from this number on were armed later.
     const FIRST_LATER_BLOCK: u32 = 100;
 
@@ -355,9 +391,9 @@ mod tests {
                 };
                 let layout = Layout::judge(
                     &flat(&calls[..applied]),
-                    &flat(&calls[applied..]),
+                    (&flat(&calls[applied..]), 0),
                     |page| child.contains_key(&place_of(page.addr())),
-                    |addr| table.contains_key(&place_of(addr)),
+                    first_of(|place| table.contains_key(&place)),
                 );
                 for (place, block) in &table {
                     let found =
@@ -423,7 +459,7 @@ mod tests {
 
     #[test]
     fn discard_at_fork_empties_only_its_range() {
-        let layout = Layout::judge(&[], &[VmaChange::Dropped(range(0))], |_| true, |_| true);
+        let layout = told_apart(&[], &[VmaChange::Dropped(range(0))], |_| true);
         assert_eq!(layout.place(PageNo::of(at(0))), None);
         assert_eq!(layout.place(PageNo::of(at(1))), Some(PageNo::of(at(1))));
         // The child has not seen the move, so what was given up at the new place is not what it has
@@ -434,7 +470,7 @@ mod tests {
             VmaChange::Gone(range(0)),
             VmaChange::Dropped(range(1)),
         ];
-        let layout = Layout::judge(&[], &over, |_| true, |_| true);
+        let layout = told_apart(&[], &over, |_| true);
         assert_eq!(layout.place(PageNo::of(at(1))), Some(PageNo::of(at(1))), "{layout:?}");
     }
 
@@ -468,7 +504,7 @@ mod tests {
     #[test]
     fn range_armed_without_block_stays_in_place() {
         // Its first page may be another mapping's by now: that says nothing of the others.
-        let layout = Layout::judge(&[VmaChange::Armed(range(1))], &[], |_| false, |_| true);
+        let layout = told_apart(&[VmaChange::Armed(range(1))], &[], |_| false);
         assert_eq!(layout.place(PageNo::of(at(1)).plus(1)), Some(PageNo::of(at(1)).plus(1)));
         // But it is not put into what the child has there from before.
         let layout = Layout {
@@ -506,9 +542,9 @@ mod tests {
                 // What was armed is the block: the fresh mapping that was meant is gone.
                 let layout = Layout::judge(
                     &before,
-                    &told[applied..],
+                    (&told[applied..], 0),
                     |page| place_of(page.addr()) == child_has,
-                    |addr| place_of(addr) == 1,
+                    first_of(|place| place == 1),
                 );
                 let now = if applied > 0 { 1 } else { 0 };
                 let found = layout.place(PageNo::of(at(now))).map(|page| place_of(page.addr()));
@@ -519,17 +555,43 @@ mod tests {
 
     #[test]
     fn unmapped_range_gone_in_child_unless_armed() {
-        let layout = Layout::judge(&[], &[VmaChange::Gone(range(0))], |_| true, |_| true);
+        let layout = told_apart(&[], &[VmaChange::Gone(range(0))], |_| true);
         assert_eq!(layout.done(), []);
-        let layout = Layout::judge(&[], &[VmaChange::Gone(range(0))], |_| false, |_| true);
+        let layout = told_apart(&[], &[VmaChange::Gone(range(0))], |_| false);
         assert_eq!(layout.done(), [VmaChange::Gone(range(0))]);
     }
 
     #[test]
+    fn a_neighbour_that_grew_over_a_place_does_not_bring_it_back() {
+        let gone = [VmaChange::Gone(range(1)), VmaChange::Gone(range(2))];
+        let layout =
+            |certain| Layout::judge(&[], (&gone, certain), |_| true, first_of(|place| place < 3));
+        assert_eq!(layout(0).done(), []);
+        assert_eq!(layout(1).done(), &gone[..1]);
+        assert_eq!(layout(2).done(), gone);
+    }
+
+    #[test]
+    fn an_unmap_is_told_by_what_was_managed_of_its_range() {
+        // Where it begins nothing was, neither before nor after.
+        let gone = VirtRange { start: range(0).start, end: range(1).end };
+        let noted = [VmaChange::Gone(gone)];
+        for is_there in [false, true] {
+            let layout = Layout::judge(
+                &[],
+                (&noted, 0),
+                |page| is_there && place_of(page.addr()) == 1,
+                first_of(|place| place == 1),
+            );
+            assert_eq!(layout.done().is_empty(), is_there);
+        }
+    }
+
+    #[test]
     fn dontunmap_move_found_at_target() {
-        let layout = Layout::judge(&[], &[moved(0, 1)], |_| true, |_| true);
+        let layout = told_apart(&[], &[moved(0, 1)], |_| true);
         assert_eq!(layout.place(PageNo::of(at(0))), Some(PageNo::of(at(1))));
-        let layout = Layout::judge(&[], &[moved(0, 1)], |page| page == PageNo::of(at(0)), |_| true);
+        let layout = told_apart(&[], &[moved(0, 1)], |page| page == PageNo::of(at(0)));
         assert_eq!(layout.place(PageNo::of(at(0))), Some(PageNo::of(at(0))));
     }
 }

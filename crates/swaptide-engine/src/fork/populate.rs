@@ -365,15 +365,11 @@ impl Populator {
                     let mut grandchild = UnmanagedChild::new(pager.path.engine, uffd, child.fork);
                     let regions: Vec<VirtRange> =
                         pager.path.engine.mm.lock().regions.iter().collect();
-                    let known = |addr| {
-                        child
-                            .layout
-                            .origin(PageNo::of(addr))
-                            .is_some_and(|page| is_in(&regions, page.addr()))
-                    };
+                    let known = |range| first_known(&child.layout, &regions, range);
                     let noted = may_have(&child.own, before);
-                    let own =
-                        Layout::judge(&[], &noted, |page| grandchild.record_page(page), known);
+                    // The child of a fork has one thread, unless it makes others.
+                    let noted = (&noted[..], before);
+                    let own = Layout::judge(&[], noted, |page| grandchild.record_page(page), known);
                     grandchild.layout = child.layout.clone();
                     own.done().iter().for_each(|change| grandchild.layout.changed(*change));
                     self.populate(pager, &mut grandchild);
@@ -423,16 +419,32 @@ pub(super) fn lay_out(path: &FaultPath, child: &mut UnmanagedChild, hooked: bool
         )
     };
     noted.extend(path.reader.fork.noted_for(child.fork));
+    // Of a process without other threads these are the forking thread's own, which is in fork(2)
+    // when a fork is told of.
+    let engine = path.engine;
+    let is_alone = hooked && !engine.fork.followed && !(engine.start.waits_at_fences)();
+    let certain = if is_alone { noted.len() - path.reader.fork.noted_since(child.fork) } else { 0 };
     if applied.is_empty() && noted.is_empty() {
         child.layout = Layout::default();
         return;
     }
     child.layout = Layout::judge(
         &applied,
-        &noted,
+        (&noted, certain),
         |page| child.record_page(page),
-        |addr| is_in(&regions, addr),
+        |range| first_known(&Layout::default(), &regions, range),
     );
+}
+
+/// The first address of a range at which a child has something of the regions of its parent, as far
+/// as they begin there.
+fn first_known(layout: &Layout, regions: &[VirtRange], range: VirtRange) -> Option<VirtAddr> {
+    let origin = layout.origin(PageNo::of(range.start));
+    if origin.is_some_and(|page| is_in(regions, page.addr())) {
+        return Some(range.start);
+    }
+    let place = |region: &VirtRange| layout.place(PageNo::of(region.start)).map(PageNo::addr);
+    regions.iter().filter_map(place).filter(|addr| range.contains(*addr)).min()
 }
 
 /// Of the changes of a process those that the child of a fork may have: what it gave up after the

@@ -27,7 +27,9 @@ use crate::events::reader::Interrupted;
 use crate::fault::complete::complete;
 use crate::fault::path::FaultPath;
 use crate::fault_injection::StopPoint;
-use crate::fork::allow_fork::{allow_fork_of_regions, deny_fork, list_grown, list_left};
+use crate::fork::allow_fork::{
+    allow_again, allow_fork_of_regions, deny_fork, list_grown, list_left,
+};
 use crate::fork::child_uffd::receive_child_uffd;
 use crate::fork::help::{Forker, MIN_WAIT_TIME};
 use crate::fork::populate::Populator;
@@ -221,13 +223,10 @@ impl ForkServer {
 
     /// As for [`ForkServer::open_mappings`]; false if changes had no pause for so long.
     pub(crate) fn try_to_open_mappings(&mut self, pager: &mut Pager, most: Duration) -> bool {
-        let engine = pager.path.engine;
         let began = now();
-        let is_quiet = |path: &FaultPath| {
-            path.reader.uffd.coverage(engine.handler_requests.range()) != Coverage::Changing
-        };
         loop {
             if is_quiet(&pager.path) {
+                self.open_doubtful(pager);
                 list_left(pager);
                 list_grown(pager);
                 allow_fork_of_regions(&mut pager.path);
@@ -243,9 +242,41 @@ impl ForkServer {
         }
     }
 
-    /// Closes them again, after the fork.
+    /// Closes them again, after the fork. What another thread has mapped over one meanwhile is the
+    /// program's own, and is not to be missing in its children: where a change was under way, what
+    /// is not listed any more when it was read is opened again.
     pub(crate) fn close_mappings(&mut self, pager: &mut Pager) {
-        deny_fork(pager.path.engine);
+        let engine = pager.path.engine;
+        let began = now();
+        let is_over = || now().since(began) > LATE_EVENT_TIMEOUT;
+        loop {
+            while !is_quiet(&pager.path) && !is_over() {
+                let read = pager.path.reader.await_quiet().map(drop);
+                self.after_read(pager, read);
+            }
+            self.open_doubtful(pager);
+            deny_fork(engine);
+            if is_quiet(&pager.path) {
+                return;
+            }
+            let mm = &mut *engine.mm.lock();
+            mm.regions.iter().for_each(|region| mm.changes.closed_in_doubt.insert(region));
+            if is_over() {
+                return;
+            }
+        }
+    }
+
+    /// Opens what was closed and turned out not to be managed. No change of mappings is under way.
+    fn open_doubtful(&mut self, pager: &mut Pager) {
+        let engine = pager.path.engine;
+        let mut gone = Vec::new();
+        {
+            let mm = &mut *engine.mm.lock();
+            let doubtful = std::mem::take(&mut mm.changes.closed_in_doubt);
+            doubtful.iter().for_each(|range| mm.regions.gaps(range, |gap| gone.push(gap)));
+        }
+        gone.into_iter().for_each(|range| allow_again(engine, &mut pager.path, range));
     }
 
     fn fork_is_over(&mut self, pager: &mut Pager) {
@@ -265,6 +296,11 @@ impl ForkServer {
         resume_workers(engine);
         engine.fork.set(NO_FORK);
     }
+}
+
+/// True if no change of mappings is under way.
+fn is_quiet(path: &FaultPath) -> bool {
+    path.reader.uffd.coverage(path.engine.handler_requests.range()) != Coverage::Changing
 }
 
 /// A history of misses that this process's children share, if they are worth one.

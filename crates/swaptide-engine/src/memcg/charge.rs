@@ -35,6 +35,12 @@ const MIN_RESIDENT_DIVISOR: u64 = 8;
 const GRACE_STEP: u64 = 64 << 10;
 const GRACE_DIVISOR: u64 = 20;
 
+/// Where memory that cannot go out reaches the limit, this part of the limit is left for what can,
+/// within these bounds: without it the program would make no progress.
+const LEAST_MOVABLE_DIVISOR: u64 = 32;
+const LEAST_MOVABLE_BYTES: u64 = 256 << 10;
+const MOST_LEAST_MOVABLE_BYTES: u64 = 8 << 20;
+
 /// Compressed memory that a fork shares with its parent, from which on it is worth something to
 /// keep it so.
 const MIN_SHARED_POOL_BYTES: u64 = 16 << 20;
@@ -69,6 +75,8 @@ pub struct Charge {
     ready: AtomicU64,
     rest: AtomicI64,
     surge: AtomicI64,
+    /// Bytes of managed memory that cannot go out, as of the last look at the mappings.
+    unmovable: AtomicU64,
     /// Pages go out one by one, and so they come in.
     scattered: AtomicBool,
     /// Smoothed pages that a fault brings in, in 1/16.
@@ -97,6 +105,7 @@ impl Charge {
             ready: AtomicU64::new(0),
             rest: AtomicI64::new(0),
             surge: AtomicI64::new(0),
+            unmovable: AtomicU64::new(0),
             scattered: AtomicBool::new(false),
             brought_16: AtomicU32::new(16 * SPARSE_PAGES_PER_CHUNK),
             shared_bytes: AtomicU64::new(0),
@@ -211,14 +220,40 @@ impl Charge {
         }
     }
 
+    /// Of what is managed `bytes` cannot go out.
+    pub(crate) fn set_unmovable(&self, bytes: u64) {
+        self.unmovable.store(bytes, Relaxed);
+    }
+
+    /// True if more is charged than the limit.
+    pub(crate) fn is_past_limit(&self) -> bool {
+        self.charged() > self.limit()
+    }
+
+    /// True if more is charged than the limit, or nearly as much.
+    pub(crate) fn is_near_limit(&self) -> bool {
+        self.charged() > self.limit() - self.limit() / LEAST_MOVABLE_DIVISOR
+    }
+
+    /// The limit, or what cannot go out and a little for the rest, where that is more.
+    fn bearable_limit(&self) -> u64 {
+        let limit = self.limit();
+        let least =
+            (limit / LEAST_MOVABLE_DIVISOR).clamp(LEAST_MOVABLE_BYTES, MOST_LEAST_MOVABLE_BYTES);
+        let unmovable = self.unmovable.load(Relaxed).saturating_add(self.rest().max(0) as u64);
+        // What is out takes some, too.
+        let pool = self.pool().min(least);
+        limit.max(unmovable.saturating_add(pool + least))
+    }
+
     /// Bytes that may still be filled before the limit is reached; negative beyond it. What the
     /// program lately grew by between two scans in memory that is not managed yet is kept free, up
     /// to an eighth of the limit.
     pub(crate) fn headroom(&self) -> i64 {
-        let limit = self.limit() as i64;
+        let limit = self.bearable_limit() as i64;
         limit + self.grace.load(Relaxed) as i64
             - self.charged() as i64
-            - self.surge.load(Relaxed).min(limit / 8)
+            - self.surge.load(Relaxed).min(self.limit() as i64 / 8)
     }
 
     /// Bytes that may be filled: the headroom, and the free frames, which are charged already and
@@ -435,6 +470,30 @@ mod tests {
         assert_eq!(charge.headroom(), 2 << 20);
         (0..1000).for_each(|_| charge.decay_grace());
         assert_eq!(charge.headroom(), 0);
+    }
+
+    #[test]
+    fn what_cannot_go_out_leaves_a_little_for_the_rest() {
+        let charge = Charge::new(128 << 20, 75, 0);
+        charge.set_rest(100 << 20);
+        assert_eq!(charge.headroom(), 28 << 20);
+        charge.set_rest(200 << 20);
+        assert_eq!((charge.headroom(), charge.is_past_limit()), (4 << 20, true));
+        charge.publish(5 << 8, 0, 0);
+        assert_eq!(charge.headroom(), -1 << 20, "more than that goes out");
+        // Of what is managed some is locked.
+        charge.set_rest(0);
+        charge.publish(150 << 8, 0, 0);
+        assert_eq!(charge.headroom(), -22 << 20);
+        charge.set_unmovable(140 << 20);
+        assert_eq!(charge.headroom(), -6 << 20);
+        charge.publish(142 << 8, 0, 3 << 20);
+        assert_eq!(charge.headroom(), 2 << 20);
+        charge.publish(142 << 8, 0, 9 << 20);
+        assert_eq!(charge.headroom(), -3 << 20, "some of it is to be written to an area");
+        charge.set_unmovable(0);
+        charge.publish(100 << 8, 0, 0);
+        assert_eq!((charge.headroom(), charge.is_past_limit()), (28 << 20, false));
     }
 
     #[test]

@@ -25,7 +25,7 @@ use swaptide_sys::advise_each::advise_each;
 use swaptide_sys::mem::{Advice, advise};
 use swaptide_sys::page::VirtRange;
 
-fn advise_fork(range: VirtRange, advice: Advice) -> Result<(), Errno> {
+pub(crate) fn advise_fork(range: VirtRange, advice: Advice) -> Result<(), Errno> {
     // SAFETY: none of these changes what is in memory.
     unsafe { advise(range, advice) }
 }

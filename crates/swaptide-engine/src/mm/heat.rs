@@ -50,7 +50,7 @@ impl ChunkHeat {
     }
 
     /// The page came back late.
-    pub(crate) fn came_late(&mut self, bit: u16) {
+    fn came_late(&mut self, bit: u16) {
         let [low, high] = self.record;
         let lowered = bit & (low | high);
         self.record = [low ^ lowered, high & !(lowered & !low)];
@@ -67,12 +67,12 @@ impl ChunkHeat {
     }
 
     /// The page stays for one round at least.
-    pub(crate) fn second_chance(&mut self, bit: u16) {
+    pub fn second_chance(&mut self, bit: u16) {
         self.rounds[0] |= bit;
     }
 
     /// Of these pages, those that stay this time: each has a round less.
-    pub(crate) fn pass_over(&mut self, pages: u16) -> u16 {
+    pub fn pass_over(&mut self, pages: u16) -> u16 {
         let [low, middle, high] = self.rounds;
         let stay = pages & (low | middle | high);
         let of_middle = stay & !low;
@@ -81,12 +81,33 @@ impl ChunkHeat {
     }
 
     /// The pages have no rounds left.
-    pub(crate) fn end_rounds(&mut self, pages: u16) {
+    pub fn end_rounds(&mut self, pages: u16) {
         self.rounds = self.rounds.map(|rounds| rounds & !pages);
     }
 
+    /// The page came back, soon or not: notes how long it is to stay. `is_asked`: a thread waits
+    /// for it. True if it stays for its record's sake.
+    pub fn came_back(
+        &mut self,
+        bit: u16,
+        is_soon: bool,
+        is_asked: bool,
+        records: &mut RecordWatch,
+    ) -> bool {
+        if is_asked {
+            records.note(self.has_record(bit), is_soon);
+        }
+        if !is_soon {
+            self.came_late(bit);
+        } else if is_asked {
+            self.came_soon(bit);
+        }
+        self.end_rounds(bit);
+        records.pays() && self.stay_by_record(bit)
+    }
+
     /// The pages were given up: what comes there is something else.
-    pub(crate) fn forget(&mut self, pages: u16) {
+    pub fn forget(&mut self, pages: u16) {
         self.record = self.record.map(|record| record & !pages);
         self.end_rounds(pages);
     }
@@ -94,12 +115,21 @@ impl ChunkHeat {
 
 /// Pages with a record, and pages without one, that must have come back before records count.
 const MIN_SEEN: u32 = 256;
+/// A page comes back soon if, since it went out, fewer others did than this part of those that are
+/// there.
+const SOON_DIVISOR: usize = 4;
 /// From this number of pages of one kind that came back on, older ones of it count half.
 const MAX_SEEN: u32 = 8192;
 /// Records pay where pages with one come back soon this many halves times as often as the others.
 const MIN_RATIO_HALVES: u64 = 3;
 /// Less than one of this many is taken for as much.
 const RARE: u64 = 64;
+
+/// True if a page comes back soon that does after `distance` others went out, where `present` are
+/// there.
+pub fn is_soon(distance: u64, present: usize) -> bool {
+    distance < (present / SOON_DIVISOR) as u64
+}
 
 /// How many pages came back, and how many of them soon: without a record, and with one.
 #[derive(Default, Debug)]
@@ -120,7 +150,7 @@ impl RecordWatch {
     }
 
     /// True while pages with a record come back soon much more often than those without.
-    pub(crate) fn pays(&self) -> bool {
+    fn pays(&self) -> bool {
         let [back, soon] = [self.back.map(u64::from), self.soon.map(u64::from)];
         let others = soon[0] + back[0] / RARE;
         self.back.iter().all(|n| *n >= MIN_SEEN)

@@ -6,7 +6,7 @@ pub(crate) mod busy;
 pub(crate) mod change_order;
 pub(crate) mod dontfork;
 pub(crate) mod fault_hold;
-pub(crate) mod heat;
+pub mod heat;
 pub(crate) mod lru;
 pub(crate) mod page_table;
 pub(crate) mod references;

@@ -59,6 +59,7 @@ use crate::mm::types::{
 };
 use crate::mm::vma_change::VmaChange;
 use crate::reclaim::worker::Step;
+use crate::requests::fork_control::NO_FORK;
 use crate::vma::elf_bss;
 use crate::vma::fork_advice::ForkAdvice;
 use crate::vma::unmovable::{self, Unmovable};
@@ -136,7 +137,7 @@ impl Adopter {
         let engine = path.engine;
         let mut candidates = std::mem::take(&mut self.candidates);
         candidates.clear();
-        let looks = self.unmovable.begin(engine.charge.headroom() < 0);
+        let looks = self.unmovable.begin(&engine.charge);
         let mut last_file_end = VirtAddr(0);
         let mut last_file_main = false;
         // Where a file was last mapped from its beginning on, with its inode; the same of the file
@@ -147,10 +148,9 @@ impl Adopter {
         let mut rings = 0;
         let listed = for_each_vma(&mut self.maps_buf, |mut vma| {
             if looks && let Some(kind) = unmovable::kind(&vma) {
-                let _ = path
-                    .installer
-                    .pagemap
-                    .runs(vma.range, |run| self.unmovable.add(kind, pages_of(run.range).len()));
+                let is_managed = engine.mm.lock().regions.overlaps(vma.range);
+                let pagemap = &mut path.installer.pagemap;
+                self.unmovable.add_mapping(kind, vma.range, pagemap, is_managed);
             }
             if vma.inode != 0 {
                 rings += usize::from(vma.name == b"anon_inode:[io_uring]");
@@ -197,7 +197,7 @@ impl Adopter {
             (engine.start.log)("cannot read /proc/self/maps: new mappings are not managed");
         }
         if looks {
-            self.unmovable.end(engine);
+            self.unmovable.end(engine, &mut path.installer.pagemap, &mut self.maps_buf);
         }
         engine.small.found(candidates.bytes(), &engine.charge);
         if engine.small.are_managed() {
@@ -457,19 +457,30 @@ impl Adopter {
     /// Marks what the program has of an armed range and lists it.
     fn manage(&mut self, path: &FaultPath, range: VirtRange) {
         let engine = path.engine;
-        // While a fork past libc is held for, it comes along, and is closed after it.
-        let is_closed = engine.fork.followed && !engine.fork.is_held();
-        if is_closed && dontfork::deny(range).is_err() {
-            // What cannot be kept out of forks stays as it is. Nothing of it is out, but where a
-            // managed mapping has taken its place meanwhile.
-            if path.reader.uffd.coverage(range) == Coverage::Whole {
+        // While a fork past libc is held for, it comes along, and is closed after it. During one
+        // that is followed it comes along as what is open does.
+        let is_forking = engine.fork.followed && engine.fork.phase.load(Relaxed) != NO_FORK;
+        let is_open = is_forking && dontfork::allow(range).is_ok();
+        let is_closed = engine.fork.followed && !is_open && !engine.fork.is_held();
+        if is_closed {
+            let is_denied = dontfork::deny(range).is_ok();
+            let is_whole = path.reader.uffd.coverage(range) == Coverage::Whole;
+            if !is_denied && is_whole {
+                // What cannot be kept out of forks stays as it is. Nothing of it is out.
                 let _ = path.reader.uffd.unregister(range);
                 engine.mm.lock().armed.remove(range);
             }
-            return;
+            if !is_whole {
+                // Something else may have taken its place meanwhile: that is read.
+                engine.mm.lock().changes.closed_in_doubt.insert(range);
+            }
+            if !is_denied {
+                return;
+            }
         }
         let mut mm = engine.mm.lock();
         mm.armed.remove(range);
+        mm.changes.left.remove(range);
         mm.regions.insert(range);
         let zeros = &mut self.zeros_mapped;
         let scanned = path.installer.pagemap.runs(range, |run| {

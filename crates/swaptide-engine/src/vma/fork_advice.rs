@@ -173,7 +173,9 @@ fn is_own(range: VirtRange) -> bool {
 }
 
 fn has_fork_advice(engine: &Engine, range: VirtRange, advised: Advised) -> bool {
-    let is_kept =
-        engine.fork.followed && advised.not_copied && !engine.mm.lock().regions.overlaps(range);
-    advised.wiped || is_kept
+    let is_ours = || {
+        let mm = engine.mm.lock();
+        mm.regions.overlaps(range) || mm.changes.left.overlaps(range)
+    };
+    advised.wiped || engine.fork.followed && advised.not_copied && !is_ours()
 }

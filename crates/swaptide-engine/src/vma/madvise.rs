@@ -150,6 +150,7 @@ pub(crate) fn release(path: &mut FaultPath, range: VirtRange) -> Result<(), Inte
     drop_pages(&mut mm, engine, range);
     mm.regions.remove(range);
     mm.armed.remove(range);
+    mm.changes.left.remove(range);
     engine.publish_usage(&mm);
     Ok(())
 }

@@ -5,7 +5,7 @@
 //! is read-only or executable stays, whatever made it so and when. Locked memory stays because
 //! the program asked for that. Modified pages of private file mappings stay because the kernel
 //! registers only memory without a file. It is measured while mappings are listed
-//! (`adopt`), where the process is past its limit, and at most once per [`SCAN_INTERVAL`]. What is
+//! (`adopt`), where the process is near its limit, and at most once per [`SCAN_INTERVAL`]. What is
 //! locked and read-only counts for both.
 //!
 //! Owns: the most that was found of each kind, and the time of the last scan.
@@ -17,15 +17,20 @@
 use std::time::Duration;
 
 use swaptide_ipc::Counter;
-use swaptide_sys::maps::Vma;
-use swaptide_sys::page::PAGE_SIZE;
+use swaptide_sys::maps::{Vma, for_each_advised_vma};
+use swaptide_sys::page::{PAGE_SIZE, VirtRange};
+use swaptide_sys::pagemap::Pagemap;
 use swaptide_sys::process::locked_bytes;
 use swaptide_sys::thread::{Nanos, now};
 
 use crate::engine::Engine;
+use crate::memcg::charge::Charge;
+use crate::mm::types::pages_of;
 
 /// How old a scan may become while the process is past its limit.
 const SCAN_INTERVAL: Duration = Duration::from_millis(250);
+/// The same while it is near its limit, and within.
+const NEAR_SCAN_INTERVAL: Duration = Duration::from_secs(1);
 /// The kinds of memory that cannot go out, each with its counter.
 const KINDS: [Counter; 4] = [
     Counter::UnmovableReadOnly,
@@ -44,17 +49,22 @@ pub struct Unmovable {
     looked_at: Option<Nanos>,
     /// Pages of the scan under way, and the most of one scan so far.
     pages: [usize; KINDS.len()],
+    /// Those of them that are of managed memory.
+    managed: usize,
     most: [usize; KINDS.len()],
 }
 
 impl Unmovable {
     /// Begins a scan. False where none is due.
-    pub fn begin(&mut self, is_past_limit: bool) -> bool {
-        if !is_past_limit || self.looked_at.is_some_and(|then| now().since(then) < SCAN_INTERVAL) {
+    pub fn begin(&mut self, charge: &Charge) -> bool {
+        let interval = if charge.is_past_limit() { SCAN_INTERVAL } else { NEAR_SCAN_INTERVAL };
+        let is_early = self.looked_at.is_some_and(|then| now().since(then) < interval);
+        if !charge.is_near_limit() || is_early {
             return false;
         }
         self.looked_at = Some(now());
         self.pages = [0; KINDS.len()];
+        self.managed = 0;
         true
     }
 
@@ -63,9 +73,33 @@ impl Unmovable {
         self.pages[kind] += pages;
     }
 
-    /// Ends a scan: what is more than at any before is counted.
-    pub fn end(&mut self, engine: &Engine) {
-        self.add(LOCKED, locked_bytes().unwrap_or(0) as usize / PAGE_SIZE);
+    /// Counts pages of a mapping that cannot go out, of the kind that it is of.
+    pub(crate) fn add_mapping(
+        &mut self,
+        kind: usize,
+        range: VirtRange,
+        pagemap: &mut Pagemap,
+        is_managed: bool,
+    ) {
+        let pages = present(pagemap, range);
+        self.add(kind, pages);
+        self.managed += if is_managed { pages } else { 0 };
+    }
+
+    /// Ends a scan: what is more than at any before is counted. `buf`: room for a text of /proc.
+    pub(crate) fn end(&mut self, engine: &Engine, pagemap: &mut Pagemap, buf: &mut [u8]) {
+        let locked = locked_bytes().unwrap_or(0) as usize / PAGE_SIZE;
+        if locked > 0 {
+            // What is locked and was never touched is no memory.
+            let _ = for_each_advised_vma(buf, |range, advised| {
+                if advised.locked && engine.mm.lock().regions.overlaps(range) {
+                    self.managed += present(pagemap, range);
+                }
+                true
+            });
+        }
+        engine.charge.set_unmovable((self.managed * PAGE_SIZE) as u64);
+        self.add(LOCKED, locked);
         for (kind, more) in self.more().into_iter().enumerate() {
             engine.count(KINDS[kind], more);
         }
@@ -80,6 +114,13 @@ impl Unmovable {
         }
         more
     }
+}
+
+/// Pages of a range that are there.
+fn present(pagemap: &mut Pagemap, range: VirtRange) -> usize {
+    let mut pages = 0;
+    let _ = pagemap.runs(range, |run| pages += pages_of(run.range).len());
+    pages
 }
 
 /// The kind of a mapping, if it is one whose pages cannot be moved.
@@ -104,9 +145,13 @@ mod tests {
     #[test]
     fn the_most_of_each_kind_is_counted_once() {
         let mut unmovable = Unmovable::default();
-        assert!(!unmovable.begin(false));
-        assert!(unmovable.begin(true));
-        assert!(!unmovable.begin(true), "too soon");
+        let charge = Charge::new(64 << 20, 75, 0);
+        charge.publish(60 << 8, 0, 0);
+        assert!(!unmovable.begin(&charge));
+        charge.publish(63 << 8, 0, 0);
+        assert!(unmovable.begin(&charge));
+        charge.publish(65 << 8, 0, 0);
+        assert!(!unmovable.begin(&charge), "too soon");
         unmovable.add(0, 10);
         unmovable.add(0, 5);
         assert_eq!(unmovable.more(), [15, 0, 0, 0]);

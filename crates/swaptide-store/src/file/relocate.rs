@@ -130,7 +130,10 @@ fn relocate(
             let SlotPlace { span, tag, .. } = w.place;
             let bytes = &mut blocks[w.at..w.at + span.len()];
             let mut opens = w.cipher.open(w.form, w.counter, span.name(), &tag, bytes);
+            // What was freed meanwhile says nothing of the copy that it was read from.
+            let is_current = || store.state.lock().places.get(w.slot) == Some(w.place);
             if !opens
+                && is_current()
                 && let Some(copy) = w.read_copy(&*store.io, spare)
                 && w.cipher.open(w.form, w.counter, span.name(), &tag, copy)
             {

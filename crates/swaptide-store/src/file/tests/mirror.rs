@@ -20,10 +20,14 @@ struct Three {
     failures: [AtomicU32; 3],
     /// The server takes no writes.
     away: std::sync::atomic::AtomicBool,
+    /// What happens before the next transfer.
+    next: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
 impl AreaDirectory for &'static Three {
     fn locate(&self, extent: Extent) -> Option<Location> {
+        let next = self.next.lock().unwrap().take();
+        next.into_iter().for_each(|happens| happens());
         let spot = |area, extent: u32| FilePlace {
             area,
             generation: 0,
@@ -89,6 +93,7 @@ fn three() -> &'static Three {
         files: [x, y, z],
         failures: Default::default(),
         away: false.into(),
+        next: Mutex::default(),
     }))
 }
 
@@ -217,4 +222,18 @@ fn released_extent_punched_on_both() {
     device.clear();
     let after = blocks();
     assert!(after[0] * 2 < before[0] && after[1] * 2 < before[1], "{before:?} then {after:?}");
+}
+
+#[test]
+fn what_is_freed_while_it_is_moved_says_nothing_of_the_mirror() {
+    let (three, source) = (three(), Source::new(MIRRORED));
+    let device: &'static FileDevice = Box::leak(Box::new(over(three, &source)));
+    fill(device, 0..3000);
+    assert_eq!(device.set_leaving(|extent| extent.0 == 0), 1);
+    *three.next.lock().unwrap() = Some(Box::new(|| {
+        (0..3000).for_each(|slot| assert!(device.free(Slot(slot))));
+        device.trim_remote();
+    }));
+    assert_eq!(device.leave(), Leaving::Done);
+    assert_eq!(three.failures[1].load(Relaxed), 0);
 }

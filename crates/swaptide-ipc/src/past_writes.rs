@@ -1,0 +1,61 @@
+//! Calls of processes that write to memory past its page tables.
+//!
+//! `process_vm_writev` takes the pages that it is to write to, for writing, and then reads what to
+//! write, which may take any time: it may be out. Write protection that comes in between does not
+//! stop it. So each such call is counted while it lasts, and who has protected pages waits until
+//! all calls have ended that may have begun before.
+//!
+//! Calls that begin later meet the protection. They are counted apart, by *turn*, so that they are
+//! not waited for: the one who waits begins another turn, and waits for those of the turn before;
+//! and does so twice, for of each turn there may be some from before.
+//!
+//! Owns: the turn, and the counts. Locks: none.
+
+use std::sync::atomic::Ordering::SeqCst;
+
+use crate::{ProcSlot, Segment};
+
+impl Segment {
+    /// Makes a call that may write past page tables, by the process that has the slot.
+    pub fn write_past<R>(&self, slot: &ProcSlot, call: impl FnOnce() -> R) -> R {
+        let turn = self.header.past_writes_turn.load(SeqCst) as usize % 2;
+        slot.agent.past_writes[turn].fetch_add(1, SeqCst);
+        let result = call();
+        slot.agent.past_writes[turn].fetch_sub(1, SeqCst);
+        result
+    }
+
+    /// Begins another turn, and returns the one before: its calls are to be waited for.
+    pub fn next_turn_of_past_writes(&self) -> usize {
+        self.header.past_writes_turn.fetch_xor(1, SeqCst) as usize % 2
+    }
+
+    /// The processes that are in a call of a turn.
+    pub fn past_writers(&self, turn: usize) -> impl Iterator<Item = u32> {
+        let is_in = move |slot: &&ProcSlot| slot.agent.past_writes[turn % 2].load(SeqCst) != 0;
+        self.claimed().map(|(_, slot)| slot).filter(is_in).map(|slot| slot.pid.load(SeqCst))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::layout::test_segment;
+
+    #[test]
+    fn calls_that_began_before_are_seen_whatever_their_turn() {
+        let segment = test_segment();
+        let slot = segment.slot(segment.claim(7, 0).expect("a slot"));
+        let writers = |turn| segment.past_writers(turn).collect::<Vec<_>>();
+        segment.write_past(slot, || {
+            let old = segment.next_turn_of_past_writes();
+            assert_eq!(writers(old), [7]);
+            // One that begins now is of the next turn.
+            segment.write_past(slot, || {
+                assert_eq!((writers(old), writers(1 - old)), (vec![7], vec![7]));
+                assert_eq!(segment.next_turn_of_past_writes(), 1 - old);
+            });
+            assert_eq!((writers(old), writers(1 - old)), (vec![7], vec![]));
+        });
+        assert_eq!((writers(0), writers(1)), (vec![], vec![]));
+    }
+}
