@@ -99,7 +99,7 @@ fn note(range: VirtRange) {
 }
 
 /// True where a range may be of a region.
-fn concerns(start: usize, len: usize) -> bool {
+pub(crate) fn concerns(start: usize, len: usize) -> bool {
     let end = start.saturating_add(len.max(1));
     let known = &KNOWN_RANGES[..COUNT.load(Acquire).min(MAX_KNOWN_RANGES)];
     known.iter().any(|known| known.start.load(Acquire) < end && start < known.end.load(Relaxed))

@@ -82,7 +82,8 @@ pub struct Header {
     /// Not 0: the kernel reports no forks here (that takes `CAP_SYS_PTRACE`), so the
     /// supervisor follows the forking thread.
     pub followed_forks: AtomicU32,
-    /// The turn in which calls that may write past page tables begin, modulo 2.
+    /// The turn in which calls that may write past page tables begin, in the lowest bit; whether
+    /// they are counted.
     pub past_writes_turn: AtomicU32,
     /// Bounds and compression settings of compressed memory.
     pub pool: PoolConfig,

@@ -1,9 +1,9 @@
 //! Calls of processes that write to memory past its page tables.
 //!
 //! `process_vm_writev` takes the pages that it is to write to, for writing, and then reads what to
-//! write, which may take any time: it may be out. Write protection that comes in between does not
-//! stop it. So each such call is counted while it lasts, and who has protected pages waits until
-//! all calls have ended that may have begun before.
+//! write. Write protection that comes in between does not stop it. So each such call is counted
+//! while it lasts, and who has protected pages waits until all calls have ended that may have begun
+//! before. Each writes a page at most, from memory that is there.
 //!
 //! Calls that begin later meet the protection. They are counted apart, by *turn*, so that they are
 //! not waited for: the one who waits begins another turn, and waits for those of the turn before;
@@ -15,7 +15,20 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use crate::{ProcSlot, Segment};
 
+/// In the word of the turn: there is shared memory, and calls are to be counted.
+const WATCHED: u32 = 2;
+
 impl Segment {
+    /// Calls are to be counted from now on.
+    pub fn watch_past_writes(&self) {
+        self.header.past_writes_turn.fetch_or(WATCHED, SeqCst);
+    }
+
+    /// True if calls are to be counted.
+    pub fn watches_past_writes(&self) -> bool {
+        self.header.past_writes_turn.load(SeqCst) & WATCHED != 0
+    }
+
     /// Makes a call that may write past page tables, by the process that has the slot.
     pub fn write_past<R>(&self, slot: &ProcSlot, call: impl FnOnce() -> R) -> R {
         let turn = self.header.past_writes_turn.load(SeqCst) as usize % 2;
@@ -45,6 +58,8 @@ mod tests {
     fn calls_that_began_before_are_seen_whatever_their_turn() {
         let segment = test_segment();
         let slot = segment.slot(segment.claim(7, 0).expect("a slot"));
+        assert!(!segment.watches_past_writes());
+        segment.watch_past_writes();
         let writers = |turn| segment.past_writers(turn).collect::<Vec<_>>();
         segment.write_past(slot, || {
             let old = segment.next_turn_of_past_writes();
@@ -57,5 +72,6 @@ mod tests {
             assert_eq!((writers(old), writers(1 - old)), (vec![7], vec![]));
         });
         assert_eq!((writers(0), writers(1)), (vec![], vec![]));
+        assert!(segment.watches_past_writes());
     }
 }

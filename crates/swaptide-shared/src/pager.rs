@@ -78,6 +78,7 @@ impl SharedMemoryPager {
     pub fn start(settings: PagerSettings) -> Result<SharedMemoryPager, Errno> {
         let PagerSettings { segment, open, log, fail, close } = settings;
         let index = segment.claim(std::process::id(), 0).ok_or(Errno::NOSPC)?;
+        segment.watch_past_writes();
         let inner = Arc::new(Inner {
             segment,
             index,

@@ -19,7 +19,7 @@
 //! Locks: none.
 
 use std::borrow::Cow;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Read as _};
@@ -67,9 +67,29 @@ pub(crate) enum PinnedBy {
 const MAX_PAST_WRITES_WAIT: Duration = Duration::from_millis(2);
 const PAST_WRITES_PAUSE: Duration = Duration::from_micros(50);
 
-/// The processes in a call that may have begun before this, and may write past page tables. Those
-/// that end at once are waited for.
-pub(crate) fn past_writers(segment: &Segment) -> Vec<u32> {
+/// After this time a call is taken for one whose thread was killed in it by another's exec: none
+/// lasts longer than it takes to write a page.
+const MAX_PAST_WRITE_TIME: Duration = Duration::from_secs(10);
+
+/// Processes that have been in such calls since some time.
+#[derive(Default)]
+pub(crate) struct PastWriters(HashMap<u32, Instant>);
+
+impl PastWriters {
+    /// The processes in a call that may have begun before this, and may write past page tables.
+    pub(crate) fn look(&mut self, segment: &Segment) -> Vec<u32> {
+        let mut writers = past_writers(segment);
+        self.0.retain(|pid, _| writers.contains(pid));
+        let now = Instant::now();
+        writers.retain(|pid| {
+            now.duration_since(*self.0.entry(*pid).or_insert(now)) < MAX_PAST_WRITE_TIME
+        });
+        writers
+    }
+}
+
+/// The processes in such calls. Those whose calls end at once are waited for.
+fn past_writers(segment: &Segment) -> Vec<u32> {
     let began = Instant::now();
     // Of each turn there may be some from before.
     let turns = [(); 2].map(|()| {
@@ -85,20 +105,22 @@ pub(crate) fn past_writers(segment: &Segment) -> Vec<u32> {
     turns.concat()
 }
 
-/// True if a process may write to the memory of another by such a call, as far as its user tells:
-/// one that says so of itself for ever does no harm to the others. One that cannot be asked may.
+/// True if a process may write to the memory of another by such a call, as far as its user tells,
+/// and whether it has capabilities: one that says so of itself for ever does no harm to the others.
 pub(crate) fn may_write_to(writer: u32, other: u32) -> bool {
-    let users = |pid: u32| {
-        let text = read_lossy(PathBuf::from(format!("/proc/{pid}/status"))).ok()?;
-        let line = text.lines().find_map(|line| line.strip_prefix("Uid:"))?;
-        Some(line.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
+    let status = |pid: u32| read_lossy(PathBuf::from(format!("/proc/{pid}/status"))).ok();
+    let users = |text: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix("Uid:"));
+        let users = line.unwrap_or_default().split_whitespace();
+        users.map(str::to_owned).collect::<Vec<_>>()
     };
-    match (users(writer), users(other)) {
-        (Some(writer), Some(other)) => {
-            writer.iter().any(|user| user == "0" || other.contains(user))
-        }
-        _ => true,
-    }
+    // One that is gone writes nothing.
+    let Some(writer) = status(writer) else { return false };
+    let Some(other) = status(other) else { return true };
+    let capabilities = writer.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let has_some = capabilities
+        .is_none_or(|set| set.bytes().any(|digit| digit.is_ascii_hexdigit() && digit != b'0'));
+    has_some || users(&writer).iter().any(|user| users(&other).contains(user))
 }
 
 /// Whether a process may write past its page tables, or has locked a region. A question that fails,

@@ -49,7 +49,7 @@ use swaptide_sys::Errno;
 use swaptide_sys::page::PAGE_SIZE;
 
 use crate::huge_pages::HugePages;
-use crate::pinned::{may_write_to, past_writers, pinned};
+use crate::pinned::{PastWriters, may_write_to, pinned};
 use crate::region::{Region, RegionId, RegionPage, bit};
 use crate::space::{SpaceId, SpaceState};
 use crate::state::{Inner, PagerState, ReclaimOrder, STOP_ROOM, is_hole, punch, write_pages};
@@ -85,6 +85,7 @@ struct ReclaimThread {
     waiting: HashMap<RegionId, Instant>,
     /// Batches in a row of which all waits.
     waits: u32,
+    past_writers: PastWriters,
 }
 
 /// Pages on their way out.
@@ -138,6 +139,7 @@ pub(crate) fn run(inner: Arc<Inner>) {
         tries: 0,
         waiting: HashMap::new(),
         waits: 0,
+        past_writers: PastWriters::default(),
     };
     let mut waits = Duration::ZERO;
     while inner.stop.load(Relaxed) & STOP_ROOM == 0 {
@@ -449,9 +451,9 @@ impl ReclaimThread {
         // With none that may, the queue would only be turned round.
         let may_any = state.regions.keys().any(|id| !forbidden.contains(id));
         // Where nothing is found but pages that stay for some rounds, the oldest of them go.
-        for pass_over in [ChunkHeat::pass_over, none_stays] {
+        for (pass, pass_over) in [ChunkHeat::pass_over, none_stays].into_iter().enumerate() {
             let PagerState { regions, order: ReclaimOrder { queue, .. }, .. } = &mut *state;
-            let mut left = if may_any && count == 0 { queue.len() } else { 0 };
+            let mut left = if may_any && (pass == 0 || count == 0) { queue.len() } else { 0 };
             while count < most.min(MAX_BATCH_PAGES) && left > 0 {
                 left -= 1;
                 let Some((id, chunk)) = queue.pop_front() else { break };
@@ -518,7 +520,7 @@ impl ReclaimThread {
             };
             state.spaces.values().filter_map(mapped).collect()
         };
-        let writers = past_writers(self.inner.segment);
+        let writers = self.past_writers.look(self.inner.segment);
         // All of a process's: else each of them would have it asked again.
         let mut waiting: HashSet<RegionId> = HashSet::new();
         for (pid, regions) in mappers {

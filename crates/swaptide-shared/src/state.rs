@@ -471,9 +471,15 @@ impl Inner {
             for chunk in pages.start / PAGES_PER_CHUNK..pages.end.div_ceil(PAGES_PER_CHUNK) {
                 region.chunk(chunk).stays = true;
             }
-            // What is on its way out may be of it.
+            // What is on its way out may be of it: it stays, and the protection is lifted, for no
+            // thread that ends waits for that.
             state.generation += 1;
-            let is_in = self.restore(state, id, pages);
+            for page in pages.clone() {
+                if region.state(page) == RegionPage::Leaving {
+                    region.set(page, RegionPage::Present);
+                }
+            }
+            let is_in = self.restore(state, id, pages.clone()) && lift_all(state, id, &pages);
             if outcome != AdviceOutcome::Failed {
                 outcome = if is_in { AdviceOutcome::Taken } else { AdviceOutcome::Failed };
             }
@@ -605,6 +611,27 @@ impl Inner {
         self.publish(&state.counts());
         true
     }
+}
+
+/// Lifts protection of pages in every address space. False where the kernel refuses, for mappings
+/// are being changed there.
+fn lift_all(state: &PagerState, id: RegionId, pages: &Range<usize>) -> bool {
+    const MAX_TRIES: usize = 20;
+    let lift = |space: &Space, range: VirtRange| {
+        for _ in 0..MAX_TRIES {
+            if space.uffd.write_protect(range, false) != Err(Errno::AGAIN) {
+                let _ = space.uffd.wake(range);
+                return true;
+            }
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        false
+    };
+    let ranges = state
+        .spaces
+        .values()
+        .flat_map(|space| space.addresses(id, pages).map(move |range| (space, range)));
+    ranges.filter(|(space, range)| !lift(space, *range)).count() == 0
 }
 
 /// The pages of regions that a range of addresses maps.

@@ -324,6 +324,12 @@ impl Uffd {
         }
     }
 
+    /// True if the kernel says that `range`, which lies in one mapping, is registered with no
+    /// userfaultfd. To be asked as [`Uffd::coverage`].
+    pub fn is_unarmed(&self, range: VirtRange) -> bool {
+        self.fill(UFFDIO_CONTINUE, range, DONT_WAKE).error == Some(Errno::NOENT)
+    }
+
     /// True when the address space of this descriptor is gone: no process runs on it any more. What
     /// is no userfaultfd has none.
     pub fn is_gone(&self) -> bool {

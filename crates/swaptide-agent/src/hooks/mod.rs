@@ -12,6 +12,7 @@ mod mappings;
 pub(crate) mod memory;
 mod mremap;
 mod namespaces;
+mod past_writes;
 mod sends;
 mod syscall;
 pub(crate) mod thread;

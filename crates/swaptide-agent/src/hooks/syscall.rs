@@ -26,7 +26,6 @@ use swaptide_sys::Errno;
 use swaptide_sys::maps::MapsFile;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
-use swaptide_sys::thread::{block_all_signals, restore_signals};
 
 use crate::exit_watch;
 use crate::fork::atfork::{wait_for_begin, with_handlers};
@@ -36,6 +35,7 @@ use crate::hooks::mappings;
 use crate::hooks::memory;
 use crate::hooks::mremap;
 use crate::hooks::namespaces;
+use crate::hooks::past_writes;
 use crate::hooks::sends;
 use crate::pages::excluded;
 use crate::pages::kernel_words;
@@ -63,7 +63,6 @@ const SYS_IOCTL: usize = k::__NR_ioctl as usize;
 const SYS_SHMAT: usize = k::__NR_shmat as usize;
 const SYS_MLOCKALL: usize = k::__NR_mlockall as usize;
 const SYS_PROCESS_MADVISE: usize = k::__NR_process_madvise as usize;
-const SYS_PROCESS_VM_WRITEV: usize = k::__NR_process_vm_writev as usize;
 
 /// System calls that [`KINDS`] covers; higher numbers pass through.
 const MAX_CALL_NUMBERS: usize = 512;
@@ -89,7 +88,7 @@ static KINDS: [u8; MAX_CALL_NUMBERS] = {
         namespaces::SYS_UNSHARE,
         namespaces::SYS_SETNS,
         kernel_words::SYS_FUTEX,
-        SYS_PROCESS_VM_WRITEV,
+        past_writes::SYS_PROCESS_VM_WRITEV,
     ];
     let before = [
         SYS_CLONE,
@@ -313,7 +312,7 @@ unsafe extern "C" fn hooked(
         namespaces::SYS_UNSHARE => namespaces::unshare_from(a),
         namespaces::SYS_SETNS => namespaces::enter(a, b),
         SYS_PROCESS_MADVISE => mappings::advise_process(a, b, c, d as c_int, e),
-        SYS_PROCESS_VM_WRITEV => write_to_process([a, b, c, d, e, f]),
+        past_writes::SYS_PROCESS_VM_WRITEV => past_writes::write([a, b, c, d, e, f]),
         // SAFETY: the program's own arguments; the environment is as execve(2) takes it.
         SYS_EXECVE => unsafe {
             process::announce_exec();
@@ -393,37 +392,6 @@ pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: u
     let call = || unsafe { syscall6(SYS_PRCTL as u32, [option as usize, a, b, c, d, 0]) } as isize;
     let sets = seccomp::sets_by_prctl(option as usize, a, b);
     real::libc_result(if sets { seccomp::set(call) } else { call() }) as c_int
-}
-
-/// process_vm_writev(2), counted while it lasts: it writes past page tables
-/// ([`swaptide_ipc::Segment::write_past`]). No signal handler is to leave it before its end.
-fn write_to_process(words: [usize; 6]) -> isize {
-    // SAFETY: the program's own arguments.
-    let call = || unsafe { syscall6(SYS_PROCESS_VM_WRITEV as u32, words) } as isize;
-    let Some((segment, slot)) = process::own_slot().filter(|_| !seccomp::is()) else {
-        return call();
-    };
-    let Ok(mask) = block_all_signals() else { return call() };
-    let result = segment.write_past(slot, call);
-    restore_signals(mask);
-    result
-}
-
-/// Stands in front of libc's `process_vm_writev`.
-///
-/// # Safety
-/// As for process_vm_writev(2).
-#[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn process_vm_writev(
-    pid: c_int,
-    local: usize,
-    locals: usize,
-    remote: usize,
-    remotes: usize,
-    flags: usize,
-) -> isize {
-    let words = [pid as usize, local, locals, remote, remotes, flags];
-    real::libc_result(write_to_process(words)) as isize
 }
 
 /// Stands in front of libc's `_Fork`, which calls no handlers, and behind which a child would not

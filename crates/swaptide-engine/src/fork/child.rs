@@ -21,7 +21,7 @@ use swaptide_sys::page::{PAGE_SIZE, VirtRange};
 use swaptide_sys::process::{parent, proc_info};
 use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::thread::getpid;
-use swaptide_sys::uffd::{Coverage, Event, Uffd};
+use swaptide_sys::uffd::{Event, Uffd};
 use swaptide_sys::{AsFd, AsRawFd, Errno, FromRawFd, OwnedFd};
 
 use crate::EngineError;
@@ -255,7 +255,7 @@ fn forget_missing(engine: &Engine, maps: &mut MapsFile) -> Result<(), EngineErro
                     missing.push(VirtRange { start: at, end: part.start });
                 }
                 // Another thread has mapped something over it, and that was read after the fork.
-                if !is_anon || engine.uffd().coverage(part) == Coverage::NotWhole {
+                if !is_anon || engine.uffd().is_unarmed(part) {
                     missing.push(part);
                 }
                 at = part.end;

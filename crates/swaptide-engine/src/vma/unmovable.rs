@@ -26,11 +26,17 @@ use swaptide_sys::thread::{Nanos, now};
 use crate::engine::Engine;
 use crate::memcg::charge::Charge;
 use crate::mm::types::pages_of;
+use crate::mm::vma_set::VmaSet;
 
 /// How old a scan may become while the process is past its limit.
 const SCAN_INTERVAL: Duration = Duration::from_millis(250);
 /// The same while it is near its limit, and within.
 const NEAR_SCAN_INTERVAL: Duration = Duration::from_secs(1);
+/// Less locked memory than this part of the limit is not looked for.
+const MIN_LOCKED_DIVISOR: u64 = 32;
+/// Looking for it may take one part of this many of the handler's time: the kernel walks all page
+/// tables.
+const LOCKED_TIME_DIVISOR: u32 = 64;
 /// The kinds of memory that cannot go out, each with its counter.
 const KINDS: [Counter; 4] = [
     Counter::UnmovableReadOnly,
@@ -49,8 +55,14 @@ pub struct Unmovable {
     looked_at: Option<Nanos>,
     /// Pages of the scan under way, and the most of one scan so far.
     pages: [usize; KINDS.len()],
-    /// Those of them that are of managed memory.
+    /// Those of them that are of managed memory, and their mappings.
     managed: usize,
+    counted: VmaSet,
+    /// Pages of managed memory that are locked, when they were last looked for, and the time that
+    /// took.
+    locked: usize,
+    locked_at: Option<Nanos>,
+    locked_took: Duration,
     most: [usize; KINDS.len()],
 }
 
@@ -65,6 +77,7 @@ impl Unmovable {
         self.looked_at = Some(now());
         self.pages = [0; KINDS.len()];
         self.managed = 0;
+        self.counted = VmaSet::default();
         true
     }
 
@@ -83,22 +96,35 @@ impl Unmovable {
     ) {
         let pages = present(pagemap, range);
         self.add(kind, pages);
-        self.managed += if is_managed { pages } else { 0 };
+        if is_managed {
+            self.managed += pages;
+            self.counted.insert(range);
+        }
     }
 
     /// Ends a scan: what is more than at any before is counted. `buf`: room for a text of /proc.
     pub(crate) fn end(&mut self, engine: &Engine, pagemap: &mut Pagemap, buf: &mut [u8]) {
         let locked = locked_bytes().unwrap_or(0) as usize / PAGE_SIZE;
-        if locked > 0 {
+        let is_much = (locked * PAGE_SIZE) as u64 > engine.charge.limit() / MIN_LOCKED_DIVISOR;
+        let rest = self.locked_took * LOCKED_TIME_DIVISOR;
+        let began = now();
+        if !is_much {
+            self.locked = 0;
+        } else if self.locked_at.is_none_or(|then| began.since(then) >= rest) {
             // What is locked and was never touched is no memory.
+            let (counted, mut pages) = (&self.counted, 0);
             let _ = for_each_advised_vma(buf, |range, advised| {
-                if advised.locked && engine.mm.lock().regions.overlaps(range) {
-                    self.managed += present(pagemap, range);
+                let is_new = advised.locked && !counted.overlaps(range);
+                if is_new && engine.mm.lock().regions.overlaps(range) {
+                    pages += present(pagemap, range);
                 }
                 true
             });
+            self.locked = pages;
+            self.locked_at = Some(now());
+            self.locked_took = now().since(began);
         }
-        engine.charge.set_unmovable((self.managed * PAGE_SIZE) as u64);
+        engine.charge.set_unmovable(((self.managed + self.locked) * PAGE_SIZE) as u64);
         self.add(LOCKED, locked);
         for (kind, more) in self.more().into_iter().enumerate() {
             engine.count(KINDS[kind], more);
