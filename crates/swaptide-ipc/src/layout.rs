@@ -206,6 +206,8 @@ pub struct AgentWords {
     /// Threads of the process in a call that may write past page tables, by the turn in which they
     /// began ([`Segment::next_turn_of_past_writes`]).
     pub past_writes: [AtomicU32; 2],
+    /// The number of such calls that have begun, wrapping.
+    pub past_writes_begun: AtomicU32,
 }
 
 impl AgentWords {

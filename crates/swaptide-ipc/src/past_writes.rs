@@ -3,7 +3,7 @@
 //! `process_vm_writev` takes the pages that it is to write to, for writing, and then reads what to
 //! write. Write protection that comes in between does not stop it. So each such call is counted
 //! while it lasts, and who has protected pages waits until all calls have ended that may have begun
-//! before. Each writes a page at most, from memory that is there.
+//! before. Each writes a page at most, from memory that was touched just before.
 //!
 //! Calls that begin later meet the protection. They are counted apart, by *turn*, so that they are
 //! not waited for: the one who waits begins another turn, and waits for those of the turn before;
@@ -32,6 +32,7 @@ impl Segment {
     /// Makes a call that may write past page tables, by the process that has the slot.
     pub fn write_past<R>(&self, slot: &ProcSlot, call: impl FnOnce() -> R) -> R {
         let turn = self.header.past_writes_turn.load(SeqCst) as usize % 2;
+        slot.agent.past_writes_begun.fetch_add(1, SeqCst);
         slot.agent.past_writes[turn].fetch_add(1, SeqCst);
         let result = call();
         slot.agent.past_writes[turn].fetch_sub(1, SeqCst);
@@ -43,10 +44,13 @@ impl Segment {
         self.header.past_writes_turn.fetch_xor(1, SeqCst) as usize % 2
     }
 
-    /// The processes that are in a call of a turn.
-    pub fn past_writers(&self, turn: usize) -> impl Iterator<Item = u32> {
+    /// The processes that are in a call of a turn, and how many calls each has begun so far,
+    /// wrapping.
+    pub fn past_writers(&self, turn: usize) -> impl Iterator<Item = (u32, u32)> {
         let is_in = move |slot: &&ProcSlot| slot.agent.past_writes[turn % 2].load(SeqCst) != 0;
-        self.claimed().map(|(_, slot)| slot).filter(is_in).map(|slot| slot.pid.load(SeqCst))
+        let writer =
+            |slot: &ProcSlot| (slot.pid.load(SeqCst), slot.agent.past_writes_begun.load(SeqCst));
+        self.claimed().map(|(_, slot)| slot).filter(is_in).map(writer)
     }
 }
 
@@ -60,7 +64,7 @@ mod tests {
         let slot = segment.slot(segment.claim(7, 0).expect("a slot"));
         assert!(!segment.watches_past_writes());
         segment.watch_past_writes();
-        let writers = |turn| segment.past_writers(turn).collect::<Vec<_>>();
+        let writers = |turn| segment.past_writers(turn).map(|(pid, _)| pid).collect::<Vec<_>>();
         segment.write_past(slot, || {
             let old = segment.next_turn_of_past_writes();
             assert_eq!(writers(old), [7]);

@@ -67,35 +67,35 @@ pub(crate) enum PinnedBy {
 const MAX_PAST_WRITES_WAIT: Duration = Duration::from_millis(2);
 const PAST_WRITES_PAUSE: Duration = Duration::from_micros(50);
 
-/// After this time a call is taken for one whose thread was killed in it by another's exec: none
-/// lasts longer than it takes to write a page.
+/// A process that has begun no other call for this time is taken for one of which a thread was
+/// killed in the call by another's exec: a call writes one page.
 const MAX_PAST_WRITE_TIME: Duration = Duration::from_secs(10);
 
-/// Processes that have been in such calls since some time.
+/// Processes that were in such calls at the last look, and since when in the same one.
 #[derive(Default)]
-pub(crate) struct PastWriters(HashMap<u32, Instant>);
+pub(crate) struct PastWriters(HashMap<(u32, u32), Instant>);
 
 impl PastWriters {
     /// The processes in a call that may have begun before this, and may write past page tables.
     pub(crate) fn look(&mut self, segment: &Segment) -> Vec<u32> {
-        let mut writers = past_writers(segment);
-        self.0.retain(|pid, _| writers.contains(pid));
+        let writers = past_writers(segment);
+        self.0.retain(|writer, _| writers.contains(writer));
         let now = Instant::now();
-        writers.retain(|pid| {
-            now.duration_since(*self.0.entry(*pid).or_insert(now)) < MAX_PAST_WRITE_TIME
-        });
-        writers
+        let is_late = |since: &mut Instant| now.duration_since(*since) >= MAX_PAST_WRITE_TIME;
+        let mut live = |writer: &(u32, u32)| !is_late(self.0.entry(*writer).or_insert(now));
+        writers.iter().filter(|writer| live(writer)).map(|(pid, _)| *pid).collect()
     }
 }
 
-/// The processes in such calls. Those whose calls end at once are waited for.
-fn past_writers(segment: &Segment) -> Vec<u32> {
+/// The processes in such calls, and the number of calls that each has begun. Those whose calls end
+/// at once are waited for.
+fn past_writers(segment: &Segment) -> Vec<(u32, u32)> {
     let began = Instant::now();
     // Of each turn there may be some from before.
     let turns = [(); 2].map(|()| {
         let turn = segment.next_turn_of_past_writes();
         loop {
-            let writers: Vec<u32> = segment.past_writers(turn).collect();
+            let writers: Vec<(u32, u32)> = segment.past_writers(turn).collect();
             if writers.is_empty() || began.elapsed() > MAX_PAST_WRITES_WAIT {
                 return writers;
             }
@@ -108,15 +108,18 @@ fn past_writers(segment: &Segment) -> Vec<u32> {
 /// True if a process may write to the memory of another by such a call, as far as its user tells,
 /// and whether it has capabilities: one that says so of itself for ever does no harm to the others.
 pub(crate) fn may_write_to(writer: u32, other: u32) -> bool {
-    let status = |pid: u32| read_lossy(PathBuf::from(format!("/proc/{pid}/status"))).ok();
+    let status = |pid: u32| read_lossy(PathBuf::from(format!("/proc/{pid}/status")));
     let users = |text: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix("Uid:"));
         let users = line.unwrap_or_default().split_whitespace();
         users.map(str::to_owned).collect::<Vec<_>>()
     };
-    // One that is gone writes nothing.
-    let Some(writer) = status(writer) else { return false };
-    let Some(other) = status(other) else { return true };
+    let (writer, other) = match (status(writer), status(other)) {
+        // One that is gone writes nothing.
+        (Err(error), _) if is_gone(&error) => return false,
+        (Ok(writer), Ok(other)) => (writer, other),
+        _ => return true,
+    };
     let capabilities = writer.lines().find_map(|line| line.strip_prefix("CapEff:"));
     let has_some = capabilities
         .is_none_or(|set| set.bytes().any(|digit| digit.is_ascii_hexdigit() && digit != b'0'));

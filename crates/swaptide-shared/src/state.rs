@@ -433,6 +433,10 @@ impl Inner {
             .iter()
             .find(|(_, space)| space.pid == Some(pid) && space.standing() != SpaceState::Gone);
         let found = found.map(|(id, _)| *id);
+        if advice == ADVICE_KEEP {
+            drop(state);
+            return self.keep_range(pid, range);
+        }
         if advice == ADVICE_REMOVE {
             return self.remove(&mut state, pid, found, range);
         }
@@ -452,14 +456,30 @@ impl Inner {
         }
         let space = state.spaces.get(&id).filter(|space| !space.stale);
         let parts = space.map_or(Vec::new(), |space| clip(&space.layout, range));
-        if advice == ADVICE_KEEP {
-            return self.keep(&mut state, parts);
-        }
         for (id, pages) in &parts {
             self.advise_pages(&mut state, *id, pages.clone(), advice);
         }
         self.work.notify_all();
         if parts.is_empty() { AdviceOutcome::Elsewhere } else { AdviceOutcome::Taken }
+    }
+
+    /// What a range of a process maps is to stay. While mappings are being changed the kernel lifts
+    /// no protection: that is waited for without the lock, under which the change is read.
+    fn keep_range(&self, pid: u32, range: VirtRange) -> AdviceOutcome {
+        const MAX_TRIES: usize = 100;
+        for _ in 0..MAX_TRIES {
+            let mut state = self.lock();
+            let mut spaces = state.spaces.values();
+            let is_its = |space: &&Space| space.pid == Some(pid) && !space.stale;
+            let parts = spaces.find(is_its).map(|space| clip(&space.layout, range));
+            let outcome = parts.map(|parts| self.keep(&mut state, parts));
+            if let Some(outcome) = outcome.filter(|outcome| *outcome != AdviceOutcome::Failed) {
+                return outcome;
+            }
+            drop(state);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        AdviceOutcome::Failed
     }
 
     /// Brings pages in that are to stay as long as their region is there.
@@ -616,22 +636,15 @@ impl Inner {
 /// Lifts protection of pages in every address space. False where the kernel refuses, for mappings
 /// are being changed there.
 fn lift_all(state: &PagerState, id: RegionId, pages: &Range<usize>) -> bool {
-    const MAX_TRIES: usize = 20;
-    let lift = |space: &Space, range: VirtRange| {
-        for _ in 0..MAX_TRIES {
-            if space.uffd.write_protect(range, false) != Err(Errno::AGAIN) {
-                let _ = space.uffd.wake(range);
-                return true;
-            }
-            std::thread::sleep(Duration::from_micros(100));
-        }
-        false
-    };
-    let ranges = state
+    let mut ranges = state
         .spaces
         .values()
         .flat_map(|space| space.addresses(id, pages).map(move |range| (space, range)));
-    ranges.filter(|(space, range)| !lift(space, *range)).count() == 0
+    ranges.all(|(space, range)| {
+        let is_lifted = space.uffd.write_protect(range, false) != Err(Errno::AGAIN);
+        let _ = space.uffd.wake(range);
+        is_lifted
+    })
 }
 
 /// The pages of regions that a range of addresses maps.

@@ -1,8 +1,8 @@
 //! `process_vm_writev`, which writes past page tables ([`swaptide_ipc::Segment::write_past`]).
 //!
-//! Where the run has shared memory, the call is made a page at a time, from a copy on the stack:
-//! none lasts longer than it takes to write a page, whatever it would have to wait for to read what
-//! it writes. What is counted meanwhile the pager of shared memory waits for.
+//! Where the run has shared memory, the call is made a page at a time, each after what it reads was
+//! touched: so none has to wait for that, as a rule, while it holds the page that it writes to.
+//! What is counted meanwhile the pager of shared memory waits for.
 //!
 //! Owns: nothing. Locks: none; nothing is allocated.
 
@@ -62,6 +62,17 @@ impl Cursor {
         Ok(Some((self.addr, self.len)))
     }
 
+    /// True if all vectors are there, and are some.
+    fn leads_to_end(mut self) -> bool {
+        loop {
+            match self.piece() {
+                Ok(None) => return true,
+                Ok(Some((_, len))) => self.advance(len),
+                Err(()) => return false,
+            }
+        }
+    }
+
     fn advance(&mut self, bytes: usize) {
         self.addr = self.addr.wrapping_add(bytes);
         self.len -= bytes;
@@ -102,26 +113,25 @@ pub(super) fn write(words: [usize; 6]) -> isize {
 }
 
 /// The same a page at a time, by `write`.
+#[inline(never)]
 fn in_pieces(words: [usize; 6], write: impl Fn([usize; 6]) -> isize) -> isize {
-    const EFAULT: isize = linux_raw_sys::errno::EFAULT as isize;
     let [pid, local, locals, remote, remotes, _] = words;
+    // What the kernel refuses it refuses as a whole, before it writes anything.
+    if !Cursor::new(local, locals).leads_to_end() || !Cursor::new(remote, remotes).leads_to_end() {
+        return write(words);
+    }
     let (mut from, mut to) = (Cursor::new(local, locals), Cursor::new(remote, remotes));
-    let mut page = [0u8; PAGE_SIZE];
     let mut done = 0;
-    loop {
-        let ((source, source_len), (target, target_len)) = match (from.piece(), to.piece()) {
-            (Ok(Some(source)), Ok(Some(target))) => (source, target),
-            (Ok(_), Ok(_)) => return done,
-            // The kernel says what is wrong.
-            _ if done == 0 => return write(words),
-            _ => return done,
-        };
+    while let (Ok(Some((source, source_len))), Ok(Some((target, target_len)))) =
+        (from.piece(), to.piece())
+    {
         let bytes = source_len.min(target_len).min(PAGE_SIZE - target % PAGE_SIZE);
-        if !probe::read(source, &mut page[..bytes]) {
-            return if done == 0 { -EFAULT } else { done };
+        // What is not there the call tells.
+        for byte in [source, source.wrapping_add(bytes - 1)] {
+            let _ = probe::read(byte, &mut [0]);
         }
-        let (source, target) = ([page.as_ptr() as usize, bytes], [target, bytes]);
-        let word = write([pid, source.as_ptr() as usize, 1, target.as_ptr() as usize, 1, 0]);
+        let (local, remote) = ([source, bytes], [target, bytes]);
+        let word = write([pid, local.as_ptr() as usize, 1, remote.as_ptr() as usize, 1, 0]);
         if word != bytes as isize {
             return if done == 0 { word } else { done + word.max(0) };
         }
@@ -129,6 +139,7 @@ fn in_pieces(words: [usize; 6], write: impl Fn([usize; 6]) -> isize) -> isize {
         from.advance(bytes);
         to.advance(bytes);
     }
+    done
 }
 
 /// Stands in front of libc's `process_vm_writev`.
@@ -175,9 +186,11 @@ mod tests {
             assert!(out[0] == out[1]);
         }
         // Bad addresses, and a process that is not there.
-        let bad = [[4096, 8]];
-        let good = [[bytes.as_ptr() as usize, 8]];
+        let mut some = [0u8; 8];
+        let bad = [[4096usize, 8usize]];
+        let good = [[some.as_mut_ptr() as usize, 8]];
         let (bad, good) = (bad.as_ptr() as usize, good.as_ptr() as usize);
+        let some_bad = [[bytes.as_ptr() as usize, 8], [bytes.as_ptr() as usize, usize::MAX]];
         let pid = std::process::id() as usize;
         for words in [
             [pid, bad, 1, good, 1, 0],
@@ -185,6 +198,9 @@ mod tests {
             [pid, 4096, 1, good, 1, 0],
             [usize::MAX >> 33, good, 1, good, 1, 0],
             [pid, good, 0, good, 1, 0],
+            [usize::MAX >> 33, bad, 1, good, 1, 0],
+            [pid, some_bad.as_ptr() as usize, 2, good, 1, 0],
+            [pid, good, 1, some_bad.as_ptr() as usize, 2, 0],
         ] {
             assert_eq!(in_pieces(words, call), call(words), "{words:?}");
         }

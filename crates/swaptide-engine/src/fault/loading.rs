@@ -312,12 +312,13 @@ mod tests {
         table.set(FIRST.plus(1), PageState::Empty);
         table.set(FIRST.plus(99), PageState::Swapped(entries[1]));
         assert_eq!(loading.unchanged(&table), 1);
+        // Before a slot is free that it could have.
+        let other = pooled(&devices, Shadow(9), false);
         loading.release(0);
         loading.end(&devices, &mut busy);
         assert_eq!(slot(&devices, entries[0]), TableSlot::Free);
         assert!(matches!(slot(&devices, entries[1]), TableSlot::Shadow { .. }), "it has a page");
         assert_eq!(slot(&devices, entries[2]), TableSlot::Free);
-        let other = pooled(&devices, Shadow(9), false);
         let stale = loading.begin(&devices, &table, &mut busy, FIRST, &[other]);
         assert_eq!(stale, Err(NotBegun::Stale));
     }

@@ -61,8 +61,11 @@ pub struct Unmovable {
     /// Pages of managed memory that are locked, when they were last looked for, and the time that
     /// took.
     locked: usize,
+    locked_ranges: VmaSet,
     locked_at: Option<Nanos>,
     locked_took: Duration,
+    /// Pages that were locked then, wherever and whether touched.
+    locked_then: usize,
     most: [usize; KINDS.len()],
 }
 
@@ -105,26 +108,34 @@ impl Unmovable {
     /// Ends a scan: what is more than at any before is counted. `buf`: room for a text of /proc.
     pub(crate) fn end(&mut self, engine: &Engine, pagemap: &mut Pagemap, buf: &mut [u8]) {
         let locked = locked_bytes().unwrap_or(0) as usize / PAGE_SIZE;
-        let is_much = (locked * PAGE_SIZE) as u64 > engine.charge.limit() / MIN_LOCKED_DIVISOR;
+        let least = engine.charge.limit() / MIN_LOCKED_DIVISOR;
+        let is_much = |pages: usize| (pages * PAGE_SIZE) as u64 > least;
         let rest = self.locked_took * LOCKED_TIME_DIVISOR;
         let began = now();
-        if !is_much {
+        let has_changed = is_much(locked.abs_diff(self.locked_then))
+            || self.locked_ranges.iter().any(|range| self.counted.overlaps(range));
+        if !is_much(locked) {
             self.locked = 0;
-        } else if self.locked_at.is_none_or(|then| began.since(then) >= rest) {
+        } else if has_changed || self.locked_at.is_none_or(|then| began.since(then) >= rest) {
             // What is locked and was never touched is no memory.
             let (counted, mut pages) = (&self.counted, 0);
+            let ranges = &mut self.locked_ranges;
+            *ranges = VmaSet::default();
             let _ = for_each_advised_vma(buf, |range, advised| {
                 let is_new = advised.locked && !counted.overlaps(range);
                 if is_new && engine.mm.lock().regions.overlaps(range) {
                     pages += present(pagemap, range);
+                    ranges.insert(range);
                 }
                 true
             });
             self.locked = pages;
+            self.locked_then = locked;
             self.locked_at = Some(now());
             self.locked_took = now().since(began);
         }
-        engine.charge.set_unmovable(((self.managed + self.locked) * PAGE_SIZE) as u64);
+        let unmovable = self.managed + self.locked.min(locked);
+        engine.charge.set_unmovable((unmovable * PAGE_SIZE) as u64);
         self.add(LOCKED, locked);
         for (kind, more) in self.more().into_iter().enumerate() {
             engine.count(KINDS[kind], more);
