@@ -9,7 +9,8 @@
 //! not waited for: the one who waits begins another turn, and waits for those of the turn before;
 //! and does so twice, for of each turn there may be some from before.
 //!
-//! Owns: the turn, and the counts. Locks: none.
+//! Owns: the turn, and the counts. Locks: none. All accesses are `SeqCst`: a call is counted before
+//! the kernel takes a page for it, and the counts are looked at after the pages were protected.
 
 use std::sync::atomic::Ordering::SeqCst;
 

@@ -15,6 +15,7 @@
 //! | `fault` | answers to faults and events |
 //! | `loading` | loads that are under way |
 //! | `swap_in` | bringing pages back |
+//! | `advice` | what programs ask for by advice |
 //! | `shortage` | reads and writes that fail for want of memory or descriptors |
 //! | [`reclaim`] | making room; why no write is lost |
 //! | `pinned` | writers past page tables |
@@ -30,6 +31,7 @@
 //!
 //! The pager's threads touch no region by address.
 
+mod advice;
 mod fault;
 pub mod handle;
 mod huge_pages;

@@ -20,6 +20,7 @@ use swaptide_sys::sock::Conn;
 use swaptide_sys::thread::abort_with;
 use swaptide_sys::{AsFd, Errno, OwnedFd};
 
+use crate::advice::AdviceTaker;
 use crate::region::{Counts, RegionId};
 use crate::shortage;
 use crate::state::{Inner, PagerState, ROOM_TOKEN, STOP_FAULTS, STOP_ROOM};
@@ -175,7 +176,8 @@ impl SharedMemoryPager {
                     .map(i32::from_le_bytes);
                 let answer = match (number(0), number(8), advice) {
                     (Some(addr), Some(len), Some(advice)) => {
-                        self.inner.advise(pid, addr as usize, len as usize, advice)
+                        let taker = AdviceTaker(&self.inner);
+                        taker.advise(pid, addr as usize, len as usize, advice)
                     }
                     _ => AdviceOutcome::Elsewhere,
                 };

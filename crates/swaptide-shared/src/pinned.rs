@@ -316,8 +316,37 @@ mod tests {
     use std::os::unix::fs::OpenOptionsExt;
     use std::sync::{Mutex, PoisonError};
 
+    use swaptide_sys::AsFd;
+    use swaptide_sys::mem::{SharedMap, memfd_create};
+
     /// A test that asks for this whole process, and one that makes a ring busy.
     static ALONE: Mutex<()> = Mutex::new(());
+
+    #[test]
+    fn a_call_that_goes_on_is_told_and_no_other() {
+        let fd = memfd_create(c"test", Segment::BYTES as u64).expect("memfd");
+        let map = SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map");
+        let segment = Segment::raw(map).expect("segment");
+        let own = std::process::id();
+        let slot = segment.slot(segment.claim(own, 0).expect("a slot"));
+        let mut writers = PastWriters::default();
+        assert_eq!(writers.look(segment), []);
+        segment.write_past(slot, || {
+            assert_eq!(writers.look(segment), [own]);
+        });
+        assert_eq!(writers.look(segment), []);
+        // As if a thread had been killed in it a while ago.
+        segment.write_past(slot, || {
+            writers.look(segment);
+            let long_ago = Instant::now().checked_sub(MAX_PAST_WRITE_TIME).expect("a time");
+            writers.0.values_mut().for_each(|since| *since = long_ago);
+            assert_eq!(writers.look(segment), []);
+            segment.write_past(slot, || {
+                assert!(!writers.look(segment).is_empty(), "another one has begun");
+            });
+        });
+        assert!(may_write_to(own, own) && !may_write_to(u32::MAX / 2, own));
+    }
 
     #[test]
     fn a_process_with_direct_io_is_told_from_one_without() {

@@ -113,6 +113,14 @@ struct Stored {
     put: PutOutcome,
 }
 
+impl Stored {
+    /// True if another page is the next one in the region, and among what was read: what is put
+    /// back together is one piece there.
+    fn is_before(&self, next: &Stored) -> bool {
+        self.region == next.region && self.page + 1 == next.page && self.at + 1 == next.at
+    }
+}
+
 /// The result of an attempt.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Outcome {
@@ -622,11 +630,7 @@ impl ReclaimThread {
         }
         self.inner.publish(&counts);
         let mut out = 0;
-        // Neighbours in the region, and among what was read.
-        let follows = |(a, _): &(&Stored, _), (b, _): &(&Stored, _)| {
-            a.region == b.region && a.page + 1 == b.page && a.at + 1 == b.at
-        };
-        for run in outs.chunk_by(follows) {
+        for run in outs.chunk_by(|(a, _), (b, _)| a.is_before(b)) {
             out += self.take_out(&mut state, run);
         }
         state.order.clock = state.order.clock.wrapping_add(out as u32);
@@ -744,18 +748,4 @@ fn take_chunk(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_batch_is_a_part_of_the_margin_and_smaller_after_each_that_failed() {
-        const MIB: u64 = 1 << 20;
-        let pages = |over: u64, limit, tries| batch_pages(over, limit, tries);
-        assert_eq!(pages(0, 100 * MIB, 0), 0);
-        assert_eq!([8, 32, 64, 4096].map(|mib| pages(1, mib * MIB, 0)), [32, 64, 128, 128]);
-        assert_eq!([0, 1, u64::MAX].map(|limit| pages(1, limit, 0)), [16, 16, 128]);
-        assert_eq!(pages(u64::MAX, 100 * MIB, 0), MAX_BATCH_PAGES);
-        let after = |tries| pages(2 * MIB, 100 * MIB, tries);
-        assert_eq!([0, 1, 4, 5, 6, u32::MAX].map(after), [512, 256, 32, 16, 16, 16]);
-    }
-}
+mod tests;

@@ -38,6 +38,10 @@ use crate::readahead::history::SharedMissHistory;
 use crate::requests::fork_control::{NO_FORK, PREPARED, REFUSED};
 use swaptide_sys::uffd::Coverage;
 
+/// The time for which a pause between changes of mappings is waited for after a fork, while all
+/// threads that fault wait. What was closed in doubt is looked at again at the next fork.
+const MAX_CLOSING_TIME: Duration = Duration::from_millis(20);
+
 /// The parent's part of forks.
 #[derive(Default)]
 pub(crate) struct ForkServer {
@@ -248,7 +252,7 @@ impl ForkServer {
     pub(crate) fn close_mappings(&mut self, pager: &mut Pager) {
         let engine = pager.path.engine;
         let began = now();
-        let is_over = || now().since(began) > LATE_EVENT_TIMEOUT;
+        let is_over = || now().since(began) > MAX_CLOSING_TIME;
         loop {
             while !is_quiet(&pager.path) && !is_over() {
                 let read = pager.path.reader.await_quiet().map(drop);
