@@ -367,9 +367,18 @@ pub fn open(
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    let listener = UnixListener::bind(&path)?;
-    let socket = ControlSocket { path };
+    // No client finds it before it listens: what refuses a connection is taken for one left behind,
+    // and removed.
+    let unready = path.with_extension("new");
+    match std::fs::remove_file(&unready) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = UnixListener::bind(&unready)?;
+    let mut socket = ControlSocket { path: unready };
     std::fs::set_permissions(&socket.path, Permissions::from_mode(0o600))?;
+    std::fs::rename(&socket.path, &path)?;
+    socket.path = path;
     std::thread::Builder::new().name("control".into()).spawn(move || {
         let talking = Arc::new(());
         for (client, _) in clients(|| listener.accept()) {

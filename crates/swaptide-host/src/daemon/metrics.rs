@@ -11,7 +11,7 @@ use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::sync::atomic::AtomicU64;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
@@ -28,6 +28,9 @@ use crate::container_labels::ContainerLabels;
 use crate::control::server::{REQUEST_TIMEOUT, ReadWithin, read_request};
 use crate::memctl::controller::{self, MemoryController};
 use crate::report::totals::{ProcessView, View};
+
+/// Clients that are answered at the same time.
+const MAX_CLIENTS: usize = 32;
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct OfGroup {
@@ -92,22 +95,40 @@ pub fn serve(
             let listener = UnixListener::bind(path)?;
             std::fs::set_permissions(path, Permissions::from_mode(0o600))?;
             spawn(Box::new(move || {
+                let talking = Arc::new(());
                 for (client, _) in clients(|| listener.accept()) {
                     let _ = client.set_write_timeout(Some(REQUEST_TIMEOUT));
-                    let _ = answer(&client, &client, &controller);
+                    let controller = controller.clone();
+                    apart(&talking, move || drop(answer(&client, &client, &controller)));
                 }
             }))
         }
         MetricsPlace::Port(port) => {
             let listener = TcpListener::bind(("127.0.0.1", *port))?;
             spawn(Box::new(move || {
+                let talking = Arc::new(());
                 for (client, _) in clients(|| listener.accept()) {
                     let _ = client.set_write_timeout(Some(REQUEST_TIMEOUT));
-                    let _ = answer(&client, &client, &controller);
+                    let controller = controller.clone();
+                    apart(&talking, move || drop(answer(&client, &client, &controller)));
                 }
             }))
         }
     }
+}
+
+/// Talks to a client in a thread of its own, so that a slow one does not delay the others; there
+/// are [`MAX_CLIENTS`] of them at most, and without a thread it is hung up on.
+fn apart(talking: &Arc<()>, talk: impl FnOnce() + Send + 'static) {
+    let at = Arc::clone(talking);
+    if Arc::strong_count(&at) > MAX_CLIENTS + 1 {
+        return;
+    }
+    let talk = move || {
+        talk();
+        drop(at);
+    };
+    let _ = std::thread::Builder::new().name("client".into()).spawn(talk);
 }
 
 fn answer(

@@ -49,6 +49,7 @@ use crate::control::server::{
     ending, read_line, send_answer, send_with,
 };
 use crate::memctl::controller::{self, MemoryController, SayToRun};
+use crate::memctl::processes::{Life, life};
 use crate::report::totals::View;
 use crate::signals;
 use crate::swap::areas::{AreaOpener, Areas};
@@ -67,6 +68,10 @@ const DEFAULT_RAM: &str = "80%";
 /// How long a daemon takes to end when it waits for no run: a line of state, and the controller's
 /// thread.
 const END_TIME: Duration = Duration::from_secs(15);
+/// How long the last processes of a run may take to be gone after its user was told of its end, and
+/// how often they are looked for meanwhile.
+const ENDS_TIMEOUT: Duration = Duration::from_secs(1);
+const ENDS_PAUSE: Duration = Duration::from_millis(5);
 /// What the service manager shows of a daemon that takes runs, and of one that does not.
 const TAKING: &str = "Taking runs";
 const DRAINING: &str = "Draining: no run is taken";
@@ -436,6 +441,21 @@ impl ClientShared {
         self.view(None).is_none_or(|view| !view.runs.is_empty() || view.processes > 0)
     }
 
+    /// Waits a moment for runs of which the user has been told that they are over: their last
+    /// processes are about to be gone.
+    fn await_ends(&self) {
+        let are_over = |controller: &mut MemoryController| {
+            controller.runs().all(|run| life(run.launcher) == Life::Gone)
+        };
+        let latest = Instant::now() + ENDS_TIMEOUT;
+        while self.has_runs()
+            && Instant::now() < latest
+            && controller::ask(&self.controller, are_over) == Some(true)
+        {
+            std::thread::sleep(ENDS_PAUSE);
+        }
+    }
+
     /// The group that a run would be in, and what it would have.
     fn look(&self, join: &Join, pid: u32) -> Result<(Joined, GroupPath), String> {
         if self.drain.is_on() {
@@ -640,6 +660,7 @@ impl ClientShared {
     /// The end: if no run is kept any more, nothing stays behind.
     fn close(&self) {
         self.drain.close();
+        self.await_ends();
         if self.has_runs() {
             self.save();
             return;

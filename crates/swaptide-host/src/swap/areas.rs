@@ -153,6 +153,8 @@ pub(super) struct Held {
     peak_extents: u32,
     /// It failed too often.
     retired: bool,
+    /// A thread is taking it away.
+    leaves: bool,
     /// Errors that do not count any more.
     errors_before: u32,
     /// When its server was last tried.
@@ -166,6 +168,7 @@ impl Held {
             backing,
             peak_extents: 0,
             retired: false,
+            leaves: false,
             errors_before,
             tried: Instant::now(),
             in_doubt: InDoubt::default(),
@@ -251,8 +254,8 @@ impl Areas {
             let area = self.segment.area(id);
             let mut restored = Held::new(backing, area.errors());
             // The thread that was removing it ended with the supervisor before this one. It takes
-            // no more pages, and can be removed again.
-            restored.retired = area.state() == AreaState::Closed;
+            // no more pages, and can be removed again. One that was away is looked after.
+            restored.retired = matches!(area.state(), AreaState::Closed | AreaState::Paused);
             held.insert(id, restored);
         }
     }
@@ -451,8 +454,7 @@ impl Areas {
         let id = self.find(name)?;
         let area = self.segment.area(id);
         let bytes = |extents: u32| u64::from(extents) * EXTENT_BYTES;
-        let retired = self.held().get(&id).is_some_and(|held| held.retired);
-        if area.state() != AreaState::Open && !retired {
+        if self.held().get(&id).is_none_or(|held| held.leaves) {
             return Err(AreaError::Leaving(name.to_owned()));
         }
         // Repacked pages take no more room than they did: what has no room for all of them now
@@ -466,7 +468,16 @@ impl Areas {
         if area.used() > 0 && free == 0 {
             return Err(AreaError::NoRoom { name: name.to_owned(), left: bytes(area.used()) });
         }
-        self.segment.close_area(id);
+        let before = {
+            let mut held = self.held();
+            let Some(held) = held.get_mut(&id).filter(|held| !held.leaves) else {
+                return Err(AreaError::Leaving(name.to_owned()));
+            };
+            held.leaves = true;
+            let before = area.state();
+            self.segment.close_area(id);
+            before
+        };
         let (mut least, mut since) = (u32::MAX, Instant::now());
         loop {
             let used = area.used();
@@ -487,12 +498,16 @@ impl Areas {
             }
             std::thread::sleep(POLL_INTERVAL);
         }
-        let held = self.held();
-        // Not one that has failed meanwhile.
-        if held.get(&id).is_some_and(|held| !held.retired) {
-            self.segment.reopen_area(id);
+        if let Some(held) = self.held().get_mut(&id) {
+            held.leaves = false;
+            match before {
+                // Its server is tried again.
+                AreaState::Paused => self.segment.pause_area(id),
+                // Not one that has failed meanwhile.
+                _ if !held.retired => self.segment.reopen_area(id),
+                _ => {}
+            }
         }
-        drop(held);
         let left = bytes(area.used());
         let others_full = self
             .segment
@@ -737,6 +752,32 @@ mod tests {
         areas.measure();
         assert_eq!(areas.view()[0].1.state, "retired");
         assert_eq!(area_of(lease(segment, holder, 1)[0]), AreaId(1));
+    }
+
+    #[test]
+    fn one_that_is_away_stays_so_until_its_server_is_back() {
+        let scratch = Scratch::new("areas-away");
+        let (before, segment) = areas(&scratch, &[("away", 5, 8), ("other", 1, 8)]);
+        let (away, holder) = (AreaId(0), segment.claim(1, 0).expect("slot"));
+        lease(segment, holder, 1);
+        segment.pause_area(away);
+        let after = Areas::new(segment);
+        for (id, held) in std::mem::take(&mut *before.held()) {
+            after.restore(id, held.backing);
+        }
+        // What lies there does not move.
+        std::thread::scope(|scope| {
+            let remover = scope.spawn(|| after.remove("file:away", |_| ()));
+            while segment.area(away).state() == AreaState::Paused {
+                std::thread::sleep(POLL_INTERVAL);
+            }
+            assert!(matches!(after.remove("file:away", |_| ()), Err(AreaError::Leaving(_))));
+            let left = remover.join().expect("thread");
+            assert!(matches!(left, Err(AreaError::Stuck { .. })), "{left:?}");
+        });
+        assert_eq!(after.view()[0].1.state, "away");
+        after.try_again(away);
+        assert_eq!(after.view()[0].1.state, "open");
     }
 
     #[test]

@@ -3,8 +3,10 @@
 //! Owns the proportional sizes of members: each is read from the kernel (`smaps_rollup`), at a pace
 //! that the cost of all allows, and carried on in between by the change of the resident size, and
 //! by what was copied: a write to a shared page makes two of it, of which only the number of minor
-//! faults tells. When a process comes or goes, those that share with it are outdated, and are read
-//! again as soon as the pace allows.
+//! faults tells. Other faults are minor as well, as those that map a page of a file or of shared
+//! memory: as many in a second as the last reading has shown to have copied nothing are left out,
+//! and those beyond them count. When a process comes or goes, those that share with it are
+//! outdated, and are read again as soon as the pace allows.
 //!
 //! Invariants
 //! 1. Readings of sizes that are known take a fifth of one processor at most, and a twentieth while
@@ -36,6 +38,9 @@ const MAX_PSS_TIME: Duration = Duration::from_millis(5);
 /// The most that an age comes to before it is read again, as far as that leaves time for others.
 const MAX_PSS_AGE_CHANGED: Duration = Duration::from_millis(250);
 const MAX_PSS_AGE: Duration = Duration::from_secs(2);
+/// The time since a reading for which faults are left out: one that begins to copy is not taken for
+/// one that only maps for longer.
+const MAX_MAPPING_TIME: Duration = Duration::from_millis(500);
 
 /// A member's proportional size, in bytes, and what it was read with.
 pub(super) struct Pss {
@@ -46,6 +51,11 @@ pub(super) struct Pss {
     faults: u64,
     discounted: u64,
     read: Instant,
+    /// What all those that share copied since, as far as it is this one's loss, were every minor
+    /// fault a copy.
+    lost_at_most: u64,
+    /// Bytes a second of the minor faults that copied nothing between the last two readings.
+    mapped_per_s: u64,
     cost: Duration,
     /// A process that shares with it has come or gone since.
     is_outdated: bool,
@@ -119,20 +129,26 @@ impl ProcessTree {
     /// Adds what was copied since the proportional sizes were read: a page of `n` that is copied
     /// for one of them is no longer shared by it, and by one less of the others.
     fn count_copies(&mut self) {
-        let mut by_stack: HashMap<u64, (u64, u64)> = HashMap::new();
+        let mut by_stack: HashMap<u64, (u64, u64, u64)> = HashMap::new();
         for member in self.members.values().filter(|member| member.pss.is_some()) {
-            let (count, copied) = by_stack.entry(member.stack_start).or_default();
-            (*count, *copied) = (*count + 1, *copied + member.copied());
+            let (count, copied, most) = by_stack.entry(member.stack_start).or_default();
+            *count += 1;
+            *copied += member.copied();
+            *most += member.copied_at_most();
         }
-        for member in self.members.values_mut().filter(|member| member.pss.is_some()) {
-            let Some((count, all)) =
-                by_stack.get(&member.stack_start).copied().filter(|(count, _)| *count > 1)
+        for member in self.members.values_mut() {
+            let (copied, copied_at_most) = (member.copied(), member.copied_at_most());
+            let Some(pss) = &mut member.pss else { continue };
+            let Some((count, all, most)) =
+                by_stack.get(&member.stack_start).copied().filter(|(count, ..)| *count > 1)
             else {
                 continue;
             };
-            let own = member.copied();
-            let lost = own / count * (count - 1) + (all - own) / (count * (count - 1));
-            member.used = (member.used + lost).min(member.resident);
+            let lost = |own: u64, all: u64| {
+                own / count * (count - 1) + (all - own) / (count * (count - 1))
+            };
+            pss.lost_at_most = lost(copied_at_most, most);
+            member.used = (member.used + lost(copied, all)).min(member.resident);
         }
     }
 }
@@ -154,7 +170,17 @@ impl Member {
         let faults = self.minor_faults(pid).unwrap_or_default();
         let bytes = pss_anon(pid).unwrap_or(self.resident);
         let cost = thread_cpu_time().since(began);
+        let mapped_per_s = match &self.pss {
+            Some(pss) if !pss.is_outdated => {
+                let lost = (bytes + pss.resident).saturating_sub(pss.bytes + self.resident);
+                let copied = share_of(self.copied_at_most(), lost, pss.lost_at_most);
+                per_second(self.copied_at_most() - copied, pss.read.elapsed())
+            }
+            _ => 0,
+        };
         self.pss = Some(Pss {
+            lost_at_most: 0,
+            mapped_per_s,
             bytes,
             resident: self.resident,
             faults,
@@ -182,15 +208,36 @@ impl Member {
         stat.minor_faults()
     }
 
-    /// Bytes of shared pages that it has written to since its proportional size was read, at most:
-    /// what it grew by came by such faults, too.
+    /// Bytes of shared pages that it has written to since its proportional size was read, as far as
+    /// its faults are not like those from before that.
     fn copied(&self) -> u64 {
+        let Some(pss) = &self.pss else { return 0 };
+        let mapped =
+            pss.mapped_per_s as f64 * pss.read.elapsed().min(MAX_MAPPING_TIME).as_secs_f64();
+        self.copied_at_most().saturating_sub(mapped as u64)
+    }
+
+    /// The same at most: what it grew by came by such faults, too.
+    fn copied_at_most(&self) -> u64 {
         let Some(pss) = &self.pss else { return 0 };
         let came = self.faults.saturating_sub(pss.faults).saturating_mul(PAGE_SIZE as u64);
         let discounted = self.discounted.saturating_sub(pss.discounted)
             + self.resident.saturating_sub(pss.resident);
         came.saturating_sub(discounted)
     }
+}
+
+/// Of `all`, the share that `part` is of `whole`; all of it where that is not known.
+fn share_of(all: u64, part: u64, whole: u64) -> u64 {
+    if part >= whole {
+        all
+    } else {
+        (u128::from(all) * u128::from(part) / u128::from(whole)) as u64
+    }
+}
+
+fn per_second(bytes: u64, time: Duration) -> u64 {
+    if time.is_zero() { 0 } else { (bytes as f64 / time.as_secs_f64()) as u64 }
 }
 
 /// How old a proportional size may be, if one reading each of all that share takes `cost`.
@@ -214,6 +261,33 @@ mod tests {
         assert_eq!([0, 1, 100].map(|cost| pss_age(true, ms(cost))), {
             [ms(0), ms(4), MAX_PSS_AGE_CHANGED]
         });
+    }
+
+    #[test]
+    fn faults_that_copied_nothing_are_left_out_for_a_while() {
+        let (own, ms) = (std::process::id(), Duration::from_millis);
+        let mut member = Member::open(own, own).expect("this process");
+        member.read_proportional(own);
+        let read_before = |member: &mut Member, age, mapped_per_s| {
+            let pss = member.pss.as_mut().expect("it is read");
+            (member.faults, member.discounted, member.resident) = (1000, 0, 100 << 20);
+            (pss.faults, pss.discounted, pss.resident) = (0, 0, 100 << 20);
+            (pss.read, pss.mapped_per_s) =
+                (Instant::now().checked_sub(age).expect("time"), mapped_per_s);
+        };
+        read_before(&mut member, ms(100), 0);
+        assert_eq!(member.copied(), 1000 * PAGE_SIZE as u64, "each may have copied");
+        read_before(&mut member, ms(100), 20_000_000);
+        let copied = member.copied();
+        assert!((1_500_000..=2_096_000).contains(&copied), "{copied} of 4.1 MB, 2 MB were usual");
+        read_before(&mut member, ms(60_000), 2_000_000);
+        assert_eq!(member.copied(), 4_096_000 - 1_000_000, "half a second's, and no more");
+        assert_eq!(member.copied_at_most(), 4_096_000);
+        assert_eq!(
+            [share_of(800, 1, 4), share_of(800, 5, 4), share_of(800, 0, 0)],
+            [200, 800, 800]
+        );
+        assert_eq!([per_second(500, ms(250)), per_second(500, ms(0))], [2000, 0]);
     }
 
     #[test]
