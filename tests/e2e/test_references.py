@@ -57,7 +57,7 @@ def test_fuse(case):
 
 
 @pytest.mark.swaptide(budget=24, allowance=48)
-@pytest.mark.parametrize("mode", ["shared", full("ring")])
+@pytest.mark.parametrize("mode", ["shared", "detached", full("ring")])
 def test_fuse_into(case, mode):
     """What the kernel holds while a server takes its time is of a shared mapping: it stays in."""
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):

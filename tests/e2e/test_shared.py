@@ -48,6 +48,24 @@ def test_pastwrites(case, mode):
     case.run_c("pastwrites", mode, megabytes=80, seconds=6, options=["--shared"])
 
 
+@pytest.mark.swaptide(budget=24, forks=True)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        param("none", allowance=12),
+        # Without a guard all comes back to the children, and stays.
+        param("closed", allowance=64),
+        param("unmaps", allowance=24),
+        param("advised", allowance=8),
+        param("stacks", allowance=12),
+        param("mutexes", allowance=12),
+    ],
+)
+def test_sharing(case, mode):
+    """What is done next to shared memory, and to it by other calls."""
+    case.run_c("sharing", mode, megabytes=64, seconds=5, options=["--shared"])
+
+
 @pytest.mark.swaptide(budget=32, forks=True, allowance=4, native=False)
 def test_shared_short(case):
     """The first 60 reads of a swap area fail in the supervisor for want of memory: no page is lost,

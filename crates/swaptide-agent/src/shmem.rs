@@ -18,15 +18,15 @@ use std::sync::atomic::{
 use std::time::Duration;
 
 use linux_raw_sys::general as k;
-use swaptide_ipc::ProcState;
 use swaptide_ipc::shared::{
-    self, ADVICE_HOLD, ADVICE_RELEASE, ADVICE_REMOVE, AdviceOutcome, MIN_REGION_BYTES, REGION_PATH,
-    Reach,
+    self, ADVICE_HOLD, ADVICE_RELEASE, ADVICE_REMOVE, AdviceOutcome, MIN_REGION_BYTES, NoGuard,
+    NoRegion, REGION_PATH, Reach,
 };
+use swaptide_ipc::{ProcState, SlotIndex};
 use swaptide_sys::lock::futex;
 use swaptide_sys::maps::MapsFile;
 use swaptide_sys::mem::{Advice, advise};
-use swaptide_sys::page::{VirtAddr, VirtRange};
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 use swaptide_sys::sock::poll_readable;
 use swaptide_sys::thread::{abort_with, exit_thread, getpid, set_name};
@@ -72,6 +72,8 @@ static GUARD: AtomicU32 = AtomicU32::new(NONE);
 const NONE: u32 = 0;
 const GUARD_RUNNING: u32 = 1;
 const GUARD_FAILED: u32 = 2;
+/// There was nothing to guard.
+const GUARD_NOT_NEEDED: u32 = 3;
 /// One more than the pager's slot, once that is known.
 static PAGER: AtomicU32 = AtomicU32::new(0);
 /// The run does not swap shared memory, or cannot: the pager is not asked again.
@@ -98,6 +100,11 @@ fn note(range: VirtRange) {
     }
 }
 
+/// True if there may be regions.
+pub(crate) fn is_any() -> bool {
+    COUNT.load(Acquire) > 0
+}
+
 /// True where a range may be of a region.
 pub(crate) fn concerns(start: usize, len: usize) -> bool {
     let end = start.saturating_add(len.max(1));
@@ -119,9 +126,13 @@ pub(crate) fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<
         return None;
     }
     let socket = environment::socket()?;
-    let Some(memory) = shared::region(socket, len as u64) else {
-        REFUSED.store(true, Relaxed);
-        return None;
+    let memory = match shared::region(socket, len as u64) {
+        Ok(memory) => memory,
+        Err(NoRegion::NotNow) => return None,
+        Err(NoRegion::NoPager) => {
+            REFUSED.store(true, Relaxed);
+            return None;
+        }
     };
     // Filled at once it would be there before it could be managed.
     let flags = flags & !(MAP_ANONYMOUS | MAP_POPULATE);
@@ -147,7 +158,8 @@ pub(crate) fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<
     if shared::attach(socket, Reach::Whole).is_some() {
         note(range);
         let pid = getpid().0;
-        if GUARDED.swap(pid, Relaxed) != pid {
+        let is_over = |word| GUARD.compare_exchange(word, NONE, Relaxed, Relaxed).is_ok();
+        if GUARDED.swap(pid, Relaxed) != pid || is_over(GUARD_FAILED) || is_over(GUARD_NOT_NEEDED) {
             GUARD.store(NONE, Relaxed);
             if !process::spawn_guard(guard) {
                 GUARD.store(GUARD_FAILED, Relaxed);
@@ -182,6 +194,8 @@ pub(crate) fn keep(addr: usize, len: usize) {
         && !seccomp::is()
         && let Some(socket) = environment::socket()
     {
+        // Before that the pager does not know this process by its number.
+        wait_for_guard();
         let _ = shared::advise(socket, addr, len, shared::ADVICE_KEEP);
     }
 }
@@ -343,7 +357,7 @@ pub(crate) fn forked() {
     }
     let pager = PAGER.load(Relaxed).checked_sub(1);
     let idle = pager.zip(process::known_segment()).is_some_and(|(index, segment)| {
-        segment.slot(swaptide_ipc::SlotIndex(index)).state() != ProcState::Engaged
+        segment.slot(SlotIndex(index)).state() != ProcState::Engaged
     });
     if idle {
         // Nothing goes out before the guard stands.
@@ -352,7 +366,8 @@ pub(crate) fn forked() {
     while GUARD.load(Acquire) == NONE {
         futex::wait(&GUARD, NONE, Some(GUARD_WAIT_SLICE), futex::Scope::Private);
     }
-    if GUARD.load(Acquire) == GUARD_FAILED && pager.is_some() {
+    // While the pager lives it answers this process's faults without a guard, too.
+    if GUARD.load(Acquire) == GUARD_FAILED && pager.is_some_and(|index| !is_alive(index)) {
         abort_with(&[
             b"swaptide: a forked child has shared memory that is swapped, and the supervisor does \
             not answer; it is stopped rather than given \
@@ -361,20 +376,50 @@ pub(crate) fn forked() {
     }
 }
 
+/// True if the process of a pager's slot is known to live, and to have its memory still: its
+/// descriptors go after that.
+fn is_alive(pager: u32) -> bool {
+    const SYS_PROCESS_VM_READV: u32 = k::__NR_process_vm_readv;
+    const ESRCH: isize = linux_raw_sys::errno::ESRCH as isize;
+    // A descriptor may not be had.
+    process::known_segment().is_some_and(|segment| {
+        let pid = segment.slot(SlotIndex(pager)).pid.load(Relaxed) as usize;
+        let mut byte = 0u8;
+        let [own, other] = [(&raw mut byte) as usize, PAGE_SIZE].map(|at| [at, 1]);
+        let (own, other) = ((&raw const own) as usize, (&raw const other) as usize);
+        // SAFETY: a byte of this function is written, if there is one to be read at an address at
+        // which nothing is.
+        let word = unsafe { syscall6(SYS_PROCESS_VM_READV, [pid, own, 1, other, 1, 0]) } as isize;
+        // In another namespace the number is another process's.
+        let theirs = segment.header.pid_namespace.load(Relaxed);
+        let is_same = || {
+            let ours = rustix::fs::stat(c"/proc/self/ns/pid");
+            ours.is_ok_and(|ours| theirs == 0 || ours.st_ino == theirs)
+        };
+        pid != 0 && word != -ESRCH && is_same()
+    })
+}
+
 /// The guard's thread.
 extern "C" fn guard(_: usize) {
     let tell = |what: u32| {
         GUARD.store(what, Release);
         futex::wake(&GUARD, i32::MAX as u32, futex::Scope::Private);
     };
-    let guard =
-        match process::own_table().and_then(|()| environment::socket()).and_then(shared::guard) {
-            Some(guard) => guard,
-            None => {
-                tell(GUARD_FAILED);
-                exit_thread();
-            }
-        };
+    let socket = process::own_table().and_then(|()| environment::socket());
+    let guard = match socket.map_or(Err(NoGuard::Unanswered), shared::guard) {
+        Ok(guard) => guard,
+        Err(NoGuard::NotNeeded) => {
+            // Children have nothing to guard either.
+            let _ = GUARDED.compare_exchange(getpid().0, 0, Relaxed, Relaxed);
+            tell(GUARD_NOT_NEEDED);
+            exit_thread();
+        }
+        Err(NoGuard::Unanswered) => {
+            tell(GUARD_FAILED);
+            exit_thread();
+        }
+    };
     set_name(c"swaptide-guard");
     let Some(segment) = process::segment() else {
         tell(GUARD_FAILED);

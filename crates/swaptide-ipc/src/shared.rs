@@ -80,16 +80,38 @@ pub enum AdviceOutcome {
     Failed = 2,
 }
 
+/// Why there is no region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoRegion {
+    /// There is no pager, or it does not answer.
+    NoPager,
+    /// The pager has none of this length now.
+    NotNow,
+}
+
+/// The second byte of an answer to [`AgentRequest::Region`] that brings no region.
+pub const NO_REGION_NOW: u8 = 1;
+
 /// Asks the pager behind a socket for a region of `bytes` bytes.
-pub fn region(socket: &[u8], bytes: u64) -> Option<OwnedFd> {
-    let conn = Conn::connect_trusted(socket).ok()?;
-    let mut request = [AgentRequest::Region as u8; 9];
-    request[1..].copy_from_slice(&bytes.to_le_bytes());
-    conn.send(&request, &[]).ok()?;
-    let (mut reply, mut fds) = ([0u8; 1], [None]);
-    conn.recv(&mut reply, &mut fds).ok()?;
-    let [fd] = fds;
-    fd
+///
+/// # Errors
+/// [`NoRegion`].
+pub fn region(socket: &[u8], bytes: u64) -> Result<OwnedFd, NoRegion> {
+    let ask = || {
+        let conn = Conn::connect_trusted(socket).ok()?;
+        let mut request = [AgentRequest::Region as u8; 9];
+        request[1..].copy_from_slice(&bytes.to_le_bytes());
+        conn.send(&request, &[]).ok()?;
+        let (mut reply, mut fds) = ([0u8; 2], [None]);
+        let (length, _) = conn.recv(&mut reply, &mut fds).ok()?;
+        let [fd] = fds;
+        Some((fd, length == 2 && reply[1] == NO_REGION_NOW))
+    };
+    match ask() {
+        Some((Some(fd), _)) => Ok(fd),
+        Some((None, true)) => Err(NoRegion::NotNow),
+        _ => Err(NoRegion::NoPager),
+    }
 }
 
 /// What may be done with the memory of regions, by what userfaultfd the kernel gives this process.
@@ -187,17 +209,38 @@ impl PagerGuard {
     }
 }
 
+/// Why a process has no guard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoGuard {
+    /// It has no region mapped: a forked child to which none came along.
+    NotNeeded,
+    /// The pager does not answer, or cannot be asked.
+    Unanswered,
+}
+
 /// Stands guard for the calling process. To be called in the thread that does: its descriptors are
 /// to live in a table that the program does not see.
-pub fn guard(socket: &[u8]) -> Option<PagerGuard> {
-    let landmark = Landmark::raise().ok()?;
-    let conn = Conn::connect_trusted(socket).ok()?;
-    let mut request = [AgentRequest::Guard as u8; 9];
-    request[1..].copy_from_slice(&(landmark.range().start.0 as u64).to_le_bytes());
-    conn.send(&request, &[]).ok()?;
-    let (mut reply, mut fds) = ([0u8; 5], [None]);
-    let (length, _) = conn.recv(&mut reply, &mut fds).ok()?;
-    let [fd] = fds;
-    let slot = SlotIndex(u32::from_le_bytes(reply[1..].try_into().ok()?));
-    (length == reply.len()).then_some(PagerGuard { conn, uffd: Uffd::from_fd(fd?), slot })
+///
+/// # Errors
+/// [`NoGuard`].
+pub fn guard(socket: &[u8]) -> Result<PagerGuard, NoGuard> {
+    let ask = || {
+        let landmark = Landmark::raise().ok()?;
+        let conn = Conn::connect_trusted(socket).ok()?;
+        let mut request = [AgentRequest::Guard as u8; 9];
+        request[1..].copy_from_slice(&(landmark.range().start.0 as u64).to_le_bytes());
+        conn.send(&request, &[]).ok()?;
+        let (mut reply, mut fds) = ([0u8; 5], [None]);
+        let (length, _) = conn.recv(&mut reply, &mut fds).ok()?;
+        let [fd] = fds;
+        Some((conn, length, reply, fd))
+    };
+    match ask() {
+        Some((conn, 5, [_, slot @ ..], Some(fd))) => {
+            let slot = SlotIndex(u32::from_le_bytes(slot));
+            Ok(PagerGuard { conn, uffd: Uffd::from_fd(fd), slot })
+        }
+        Some((_, 1, ..)) => Err(NoGuard::NotNeeded),
+        _ => Err(NoGuard::Unanswered),
+    }
 }

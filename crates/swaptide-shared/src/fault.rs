@@ -1,8 +1,9 @@
 //! Answers to faults and events.
 //!
-//! Owns the thread that reads every userfaultfd. It reads with the state's lock held and applies
-//! what it read under the same hold, so no thread sees the one without the other: a forked child
-//! runs from the moment its event is read, and is known by then.
+//! Owns the thread that reads every userfaultfd; the reclaim thread does so, too, where events are
+//! in its way. They read with the state's lock held and apply what they read under the same hold,
+//! so no thread sees the one without the other: a forked child runs from the moment its event is
+//! read, and is known by then.
 //!
 //! What a fault brings in is decided here, and becomes loads (`loading`). The reader does one by
 //! itself that a fault waits for, if it needs no disk; for others, and for what comes along with a
@@ -24,10 +25,9 @@ use swaptide_sys::page::{PAGE_SIZE, VirtRange};
 use swaptide_sys::uffd::{Event, Message, Uffd};
 
 use crate::loading::{Load, LoadJob, PendingFault};
-use crate::reclaim::margin;
 use crate::region::RegionPage;
 use crate::space::{FaultSite, Space, SpaceId, SpaceState};
-use crate::state::{GUARD_TIMEOUT, Inner, PagerState, ROOM_TOKEN, STOP_FAULTS, is_hole};
+use crate::state::{GUARD_TIMEOUT, Inner, PagerState, ROOM_TOKEN, STOP_FAULTS, is_hole, margin};
 use crate::swap_in::{MAX_PAGES_PER_FAULT, PAGES_PER_LOAD, PageLoader};
 
 /// After so long faults are looked at again that wait for something that no event tells of.
@@ -37,11 +37,13 @@ const QUIET_INTERVAL: Duration = Duration::from_millis(100);
 /// One of this many servers is woken for loads that need no disk: these are over in microseconds,
 /// and on a few CPUs the threads that fault have more use for them.
 const SERVERS_PER_HELPER: usize = 2;
+/// Times that events in the way of reclaim are read, one after the other.
+const MAX_SETTLING_READS: usize = 8;
 /// Without a limit, what one fault may bring in is bounded as under this one.
 const DEFAULT_WINDOW_LIMIT_BYTES: u64 = 128 << 20;
 
-/// A thread that answers: the reader, or a server.
-struct FaultThread {
+/// A thread that answers: the reader, a server, or the reclaim thread.
+pub(crate) struct FaultThread {
     inner: Arc<Inner>,
     loader: PageLoader,
 }
@@ -50,7 +52,7 @@ struct FaultThread {
 pub(crate) fn run(inner: Arc<Inner>, servers: usize) {
     // A fault is a thread that waits.
     swaptide_sys::affinity::go_first();
-    let mut thread = FaultThread { inner: inner.clone(), loader: PageLoader::new() };
+    let mut thread = FaultThread::new(inner.clone());
     let mut events =
         [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
             64];
@@ -62,7 +64,8 @@ pub(crate) fn run(inner: Arc<Inner>, servers: usize) {
         let looks_again = {
             let state = inner.lock();
             let looks = |space: &Space| space.guard.is_none() || space.needs_restore();
-            !state.faults.later.is_empty() || state.spaces.values().any(looks)
+            let is_later = !state.faults.later.is_empty() || state.forgets_later;
+            is_later || state.spaces.values().any(looks)
         };
         let timeout = match looks_again {
             _ if comes_in => Duration::ZERO,
@@ -128,7 +131,7 @@ pub(crate) fn run(inner: Arc<Inner>, servers: usize) {
 /// Runs a server, which does loads.
 pub(crate) fn serve(inner: Arc<Inner>) {
     swaptide_sys::affinity::go_first();
-    let mut thread = FaultThread { inner: inner.clone(), loader: PageLoader::new() };
+    let mut thread = FaultThread::new(inner.clone());
     let mut state = inner.lock();
     while inner.stop.load(Relaxed) & STOP_FAULTS == 0 {
         state = match state.loads.take() {
@@ -142,6 +145,41 @@ pub(crate) fn serve(inner: Arc<Inner>) {
 }
 
 impl FaultThread {
+    /// With its buffers.
+    pub(crate) fn new(inner: Arc<Inner>) -> FaultThread {
+        FaultThread { inner, loader: PageLoader::new() }
+    }
+
+    /// In the reclaim thread: applies what an address space tells whose events are unread, if
+    /// `concerns` is true of it. False if one is still changing.
+    pub(crate) fn settle(
+        &mut self,
+        state: &mut PagerState,
+        concerns: impl Fn(&Space) -> bool,
+    ) -> bool {
+        let mut has_read = false;
+        let mut is_settled = true;
+        let is_changing =
+            |space: &Space| concerns(space) && space.standing() == SpaceState::Changing;
+        for _ in 0..MAX_SETTLING_READS {
+            let changing = state.spaces.iter().filter(|(_, space)| is_changing(space));
+            let changing: Vec<SpaceId> = changing.map(|(id, _)| *id).collect();
+            is_settled = changing.is_empty();
+            if is_settled {
+                break;
+            }
+            has_read = true;
+            changing.into_iter().for_each(|id| self.read_events(state, id));
+            // A thread whose event was read has to run before the change is over.
+            std::thread::yield_now();
+        }
+        if has_read {
+            // Loads that faults among them wait for are the reader's to begin.
+            self.inner.tell_room();
+        }
+        is_settled
+    }
+
     /// True when nothing may come in before something goes out.
     fn is_full(&self, state: &PagerState) -> bool {
         !self.has_room(state, PAGES_PER_LOAD) && !state.is_stuck()
@@ -297,7 +335,8 @@ impl FaultThread {
         }
         for uffd in children {
             let layout = state.spaces.get(&id).map_or(Vec::new(), |space| space.layout.clone());
-            let unsure = changed || state.spaces.get(&id).is_some_and(|space| space.stale);
+            let is_unsure = |space: &Space| space.stale || space.is_ahead;
+            let unsure = changed || state.spaces.get(&id).is_some_and(is_unsure);
             self.inner.count(Counter::Forks, 1);
             match self.inner.add_space(state, uffd, None, layout) {
                 Ok(child) => {
@@ -312,6 +351,12 @@ impl FaultThread {
                     b"); stopped rather than given wrong data",
                 ]),
             }
+        }
+        if let Some(space) = state.spaces.get_mut(&id)
+            && space.is_ahead
+            && space.standing() == SpaceState::Quiet
+        {
+            space.is_ahead = false;
         }
         if changed {
             self.inner.learn(state, id);

@@ -23,7 +23,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 pub use swaptide_ipc::shared::Reach;
-use swaptide_ipc::shared::{self, AdviceOutcome, PagerGuard};
+use swaptide_ipc::shared::{self, AdviceOutcome, NoGuard, PagerGuard};
 use swaptide_ipc::{
     AgentRequest, Counter, EXTENT_BYTES, MAGIC, NewArea, ProcSlot, Segment, VERSION,
 };
@@ -270,7 +270,8 @@ impl SharedRegion {
     /// # Errors
     /// See [`RegionError`].
     pub fn create(name: Name, bytes: usize) -> Result<SharedRegion, RegionError> {
-        let memory = shared::region(name.as_bytes(), bytes as u64).ok_or(RegionError::Pager)?;
+        let memory = shared::region(name.as_bytes(), bytes as u64);
+        let memory = memory.map_err(|_| RegionError::Pager)?;
         SharedRegion::attach(name, memory, bytes)
     }
 
@@ -291,7 +292,7 @@ impl SharedRegion {
             unsafe { advise(map.range(), Advice::DontFork) }.map_err(RegionError::Map)?;
         }
         shared::attach(name.as_bytes(), reach).ok_or(RegionError::Attach)?;
-        stand_guard(name)?;
+        stand_guard(name).map_err(|(error, _)| error)?;
         Ok(SharedRegion { map, memory, name, reach })
     }
 
@@ -334,28 +335,31 @@ impl SharedRegion {
 static GUARDED: AtomicU32 = AtomicU32::new(0);
 
 /// In a forked child, before it touches a region: takes over what is needed to notice the pager's
-/// end.
+/// end. A child to which no region came along needs nothing.
 ///
 /// # Errors
 /// [`RegionError::Guard`]; the child must not touch its regions then.
 pub fn forked(name: Name) -> Result<(), RegionError> {
-    stand_guard(name)
+    match stand_guard(name) {
+        Err((_, NoGuard::NotNeeded)) | Ok(()) => Ok(()),
+        Err((error, NoGuard::Unanswered)) => Err(error),
+    }
 }
 
-fn stand_guard(name: Name) -> Result<(), RegionError> {
+fn stand_guard(name: Name) -> Result<(), (RegionError, NoGuard)> {
     if GUARDED.swap(std::process::id(), SeqCst) == std::process::id() {
         return Ok(());
     }
-    let refused = |_| {
+    let refused = |why| {
         GUARDED.store(0, SeqCst);
-        RegionError::Guard
+        (RegionError::Guard, why)
     };
-    let guard = shared::guard(name.as_bytes()).ok_or(()).map_err(refused)?;
-    let segment = segment(name).map_err(|_| refused(()))?;
+    let guard = shared::guard(name.as_bytes()).map_err(refused)?;
+    let segment = segment(name).map_err(|_| refused(NoGuard::Unanswered))?;
     let spawned = std::thread::Builder::new()
         .name("shared-guard".into())
         .spawn(move || watch(&guard, segment));
-    spawned.map(drop).map_err(|_| refused(()))
+    spawned.map(drop).map_err(|_| refused(NoGuard::Unanswered))
 }
 
 /// Until the pager ends.

@@ -6,8 +6,12 @@
 //!
 //! Locks: none.
 
-use std::path::PathBuf;
-use std::{fs, io};
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Read as _};
+use std::path::{Path, PathBuf};
+
+/// More than most texts of /proc that are read here have.
+const USUAL_BYTES: usize = 8192;
 
 /// A thread of a process: by its own number alone it would be another process's, once that has it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -25,7 +29,7 @@ impl ProcThread {
     /// True if it has memory. What was told of it before was told of a living thread then: its
     /// memory goes first.
     pub(crate) fn has_memory(self) -> io::Result<bool> {
-        match fs::read(self.file("statm")) {
+        match read_text(&self.file("statm")) {
             Ok(text) => Ok(text.first().is_some_and(|digit| (b'1'..=b'9').contains(digit))),
             Err(error) if is_gone(&error) => Ok(false),
             Err(error) => Err(error),
@@ -60,6 +64,28 @@ pub(crate) fn living_thread(pid: u32) -> io::Result<Option<ProcThread>> {
     Ok(None)
 }
 
+/// Reads a text of /proc, whose length no one tells: in as few calls as it takes.
+///
+/// # Errors
+/// When it cannot be opened or read.
+pub(crate) fn read_text(path: &Path) -> io::Result<Vec<u8>> {
+    let mut file = File::open(path)?;
+    let (mut bytes, mut len) = (vec![0; USUAL_BYTES], 0);
+    loop {
+        match file.read(&mut bytes[len..]) {
+            Ok(0) => break,
+            Ok(more) => len += more,
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+        if len == bytes.len() {
+            bytes.resize(2 * len, 0);
+        }
+    }
+    bytes.truncate(len);
+    Ok(bytes)
+}
+
 /// True if an error says that what was asked about is not there any more.
 pub(crate) fn is_gone(error: &io::Error) -> bool {
     let errno = rustix::io::Errno::from_io_error(error);
@@ -83,6 +109,18 @@ mod tests {
         }
         assert_eq!(living_thread(ended.id()).expect("it is a zombie"), None);
         ended.wait().expect("it has ended");
+    }
+
+    #[test]
+    fn a_text_is_read_whole() {
+        let path = std::env::temp_dir().join(format!("swaptide-text-{}", std::process::id()));
+        for len in [0, 1, USUAL_BYTES - 1, USUAL_BYTES, 3 * USUAL_BYTES + 7] {
+            let text: Vec<u8> = (0..len).map(|at| at as u8).collect();
+            fs::write(&path, &text).expect("file");
+            assert!(read_text(&path).expect("it can be read") == text, "{len} bytes");
+        }
+        fs::remove_file(&path).expect("remove");
+        assert!(is_gone(&read_text(&path).expect_err("it is gone")));
     }
 
     #[test]

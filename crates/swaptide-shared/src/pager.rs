@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, epoll};
-use swaptide_ipc::shared::AdviceOutcome;
+use swaptide_ipc::shared::{AdviceOutcome, NO_REGION_NOW};
 use swaptide_ipc::{AgentRequest, Segment, SlotIndex};
 use swaptide_sys::page::VirtAddr;
 use swaptide_sys::process::StatmFd;
@@ -165,7 +165,7 @@ impl SharedMemoryPager {
             AgentRequest::Region => {
                 match number(0).and_then(|bytes| self.create_region(bytes).ok()) {
                     Some(memory) => conn.send(&[byte], &[memory.as_fd()]),
-                    None => conn.send(&[byte], &[]),
+                    None => conn.send(&[byte, NO_REGION_NOW], &[]),
                 }
             }
             AgentRequest::Attach => conn.send(&[byte, self.inner.attach(pid, fd) as u8], &[]),

@@ -6,12 +6,12 @@
 //! to a page after that was read would be lost.
 //!
 //! The kernel does not tell which pages are held so. It tells of a process whether it has pinned
-//! memory for long (`VmPin`), and of each descriptor whether it was opened for direct I/O, and on
-//! which mount: some file systems read into a program's pages without being asked to. Both are
-//! asked after the pages were write-protected and before anything is read: one that takes a page
-//! after that waits for it, and one that has taken a page before has the descriptor open. Not seen
-//! is one that closed it, or unmapped the memory, while such a read is under way
-//! (docs/semantics.md).
+//! memory for long (`VmPin`), and of each descriptor whether it is open for direct I/O, and on
+//! which mount: some file systems read into a program's pages without being asked to. A file on a
+//! mount that is in no list may be on any of them. All of this is asked after the pages were
+//! write-protected and before anything is read: one that takes a page after that waits for it, and
+//! one that has taken a page before has the descriptor open. Not seen is one that closed it, or
+//! unmapped the memory, while such a read is under way (docs/semantics.md).
 //!
 //! `process_vm_writev` takes pages for writing, and writes to them later. Calls through libc are
 //! counted while they last ([`Segment::past_writers`]), and waited for.
@@ -30,11 +30,11 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
-use rustix::fs::{Dir, Mode, OFlags, open, openat};
+use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, StatxFlags, open, openat, statx};
 use swaptide_ipc::Segment;
 use swaptide_ipc::shared::REGION_PATH;
 
-use crate::living::{ProcThread, is_gone, living_thread};
+use crate::living::{self, ProcThread, is_gone, living_thread};
 
 const O_DIRECT: u32 = 0o40000;
 /// File systems that can be mounted without a cache for files.
@@ -156,7 +156,7 @@ fn pinned_thread(thread: ProcThread) -> io::Result<Option<PinnedBy>> {
     if locked > 0 && locks_region(&read_lossy(thread.file("smaps"))?, locked) {
         return Ok(Some(PinnedBy::Locked));
     }
-    let mounts = direct_mounts(&read_lossy(thread.file("mountinfo"))?);
+    let mounts = Mounts::of(&read_lossy(thread.file("mountinfo"))?);
     let is_direct = any_descriptor(thread, |name, text| {
         // Only its name tells a ring that is busy from other descriptors without a file.
         let may_be_ring = anonymous_mount().is_none_or(|mount| figure(text, "mnt_id:") == mount);
@@ -165,7 +165,7 @@ fn pinned_thread(thread: ProcThread) -> io::Result<Option<PinnedBy>> {
             may_be_ring && link().map_or_else(|error| !is_gone(&error), |name| name == *RING)
         };
         text.lines().any(is_direct)
-            || !mounts.is_empty() && mounts.contains(&figure(text, "mnt_id:"))
+            || mounts.read_past_cache(figure(text, "mnt_id:"), || is_file(thread, name))
             || has_files(text, omits_empty_places(), is_ring)
     })?;
     Ok(is_direct.then_some(PinnedBy::Direct))
@@ -173,7 +173,7 @@ fn pinned_thread(thread: ProcThread) -> io::Result<Option<PinnedBy>> {
 
 /// A file's text; names in it need not be letters.
 fn read_lossy(path: PathBuf) -> io::Result<String> {
-    fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+    living::read_text(&path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// True if `found` is, for the name of some descriptor of a thread and what the kernel tells of it.
@@ -190,7 +190,7 @@ fn any_descriptor(thread: ProcThread, found: impl Fn(&OsStr, &str) -> bool) -> i
         }
         let text = openat(&folder, name, flags, Mode::empty())
             .map_err(io::Error::from)
-            .and_then(|file| read_text(file, &mut buffer));
+            .and_then(|file| read_piece(file, &mut buffer));
         match text {
             Ok(text) if found(OsStr::from_bytes(name.to_bytes()), &text) => return Ok(true),
             Ok(_) => {}
@@ -203,7 +203,7 @@ fn any_descriptor(thread: ProcThread, found: impl Fn(&OsStr, &str) -> bool) -> i
 
 /// The text of a file that the kernel makes in one piece: a read that does not fill the buffer has
 /// all of it.
-fn read_text(file: OwnedFd, buffer: &mut Vec<u8>) -> io::Result<Cow<'_, str>> {
+fn read_piece(file: OwnedFd, buffer: &mut Vec<u8>) -> io::Result<Cow<'_, str>> {
     let mut file = File::from(file);
     let mut len = file.read(buffer)?;
     while len == buffer.len() {
@@ -224,17 +224,63 @@ fn anonymous_mount() -> Option<u64> {
     })
 }
 
-/// The numbers of mounts, out of a list of them, whose file systems may read straight into a
-/// program's pages though a file is not open for direct I/O: by the word of a server (FUSE), or
-/// without a cache.
-fn direct_mounts(mountinfo: &str) -> HashSet<u64> {
-    let number = |line: &str| {
-        let (mount, kind) = line.split_once(" - ")?;
-        let kind = kind.split(' ').next()?;
-        let is_direct = kind.starts_with("fuse") || CACHELESS.contains(&kind);
-        is_direct.then(|| mount.split(' ').next()?.parse().ok())?
-    };
-    mountinfo.lines().filter_map(number).collect()
+/// Mounts by their numbers, as a list of them tells.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Mounts {
+    all: HashSet<u64>,
+    /// Those whose file systems may read straight into a program's pages though a file is not open
+    /// for direct I/O: by the word of a server (FUSE), or without a cache.
+    direct: HashSet<u64>,
+}
+
+impl Mounts {
+    fn of(mountinfo: &str) -> Mounts {
+        let mut mounts = Mounts::default();
+        for (mount, kind) in mountinfo.lines().filter_map(|line| line.split_once(" - ")) {
+            let Some(Ok(number)) = mount.split(' ').next().map(str::parse) else { continue };
+            mounts.all.insert(number);
+            let kind = kind.split(' ').next().unwrap_or_default();
+            if kind.starts_with("fuse") || CACHELESS.contains(&kind) {
+                mounts.direct.insert(number);
+            }
+        }
+        mounts
+    }
+
+    /// True if what is read from a descriptor on a mount may go past the cache. One in no list was
+    /// taken away while it was in use, or is of another namespace: this process's, or none that is
+    /// known; then `is_file` tells whether it is a file.
+    fn read_past_cache(&self, mount: u64, is_file: impl FnOnce() -> bool) -> bool {
+        if self.all.contains(&mount) || mount == 0 {
+            return self.direct.contains(&mount);
+        }
+        if Some(mount) == anonymous_mount() {
+            return false;
+        }
+        let own = read_lossy("/proc/self/mountinfo".into()).map(|text| Mounts::of(&text));
+        match own {
+            Ok(own) if own.all.contains(&mount) => own.direct.contains(&mount),
+            _ => is_file(),
+        }
+    }
+}
+
+/// True if a descriptor is of a file that may be on any file system, as far as is known: not of
+/// shared memory, which is always in the page cache. The server of a file system is not
+/// asked.
+fn is_file(thread: ProcThread, name: &OsStr) -> bool {
+    let path = thread.file("fd").join(name);
+    let flags = AtFlags::STATX_DONT_SYNC;
+    match statx(CWD, &path, flags, StatxFlags::TYPE) {
+        Ok(found) => {
+            let kind = FileType::from_raw_mode(found.stx_mode.into());
+            // What has no path has no file system either.
+            let is_named = |name: &[u8]| name.starts_with(b"/") && !name.starts_with(b"/memfd:");
+            kind == FileType::RegularFile
+                && fs::read_link(&path).map_or(true, |name| is_named(name.as_os_str().as_bytes()))
+        }
+        Err(error) => !is_gone(&error.into()),
+    }
 }
 
 /// True if an io_uring has buffers registered, which count as pinned only for the process that made
@@ -414,13 +460,19 @@ mod tests {
 
     #[test]
     fn mounts_are_told_apart_by_their_file_systems() {
-        let mounts = direct_mounts(
+        let mounts = Mounts::of(
             "22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n\
              40 22 0:35 / /mnt/a\\040b rw - fuse.sshfs host: rw,user_id=0\n\
              41 22 0:36 / /mnt/c rw shared:9 master:2 - 9p share rw\n\
              42 22 0:37 / /run rw - tmpfs fuse rw\nnonsense\n",
         );
-        assert_eq!(mounts, HashSet::from([40, 41]));
+        assert_eq!(mounts.direct, HashSet::from([40, 41]));
+        assert_eq!(mounts.all, HashSet::from([22, 40, 41, 42]));
+        let unasked = || -> bool { unreachable!("it is in a list") };
+        assert!(mounts.read_past_cache(40, unasked) && !mounts.read_past_cache(42, unasked));
+        let anonymous = anonymous_mount().expect("its mount is known");
+        assert!(!mounts.read_past_cache(anonymous, unasked) && !mounts.read_past_cache(0, unasked));
+        assert!([true, false].map(|is| mounts.read_past_cache(u64::MAX, || is)) == [true, false]);
     }
 
     #[test]

@@ -29,9 +29,9 @@
 //!    [`attach`](swaptide_ipc::shared::attach), or by fork.
 //! 4. Devices write past page tables, and so does `process_vm_writev`: `pinned`.
 //!
-//! So `punch` asks every address space again, under the lock, whether a change is under way, and
-//! compares the generation. The punch itself takes the entries of every mapping, those of an unread
-//! child too, before it takes the page.
+//! So `punch` asks every address space again, under the lock, whether a change is under way, reads
+//! what it tells, and compares the generation. The punch itself takes the entries of every mapping,
+//! those of an unread child too, before it takes the page.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -48,11 +48,14 @@ use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::page::PAGE_SIZE;
 
+use crate::fault::FaultThread;
 use crate::huge_pages::HugePages;
 use crate::pinned::{PastWriters, may_write_to, pinned};
 use crate::region::{Region, RegionId, RegionPage, bit};
-use crate::space::{SpaceId, SpaceState};
-use crate::state::{Inner, PagerState, ReclaimOrder, STOP_ROOM, is_hole, punch, write_pages};
+use crate::space::{Space, SpaceId};
+use crate::state::{
+    Inner, PagerState, ReclaimOrder, STOP_ROOM, is_hole, margin, punch, write_pages,
+};
 use crate::store::{PutOutcome, compressor};
 
 /// Most pages of one batch.
@@ -69,6 +72,8 @@ const EXEMPT_TIME: Duration = Duration::from_millis(20);
 const EXEMPT_REST: u32 = 4;
 /// Batches in a row of which all waits, after which there is a pause.
 const MAX_WAITS: u32 = 16;
+/// Batches in a row under which something changed, after which no fault waits for them.
+const MAX_TRIES: u32 = 64;
 /// The time for which no fault waits for room after nothing could go out.
 const FULL_BACKOFF: Duration = Duration::from_millis(20);
 
@@ -86,6 +91,7 @@ struct ReclaimThread {
     /// Batches in a row of which all waits.
     waits: u32,
     past_writers: PastWriters,
+    answers: FaultThread,
 }
 
 /// Pages on their way out.
@@ -148,6 +154,7 @@ pub(crate) fn run(inner: Arc<Inner>) {
         waiting: HashMap::new(),
         waits: 0,
         past_writers: PastWriters::default(),
+        answers: FaultThread::new(inner.clone()),
     };
     let mut waits = Duration::ZERO;
     while inner.stop.load(Relaxed) & STOP_ROOM == 0 {
@@ -204,7 +211,8 @@ impl ReclaimThread {
         {
             outcome = Outcome::Again;
         }
-        if over > 0 && matches!(outcome, Outcome::Nothing | Outcome::Full) {
+        let is_starved = outcome == Outcome::Again && self.tries >= MAX_TRIES;
+        if over > 0 && (is_starved || matches!(outcome, Outcome::Nothing | Outcome::Full)) {
             self.inner.lock().stuck_until = Some(Instant::now() + FULL_BACKOFF);
         }
         self.inner.tell_room();
@@ -227,7 +235,10 @@ impl ReclaimThread {
         let mut batch = match self.protect(pages) {
             Ok(Some(batch)) => batch,
             Ok(None) => return Outcome::Nothing,
-            Err(_) => return Outcome::Again,
+            Err(_) => {
+                self.tries = self.tries.saturating_add(1);
+                return Outcome::Again;
+            }
         };
         self.leave_exempted(&mut batch);
         if batch.runs.is_empty() {
@@ -421,7 +432,10 @@ impl ReclaimThread {
     fn protect(&mut self, most: usize) -> Result<Option<ReclaimBatch>, Errno> {
         let now = Instant::now();
         self.waiting.retain(|_, until| *until > now);
-        let mut state = self.inner.lock();
+        let inner = Arc::clone(&self.inner);
+        let mut state = inner.lock();
+        // The kernel refuses what is to be done in one that is changing, and no fault is answered.
+        self.answers.settle(&mut state, |_| true);
         let mut runs: Vec<(RegionId, Range<usize>)> = Vec::new();
         let mut count = 0;
         let mut forbidden = state.forbidden();
@@ -522,7 +536,7 @@ impl ReclaimThread {
         let of_batch: HashSet<RegionId> = batch.runs.iter().map(|(id, _)| *id).collect();
         let mappers: Vec<(u32, HashSet<RegionId>)> = {
             let state = self.inner.lock();
-            let mapped = |space: &crate::space::Space| {
+            let mapped = |space: &Space| {
                 let regions = space.layout.iter().map(|piece| piece.region).collect();
                 Some((space.pid?, regions)).filter(|(_, regions)| !of_batch.is_disjoint(regions))
             };
@@ -576,13 +590,14 @@ impl ReclaimThread {
         }
     }
 
-    /// Lifts protection and wakes waiting threads. Where it cannot be lifted now, the next write
-    /// faults and lifts it.
+    /// Lifts protection, which wakes waiting threads. Where it cannot be lifted now, they are woken
+    /// all the same: the next write faults and lifts it.
     fn lift(&self, state: &PagerState, id: RegionId, run: &Range<usize>) {
         for space in state.spaces.values() {
             for range in space.addresses(id, run) {
-                let _ = space.uffd.write_protect(range, false);
-                let _ = space.uffd.wake(range);
+                if space.uffd.write_protect(range, false).is_err() {
+                    let _ = space.uffd.wake(range);
+                }
             }
         }
     }
@@ -597,14 +612,14 @@ impl ReclaimThread {
 
     /// Takes stored pages out of the memory files. `None` when something changed meanwhile, and
     /// nothing went out.
-    fn finish(&self, batch: &ReclaimBatch, stored: &[Stored]) -> Option<usize> {
-        let mut state = self.inner.lock();
+    fn finish(&mut self, batch: &ReclaimBatch, stored: &[Stored]) -> Option<usize> {
+        let inner = Arc::clone(&self.inner);
+        let mut state = inner.lock();
         let concerned = |id: &RegionId| batch.runs.iter().any(|(region, _)| region == id);
-        let quiet = state.generation == batch.generation
-            && state.spaces.values().all(|space| {
-                !space.layout.iter().any(|piece| concerned(&piece.region))
-                    || space.standing() != SpaceState::Changing
-            });
+        let is_mapped = |space: &Space| space.layout.iter().any(|piece| concerned(&piece.region));
+        // What is read now and changes where something is mapped makes another generation.
+        let quiet =
+            self.answers.settle(&mut state, is_mapped) && state.generation == batch.generation;
         let mut outs: Vec<(&Stored, RegionPage)> = Vec::new();
         for stored in stored {
             let PutOutcome::In(place) = stored.put else { continue };
@@ -695,11 +710,6 @@ impl ReclaimThread {
         }
         run.len()
     }
-}
-
-/// Returns the bytes that stay free, so that faults find room.
-pub(crate) fn margin(limit: u64) -> u64 {
-    (limit / 64).clamp(256 << 10, 16 << 20).min(limit / 2)
 }
 
 /// The pages to take for `over` bytes too many; 0 for none. `tries`: batches in a row under which

@@ -99,6 +99,9 @@ pub struct Space {
     pub layout: Vec<Piece>,
     /// The layout may be another one: it could not be read since it changed.
     pub stale: bool,
+    /// The layout was read while events were unread: a fork among them may have been of an older
+    /// one.
+    pub is_ahead: bool,
     /// It cannot be managed: nothing of its regions goes out any more.
     pub broken: bool,
     /// Mappings that threads of it are growing.
@@ -117,6 +120,7 @@ impl Space {
             unguarded: Instant::now(),
             layout,
             stale: false,
+            is_ahead: false,
             broken: false,
             holds: Vec::new(),
             restored: false,

@@ -127,6 +127,8 @@ pub(crate) struct PagerState {
     pub stuck_until: Option<Instant>,
     /// The resources that this process is short of at the moment.
     pub shortages: Shortages,
+    /// Regions are mapped nowhere, as far as is known: they are looked at again.
+    pub forgets_later: bool,
     next_space: u64,
     slots: SlotSpace,
     created: HashMap<RegionId, Instant>,
@@ -323,8 +325,10 @@ impl Inner {
                 Some(_) => {}
             }
         }
-        let Some(space) = state.spaces.get(&id) else { return };
-        if space.stale && space.standing() == SpaceState::Gone {
+        let Some(space) = state.spaces.get_mut(&id) else { return };
+        let standing = space.standing();
+        space.is_ahead |= standing == SpaceState::Changing;
+        if space.stale && standing == SpaceState::Gone {
             self.forget_space(state, id);
         }
         self.forget_unmapped(state);
@@ -346,7 +350,8 @@ impl Inner {
         }
     }
 
-    /// Drops the regions that no process maps any more.
+    /// Drops the regions that no process maps any more. None while some address space is changing:
+    /// a child whose fork is unread may have them.
     pub(crate) fn forget_unmapped(&self, state: &mut PagerState) {
         let mut mapped: HashSet<RegionId> = HashSet::new();
         for space in state.spaces.values() {
@@ -357,18 +362,20 @@ impl Inner {
                 region.attached = true;
             }
         }
-        let any_stale = state.spaces.values().any(|space| space.stale);
+        let is_unsure = |space: &Space| space.stale || space.standing() == SpaceState::Changing;
         let old = |id: &RegionId| {
             state.created.get(id).is_none_or(|made| made.elapsed() > UNATTACHED_TIMEOUT)
         };
-        let gone: Vec<RegionId> = state
+        let mut gone: Vec<RegionId> = state
             .regions
             .values()
-            .filter(|region| {
-                !mapped.contains(&region.id) && !any_stale && (region.attached || old(&region.id))
-            })
+            .filter(|region| !mapped.contains(&region.id) && (region.attached || old(&region.id)))
             .map(|region| region.id)
             .collect();
+        state.forgets_later = !gone.is_empty() && state.spaces.values().any(is_unsure);
+        if state.forgets_later {
+            gone.clear();
+        }
         for id in gone {
             if let Some(region) = state.regions.remove(&id) {
                 for page in 0..region.pages() {
@@ -382,21 +389,28 @@ impl Inner {
         self.publish(&state.counts());
     }
 
-    /// A process's guard has come. A process of no address space that lacks one is disconnected.
+    /// A process's guard has come. One of no address space that lacks a guard has no region mapped,
+    /// and is told so.
     pub(crate) fn stand_guard(&self, pid: u32, landmark: Option<VirtAddr>, conn: Conn, byte: u8) {
         let mut state = self.lock();
         let mut reply = [byte, 0, 0, 0, 0];
         reply[1..].copy_from_slice(&self.index.0.to_le_bytes());
-        let is_marked = |space: &Space| {
-            let Some(mark) = landmark.filter(|landmark| landmark.is_page_aligned()) else {
-                return false;
+        let Some(mark) = landmark.filter(|landmark| landmark.is_page_aligned()) else {
+            return (self.close)(conn);
+        };
+        let mark = VirtRange::from_len(mark, PAGE_SIZE);
+        let mut is_sure = true;
+        let mut is_marked = |space: &Space| {
+            let registered = match space.guard {
+                None => space.uffd.register_wp(mark),
+                Some(_) => return false,
             };
-            let mark = VirtRange::from_len(mark, PAGE_SIZE);
-            let is_there = space.guard.is_none() && space.uffd.register_wp(mark).is_ok();
-            if is_there {
+            if registered.is_ok() {
                 let _ = space.uffd.unregister(mark);
             }
-            is_there
+            // Another error says nothing of what is mapped there.
+            is_sure &= matches!(registered, Ok(()) | Err(Errno::INVAL | Errno::SRCH));
+            registered.is_ok()
         };
         let id = match state.spaces.iter_mut().find(|(_, space)| is_marked(space)) {
             Some((id, space))
@@ -408,7 +422,14 @@ impl Inner {
                 space.restored = false;
                 *id
             }
-            _ => return (self.close)(conn),
+            Some(_) => return (self.close)(conn),
+            None => {
+                // Its fork's event would have been read before it ran.
+                if is_sure {
+                    let _ = conn.send(&[byte], &[]);
+                }
+                return (self.close)(conn);
+            }
         };
         self.learn(&mut state, id);
         self.work.notify_all();
@@ -485,6 +506,11 @@ impl PagerState {
             self.order.queue.push_back((id, chunk as u32));
         }
     }
+}
+
+/// Returns the bytes that stay free under a limit, so that faults find room.
+pub(crate) fn margin(limit: u64) -> u64 {
+    (limit / 64).clamp(256 << 10, 16 << 20).min(limit / 2)
 }
 
 /// Makes a hole of pages.

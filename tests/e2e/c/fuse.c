@@ -6,6 +6,7 @@
  *     private   the process's own memory
  *     shared    of a shared mapping, and the file is not open for direct I/O: the server says that
  *               it is read so
+ *     detached  the same, of a file system that is mounted nowhere any more
  *     ring      of a shared mapping, and the file is open for direct I/O only as one that is
  *               registered with an io_uring */
 #include "common.h"
@@ -132,6 +133,8 @@ int main(int count, char **words) {
     int is_direct = is_private || by_ring ? O_DIRECT : 0;
     int file = open(path, O_RDONLY | is_direct | O_CLOEXEC);
     MUST(file >= 0);
+    int is_detached = strcmp(given.mode, "detached") == 0;
+    if (is_detached) MUST(umount2(dir, MNT_DETACH) == 0);
     struct ring ring;
     if (by_ring) {
         MUST(ring_make(&ring));
@@ -172,7 +175,7 @@ int main(int count, char **words) {
     over = 1;
     pthread_join(pusher, NULL);
     close(by_ring ? ring.fd : file);
-    MUST(umount2(dir, MNT_DETACH) == 0);
+    if (!is_detached) MUST(umount2(dir, MNT_DETACH) == 0);
     rmdir(dir);
     kill(server, SIGKILL);
     MUST(waitpid(server, NULL, 0) == server);

@@ -48,7 +48,6 @@ const SYS_SHMDT: u32 = k::__NR_shmdt;
 const SYS_MREMAP: u32 = k::__NR_mremap;
 const SYS_MMAP: u32 = k::__NR_mmap;
 const SYS_MLOCKALL: u32 = k::__NR_mlockall;
-const SYS_PROCESS_MADVISE: u32 = k::__NR_process_madvise;
 
 const MADV_DONTNEED: usize = k::MADV_DONTNEED as usize;
 const MADV_FREE: c_int = k::MADV_FREE as c_int;
@@ -96,14 +95,14 @@ pub(crate) fn release_range(range: VirtRange) -> bool {
 }
 
 /// True for advice that does more here than the call. All of it is for one's own process alone.
-fn matters(advice: c_int) -> bool {
+pub(crate) fn matters(advice: c_int) -> bool {
     matches!(advice, MADV_FREE | MADV_GUARD_INSTALL | MADV_WIPEONFORK)
         || matches!(advice, MADV_DONTFORK | MADV_DOFORK) && process::may_follow_forks()
 }
 
 /// True for advice that the engine marks managed memory with, or would take that mark away, where
 /// forks are followed ([`swaptide_engine::mm`]): to memory without a file it means nothing.
-fn is_mark(advice: c_int) -> bool {
+pub(crate) fn is_mark(advice: c_int) -> bool {
     matches!(advice as u32, k::MADV_NORMAL | k::MADV_RANDOM | k::MADV_SEQUENTIAL)
         && !seccomp::is()
         && process::engine().is_some_and(|engine| engine.fork.followed)
@@ -249,96 +248,6 @@ fn forget_guarded(addr: usize, len: usize) {
         call(MADV_DONTNEED as c_int);
         call(MADV_GUARD_INSTALL);
     }
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct IoVec {
-    start: usize,
-    len: usize,
-}
-
-// SAFETY: two integers of one size.
-unsafe impl probe::Word for IoVec {}
-
-/// process_madvise(2), with the same event. Returns the raw result of the system call.
-pub(crate) fn advise_process(
-    pidfd: usize,
-    iov: usize,
-    count: usize,
-    advice: c_int,
-    flags: usize,
-) -> isize {
-    // SAFETY: the arguments are the program's own.
-    let call = |count: usize| unsafe {
-        syscall6(SYS_PROCESS_MADVISE, [pidfd, iov, count, advice as usize, flags, 0]) as isize
-    };
-    const MAX_VECTORS: usize = 1024;
-    if seccomp::is() && matters(advice) {
-        process::detach_without_calls();
-        return call(count);
-    }
-    // Of another process the kernel refuses such advice, of none of its ranges too.
-    if !(matters(advice) || is_mark(advice)) || iov == 0 || count > MAX_VECTORS || call(0) != 0 {
-        return call(count);
-    }
-    // All of it is read before anything is done, as the kernel does it.
-    let mut done = 0;
-    let mut failed = 0;
-    let nothing = |_: IoVec| true;
-    let advise_each = |IoVec { start, len }: IoVec| {
-        failed = advise(start, len, advice);
-        done += if failed == 0 { len } else { 0 };
-        failed == 0
-    };
-    if !for_each_vector(iov, count, nothing) || !for_each_vector(iov, count, advise_each) {
-        return if failed == 0 {
-            call(count)
-        } else if done > 0 {
-            done as isize
-        } else {
-            failed
-        };
-    }
-    done as isize
-}
-
-/// Calls `f` for each vector of an array until it answers with false, as this function does then;
-/// so it does where the array cannot be read. Some at a time, for they stand on the program's
-/// stack, and in a function of its own, for other advice needs no room at all.
-#[inline(never)]
-fn for_each_vector(iov: usize, count: usize, mut f: impl FnMut(IoVec) -> bool) -> bool {
-    let mut some = [IoVec { start: 0, len: 0 }; 32];
-    let mut left = count;
-    let mut at = iov;
-    while left > 0 {
-        let some = &mut some[..left.min(32)];
-        if !probe::read(at, probe::bytes_of(some)) {
-            return false;
-        }
-        if !some.iter().all(|vector| f(*vector)) {
-            return false;
-        }
-        left -= some.len();
-        at += size_of_val(some);
-    }
-    true
-}
-
-/// Stands in front of libc's `process_madvise`.
-///
-/// # Safety
-/// As for process_madvise(2).
-#[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn process_madvise(
-    pidfd: c_int,
-    iov: *const c_void,
-    count: usize,
-    advice: c_int,
-    flags: u32,
-) -> isize {
-    real::libc_result(advise_process(pidfd as usize, iov as usize, count, advice, flags as usize))
-        as isize
 }
 
 /// mlockall(2): what is there is locked as it is touched, and not filled at once. Filled at once,

@@ -3,7 +3,8 @@
 use std::ffi::{c_int, c_void};
 
 use linux_raw_sys::general::{
-    __NR_mmap, MADV_COLD, MADV_DONTNEED, MADV_NORMAL, MADV_PAGEOUT, MADV_RANDOM, MADV_REMOVE,
+    __NR_mmap, __NR_process_madvise, __NR_remap_file_pages, MADV_COLD, MADV_COLLAPSE,
+    MADV_DONTNEED, MADV_HUGEPAGE, MADV_NORMAL, MADV_PAGEOUT, MADV_RANDOM, MADV_REMOVE,
     MADV_SEQUENTIAL, MADV_WILLNEED, MAP_ANONYMOUS, MAP_GROWSDOWN, MAP_HUGETLB, MAP_NORESERVE,
     MAP_POPULATE, MAP_PRIVATE, MAP_TYPE, PROT_WRITE,
 };
@@ -15,6 +16,7 @@ use swaptide_sys::raw::syscall6;
 
 use crate::engage_gate;
 use crate::hooks::{mappings, mremap};
+use crate::probe;
 use crate::process;
 use crate::real;
 use crate::seccomp;
@@ -32,13 +34,19 @@ fn hint_of(advice: c_int) -> Option<Hint> {
     })
 }
 
-/// Gives the advice, and tells the engine of it as a hint. Returns 0 or an error number.
-pub(crate) fn advise(addr: usize, len: usize, advice: c_int) -> c_int {
+/// Gives the advice: to the pager of shared memory, or to the kernel. Returns the raw result of the
+/// system call.
+fn advise_kernel(addr: usize, len: usize, advice: c_int) -> isize {
     let shared = match advice as u32 {
         MADV_REMOVE => shmem::remove(addr, len),
         _ => shmem::refuse_huge_pages(addr, len, advice),
     };
-    let result = shared.unwrap_or_else(|| mappings::advise(addr, len, advice));
+    shared.unwrap_or_else(|| mappings::advise(addr, len, advice))
+}
+
+/// Gives the advice, and tells the engine of it as a hint. Returns 0 or an error number.
+pub(crate) fn advise(addr: usize, len: usize, advice: c_int) -> c_int {
+    let result = advise_kernel(addr, len, advice);
     if seccomp::is() {
         return -result as c_int;
     }
@@ -77,6 +85,136 @@ pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn posix_madvise(addr: *mut c_void, len: usize, advice: c_int) -> c_int {
     if advice as u32 == MADV_DONTNEED { 0 } else { advise(addr as usize, len, advice) }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct IoVec {
+    start: usize,
+    len: usize,
+}
+
+// SAFETY: two integers of one size.
+unsafe impl probe::Word for IoVec {}
+
+/// process_madvise(2) as `madvise` for each vector. Returns the raw result of the system call.
+pub(crate) fn advise_process(
+    pidfd: usize,
+    iov: usize,
+    count: usize,
+    advice: c_int,
+    flags: usize,
+) -> isize {
+    // SAFETY: the arguments are the program's own.
+    let call_for = |advice: u32, count: usize| unsafe {
+        syscall6(__NR_process_madvise, [pidfd, iov, count, advice as usize, flags, 0]) as isize
+    };
+    let call = |count: usize| call_for(advice as u32, count);
+    const MAX_VECTORS: usize = 1024;
+    let matters = mappings::matters(advice);
+    let is_shared =
+        matches!(advice as u32, MADV_REMOVE | MADV_HUGEPAGE | MADV_COLLAPSE) && shmem::is_any();
+    if seccomp::is() && matters {
+        process::detach_without_calls();
+        return call(count);
+    }
+    if seccomp::is() && is_shared && advice as u32 == MADV_REMOVE {
+        // As `madvise`: the pager cannot be asked.
+        return -(Errno::AGAIN.raw_os_error() as isize);
+    }
+    // Of another process the kernel refuses such advice, of none of its ranges too; but for
+    // MADV_COLLAPSE, of which it is told apart by another that is refused.
+    let is_refused = || match advice as u32 {
+        MADV_COLLAPSE => call_for(MADV_REMOVE, 0) != 0,
+        _ => call(0) != 0,
+    };
+    let is_done_here = matters || is_shared || mappings::is_mark(advice);
+    if !is_done_here || iov == 0 || count > MAX_VECTORS || is_refused() {
+        return call(count);
+    }
+    // All of it is read before anything is done, as the kernel does it.
+    let mut done = 0;
+    let mut failed = 0;
+    let nothing = |_: IoVec| true;
+    let advise_each = |IoVec { start, len }: IoVec| {
+        failed = advise_kernel(start, len, advice);
+        done += if failed == 0 { len } else { 0 };
+        failed == 0
+    };
+    if !for_each_vector(iov, count, nothing) || !for_each_vector(iov, count, advise_each) {
+        return if failed == 0 {
+            call(count)
+        } else if done > 0 {
+            done as isize
+        } else {
+            failed
+        };
+    }
+    done as isize
+}
+
+/// Calls `f` for each vector of an array until it answers with false, as this function does then;
+/// so it does where the array cannot be read. Some at a time, for they stand on the program's
+/// stack, and in a function of its own, for other advice needs no room at all.
+#[inline(never)]
+fn for_each_vector(iov: usize, count: usize, mut f: impl FnMut(IoVec) -> bool) -> bool {
+    let mut some = [IoVec { start: 0, len: 0 }; 32];
+    let mut left = count;
+    let mut at = iov;
+    while left > 0 {
+        let some = &mut some[..left.min(32)];
+        if !probe::read(at, probe::bytes_of(some)) {
+            return false;
+        }
+        if !some.iter().all(|vector| f(*vector)) {
+            return false;
+        }
+        left -= some.len();
+        at += size_of_val(some);
+    }
+    true
+}
+
+/// Stands in front of libc's `process_madvise`.
+///
+/// # Safety
+/// As for process_madvise(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn process_madvise(
+    pidfd: c_int,
+    iov: *const c_void,
+    count: usize,
+    advice: c_int,
+    flags: u32,
+) -> isize {
+    real::libc_result(advise_process(pidfd as usize, iov as usize, count, advice, flags as usize))
+        as isize
+}
+
+/// remap_file_pages(2) of what may be managed shared memory is refused: the kernel maps other pages
+/// there without an event, which would read as zeros where they are out. Returns the raw result.
+pub(crate) fn remap_pages(a: [usize; 6]) -> isize {
+    if shmem::concerns(a[0], a[1]) {
+        return -(Errno::INVAL.raw_os_error() as isize);
+    }
+    // SAFETY: the arguments are the program's own.
+    unsafe { syscall6(__NR_remap_file_pages, a) as isize }
+}
+
+/// Stands in front of libc's `remap_file_pages`.
+///
+/// # Safety
+/// As for remap_file_pages(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn remap_file_pages(
+    addr: *mut c_void,
+    len: usize,
+    prot: c_int,
+    offset: usize,
+    flags: c_int,
+) -> c_int {
+    let (prot, flags) = (prot as usize, flags as usize);
+    real::libc_result(remap_pages([addr as usize, len, prot, offset, flags, 0])) as c_int
 }
 
 /// Maps memory as asked; what is private and anonymous and large (where small mappings are managed

@@ -63,6 +63,7 @@ const SYS_IOCTL: usize = k::__NR_ioctl as usize;
 const SYS_SHMAT: usize = k::__NR_shmat as usize;
 const SYS_MLOCKALL: usize = k::__NR_mlockall as usize;
 const SYS_PROCESS_MADVISE: usize = k::__NR_process_madvise as usize;
+const SYS_REMAP_FILE_PAGES: usize = k::__NR_remap_file_pages as usize;
 
 /// System calls that [`KINDS`] covers; higher numbers pass through.
 const MAX_CALL_NUMBERS: usize = 512;
@@ -83,6 +84,7 @@ static KINDS: [u8; MAX_CALL_NUMBERS] = {
         SYS_SHMAT,
         SYS_MLOCKALL,
         SYS_PROCESS_MADVISE,
+        SYS_REMAP_FILE_PAGES,
         SYS_PRCTL,
         SYS_SECCOMP,
         namespaces::SYS_UNSHARE,
@@ -311,7 +313,8 @@ unsafe extern "C" fn hooked(
         SYS_MLOCKALL => mappings::lock_all(a),
         namespaces::SYS_UNSHARE => namespaces::unshare_from(a),
         namespaces::SYS_SETNS => namespaces::enter(a, b),
-        SYS_PROCESS_MADVISE => mappings::advise_process(a, b, c, d as c_int, e),
+        SYS_PROCESS_MADVISE => memory::advise_process(a, b, c, d as c_int, e),
+        SYS_REMAP_FILE_PAGES => memory::remap_pages([a, b, c, d, e, f]),
         past_writes::SYS_PROCESS_VM_WRITEV => past_writes::write([a, b, c, d, e, f]),
         // SAFETY: the program's own arguments; the environment is as execve(2) takes it.
         SYS_EXECVE => unsafe {

@@ -44,6 +44,7 @@ pub(crate) fn pin_own_block() {
     let block = real::thread_pointer();
     let tid = seccomp::own_tid();
     let pin = |at, len| {
+        shmem::keep(at, len);
         pinned::pin_for_thread(at, len, tid);
         // SAFETY: memory of this thread's own control block.
         unsafe { pinned::make_resident(at, len) };
@@ -89,6 +90,7 @@ pub unsafe extern "C" fn pthread_mutex_init(mutex: Mutex, attr: *const c_void) -
     // SAFETY: it was initialised just now.
     if result == 0 && !attr.is_null() && unsafe { is_kernels(mutex) } {
         ANY_MUTEX.store(true, Relaxed);
+        shmem::keep(mutex as usize, MUTEX_BYTES);
         pinned::pin(mutex as usize, MUTEX_BYTES);
         // SAFETY: the program's mutex.
         unsafe { pinned::make_resident(mutex as usize, MUTEX_BYTES) };
@@ -165,6 +167,7 @@ pub(crate) fn futex(a: [usize; 6]) -> isize {
         && pinned::pin_permanently(word, 4)
     {
         RAW_PINNED.fetch_add(1, Relaxed);
+        shmem::keep(word, 4);
         pinned::await_taking();
         fetch(word, a[1]);
     }
