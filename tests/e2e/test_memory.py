@@ -24,10 +24,13 @@ def test_bss(case):
 
 
 @pytest.mark.swaptide(budget=120, allowance=24)
-@pytest.mark.parametrize("mode", ["locked", "readonly"])
+@pytest.mark.parametrize("mode", ["locked", "readonly", "unforked"])
 def test_unmovable(case, mode):
-    """More than the budget cannot go out: the program goes past it, and on."""
-    case.run_c("unmovable", mode, megabytes=126)
+    """More than the budget cannot go out: the program goes past it, and on, and is told why."""
+    done = case.run_c("unmovable", mode, megabytes=126)
+    if not case.native:
+        pages = done.report["stats"][f"unmovable_{mode}"]
+        assert pages * 4 > 64 << 10, f"{pages} pages are told of"
 
 
 @pytest.mark.swaptide(budget=32, allowance=8)

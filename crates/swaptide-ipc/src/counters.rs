@@ -108,6 +108,9 @@ counters! {
     UnmovableLocked = "unmovable_locked",
     /// The same of files that are mapped privately, as far as they were written to.
     UnmovableFile = "unmovable_file",
+    /// The same of memory that the program keeps apart from its children (MADV_DONTFORK,
+    /// MADV_WIPEONFORK): it is not managed.
+    UnmovableUnforked = "unmovable_unforked",
     /// Pages kept in memory because no swap space was left.
     SwapFull = "swap_full",
     /// Writes to the file that failed; their pages stayed in memory.

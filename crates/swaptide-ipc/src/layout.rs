@@ -19,7 +19,7 @@ use crate::optional_limit::OptionalLimit;
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 19;
+pub const VERSION: u32 = 20;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// The limit of a process that is being released.

@@ -15,10 +15,13 @@ int main(int count, char **words) {
         fill_page(cold + page * PAGE, key_of(given.seed, page, 2));
     int is_locked = strcmp(given.mode, "locked") == 0;
     if (is_locked) MUST(mlock(memory, given.pages * PAGE) == 0);
+    if (strcmp(given.mode, "unforked") == 0)
+        MUST(madvise(memory, given.pages * PAGE, MADV_WIPEONFORK) == 0);
+    int is_readonly = strcmp(given.mode, "readonly") == 0;
     memset(hot, 0, HOT_BYTES);
     for (size_t page = 0; page < given.pages; page++)
         fill_page(memory + page * PAGE, key_of(given.seed, page, 1));
-    if (!is_locked) MUST(mprotect(memory, given.pages * PAGE, PROT_READ) == 0);
+    if (is_readonly) MUST(mprotect(memory, given.pages * PAGE, PROT_READ) == 0);
     uint64_t state = given.seed;
     for (size_t touch = 0; touch < TOUCHES; touch++) {
         hot[below(&state, HOT_BYTES)]++;

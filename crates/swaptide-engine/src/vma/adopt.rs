@@ -147,7 +147,13 @@ impl Adopter {
         let own_rings = own_ring_mappings();
         let mut rings = 0;
         let listed = for_each_vma(&mut self.maps_buf, |mut vma| {
-            if looks && let Some(kind) = unmovable::kind(&vma) {
+            let is_unforked =
+                || vma.is_private_anon() && self.fork_advice.is_said_of(engine, vma.range);
+            let kind = || match unmovable::kind(&vma) {
+                None if is_unforked() => Some(unmovable::UNFORKED),
+                kind => kind,
+            };
+            if looks && let Some(kind) = kind() {
                 let is_managed = engine.mm.lock().regions.overlaps(vma.range);
                 let pagemap = &mut path.installer.pagemap;
                 self.unmovable.add_mapping(kind, vma.range, pagemap, is_managed);
@@ -435,12 +441,16 @@ impl Adopter {
 
     /// Disarms what of a range is not the program's private memory. That stays armed: it may be a
     /// managed mapping that was moved there meanwhile, which without its registration would read as
-    /// zeros where it is swapped.
+    /// zeros where it is swapped. One that was moved there between the look and the disarming is
+    /// armed again: its mover waits until its event is read.
     fn disarm_others(&mut self, path: &FaultPath, range: VirtRange) {
         let uffd = path.reader.uffd;
+        let part_of = |other: VirtRange| VirtRange {
+            start: other.start.max(range.start),
+            end: other.end.min(range.end),
+        };
         let disarm = |other: VirtRange| {
-            let part =
-                VirtRange { start: other.start.max(range.start), end: other.end.min(range.end) };
+            let part = part_of(other);
             if part.start < part.end {
                 let _ = uffd.unregister(part);
             }
@@ -452,6 +462,20 @@ impl Adopter {
             }
             vma.range.end < range.end
         });
+        if uffd.coverage(range) != Coverage::Changing {
+            return;
+        }
+        let mut moved = Vec::new();
+        let _ = for_each_vma(&mut self.maps_buf, |vma| {
+            let part = part_of(vma.range);
+            if vma.is_private_anon() && part.start < part.end {
+                moved.push(part);
+            }
+            vma.range.end < range.end
+        });
+        for part in moved {
+            arm(path.engine, part);
+        }
     }
 
     /// Marks what the program has of an armed range and lists it.

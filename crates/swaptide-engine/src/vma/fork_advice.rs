@@ -113,6 +113,13 @@ impl ForkAdvice {
         self.known.overlaps(range) && !is_of_managed(engine, maps, range)
     }
 
+    /// True if all of a range is the program's, and is kept apart as far as was seen last: for
+    /// what is told, not for what is done.
+    pub(crate) fn is_said_of(&self, engine: &Engine, range: VirtRange) -> bool {
+        let is_found = self.known.find(range.start).is_some_and(|found| found.end >= range.end);
+        (is_found || (engine.start.excluded)(range)) && !is_own(range)
+    }
+
     /// True if a range touches what was found a moment ago.
     pub(crate) fn is_known(&self, engine: &Engine, range: VirtRange) -> bool {
         ForkAdvice::matters(engine) && self.is_recent() && self.known.overlaps(range)

@@ -4,7 +4,8 @@
 //! The kernel moves pages only between mappings that are both writable and permit the same. So what
 //! is read-only or executable stays, whatever made it so and when. Locked memory stays because
 //! the program asked for that. Modified pages of private file mappings stay because the kernel
-//! registers only memory without a file. It is measured while mappings are listed
+//! registers only memory without a file. What is kept apart from children is not managed
+//! ([`crate::vma::fork_advice`]). It is measured while mappings are listed
 //! (`adopt`), where the process is near its limit, and at most once per [`SCAN_INTERVAL`]. What is
 //! locked and read-only counts for both.
 //!
@@ -38,16 +39,19 @@ const MIN_LOCKED_DIVISOR: u64 = 32;
 /// tables.
 const LOCKED_TIME_DIVISOR: u32 = 64;
 /// The kinds of memory that cannot go out, each with its counter.
-const KINDS: [Counter; 4] = [
+const KINDS: [Counter; 5] = [
     Counter::UnmovableReadOnly,
     Counter::UnmovableExecutable,
     Counter::UnmovableLocked,
     Counter::UnmovableFile,
+    Counter::UnmovableUnforked,
 ];
 const READ_ONLY: usize = 0;
 const EXECUTABLE: usize = 1;
 const LOCKED: usize = 2;
 const FILE: usize = 3;
+/// What [`crate::vma::fork_advice`] found.
+pub(crate) const UNFORKED: usize = 4;
 
 /// Memory that cannot go out, by kind, at the last scan.
 #[derive(Default)]
@@ -191,10 +195,10 @@ mod tests {
         assert!(!unmovable.begin(&charge), "too soon");
         unmovable.add(0, 10);
         unmovable.add(0, 5);
-        assert_eq!(unmovable.more(), [15, 0, 0, 0]);
-        unmovable.pages = [12, 3, 1, 0];
-        assert_eq!(unmovable.more(), [0, 3, 1, 0]);
-        unmovable.pages = [20, 0, 1, 2];
-        assert_eq!(unmovable.more(), [5, 0, 0, 2]);
+        assert_eq!(unmovable.more(), [15, 0, 0, 0, 0]);
+        unmovable.pages = [12, 3, 1, 0, 0];
+        assert_eq!(unmovable.more(), [0, 3, 1, 0, 0]);
+        unmovable.pages = [20, 0, 1, 2, 0];
+        assert_eq!(unmovable.more(), [5, 0, 0, 2, 0]);
     }
 }

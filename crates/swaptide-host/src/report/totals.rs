@@ -391,6 +391,7 @@ fn unmovable(frame: &ReportFile, totals: &Totals) -> Option<String> {
         (Counter::UnmovableExecutable, "executable"),
         (Counter::UnmovableLocked, "locked"),
         (Counter::UnmovableFile, "privately mapped file"),
+        (Counter::UnmovableUnforked, "unforked (MADV_DONTFORK, MADV_WIPEONFORK)"),
     ];
     let bytes = kinds.map(|(counter, _)| totals.get(counter) * PAGE_SIZE as u64);
     let (most, (_, kind)) = bytes.into_iter().zip(kinds).max_by_key(|(bytes, _)| *bytes)?;
