@@ -19,8 +19,8 @@ use std::time::Duration;
 
 use linux_raw_sys::general as k;
 use swaptide_ipc::shared::{
-    self, ADVICE_HOLD, ADVICE_RELEASE, ADVICE_REMOVE, AdviceOutcome, MIN_REGION_BYTES, NoGuard,
-    NoRegion, REGION_PATH, Reach,
+    self, ADVICE_HOLD, ADVICE_KEEP, ADVICE_RELEASE, ADVICE_REMOVE, AdviceOutcome, MIN_REGION_BYTES,
+    NoGuard, NoRegion, REGION_PATH, Reach,
 };
 use swaptide_ipc::{ProcState, SlotIndex};
 use swaptide_sys::lock::futex;
@@ -65,6 +65,9 @@ static KNOWN_RANGES: [KnownRange; MAX_KNOWN_RANGES] =
     [const { KnownRange { start: AtomicUsize::new(0), end: AtomicUsize::new(0) } };
         MAX_KNOWN_RANGES];
 static COUNT: AtomicUsize = AtomicUsize::new(0);
+/// Pages of regions that were asked to stay: each at the place of its number.
+static KEPT_PAGES: [AtomicUsize; MAX_KEPT_PAGES] = [const { AtomicUsize::new(0) }; MAX_KEPT_PAGES];
+const MAX_KEPT_PAGES: usize = 256;
 /// The process that the guard stands for; 0 while there is none.
 static GUARDED: AtomicU32 = AtomicU32::new(0);
 /// Futex word: what became of the guard.
@@ -74,12 +77,16 @@ const GUARD_RUNNING: u32 = 1;
 const GUARD_FAILED: u32 = 2;
 /// There was nothing to guard.
 const GUARD_NOT_NEEDED: u32 = 3;
+/// There is something of which the pager knows nothing.
+const GUARD_UNKNOWN: u32 = 4;
 /// One more than the pager's slot, once that is known.
 static PAGER: AtomicU32 = AtomicU32::new(0);
 /// The run does not swap shared memory, or cannot: the pager is not asked again.
 static REFUSED: AtomicBool = AtomicBool::new(false);
 
 fn note(range: VirtRange) {
+    // What is mapped there now is kept by none of them.
+    KEPT_PAGES.iter().for_each(|page| page.store(0, Relaxed));
     let known = &KNOWN_RANGES[..COUNT.load(Acquire).min(MAX_KNOWN_RANGES)];
     let holds = |known: &KnownRange| {
         let start = known.start.load(Acquire);
@@ -148,6 +155,10 @@ pub(crate) fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<
     }
     let start = VirtAddr(at as usize);
     let range = VirtRange { start, end: start.offset(len).page_up() };
+    // The child of a fork that comes before the pager knows of it would have it without its
+    // userfaultfd. To that child it was mapped after the fork.
+    // SAFETY: the advice changes no data.
+    let is_kept = unsafe { advise(range, Advice::DontFork) }.is_ok();
     // A part of a huge page could not go out.
     // SAFETY: the advice changes no data.
     let _ = unsafe { advise(range, Advice::NoHugePage) };
@@ -155,7 +166,8 @@ pub(crate) fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<
     // that has two userfaultfds, of which one knows nothing of what is out.
     wait_for_guard();
     // Refused, it is memory like any other.
-    if shared::attach(socket, Reach::Whole).is_some() {
+    let is_attached = shared::attach(socket, Reach::Whole).is_some();
+    if is_attached {
         note(range);
         let pid = getpid().0;
         let is_over = |word| GUARD.compare_exchange(word, NONE, Relaxed, Relaxed).is_ok();
@@ -166,12 +178,16 @@ pub(crate) fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<
             }
         }
     }
+    if is_kept {
+        // SAFETY: as above.
+        let _ = unsafe { advise(range, Advice::DoFork) };
+    }
     Some(at)
 }
 
-/// True if this process has a guard: a thread that stays.
+/// True if this process has a guard, or one is on its way: a thread that stays.
 pub(crate) fn is_guarded() -> bool {
-    GUARDED.load(Relaxed) == getpid().0
+    GUARDED.load(Relaxed) == getpid().0 && GUARD.load(Acquire) != GUARD_NOT_NEEDED
 }
 
 /// Waits for the guard of this process that is on its way, if there is one, a while.
@@ -190,13 +206,29 @@ fn wait_for_guard() {
 /// The kernel will write to a word of a range when a thread ends, and does not wait for a pager
 /// then: if it is of a region it stays in memory.
 pub(crate) fn keep(addr: usize, len: usize) {
-    if concerns(addr, len)
-        && !seccomp::is()
-        && let Some(socket) = environment::socket()
-    {
+    if !concerns(addr, len) || !is_guarded() || seccomp::is() {
+        return;
+    }
+    let pages = addr / PAGE_SIZE..=(addr + len.max(1) - 1) / PAGE_SIZE;
+    let place = |page: usize| &KEPT_PAGES[page % MAX_KEPT_PAGES];
+    if pages.clone().all(|page| place(page).load(Relaxed) == page) || !may_be_region(addr) {
+        return;
+    }
+    if let Some(socket) = environment::socket() {
         // Before that the pager does not know this process by its number.
         wait_for_guard();
-        let _ = shared::advise(socket, addr, len, shared::ADVICE_KEEP);
+        if shared::advise(socket, addr, len, ADVICE_KEEP) == Some(AdviceOutcome::Taken) {
+            pages.for_each(|page| place(page).store(page, Relaxed));
+        }
+    }
+}
+
+/// True unless the mapping of an address is known to be of no region.
+pub(crate) fn may_be_region(addr: usize) -> bool {
+    match MapsFile::open_high().map(|maps| maps.vma_at(VirtAddr(addr))) {
+        Ok(Ok(Some(info))) => info.vma().name.starts_with(REGION_PATH),
+        Ok(Ok(None)) => false,
+        _ => true,
     }
 }
 
@@ -345,7 +377,8 @@ pub(crate) fn around(
 
 /// In a forked child, before it continues: nothing that is out may be lost to it.
 pub(crate) fn forked() {
-    if GUARDED.load(Relaxed) == 0 || seccomp::is() {
+    let has_none = GUARDED.load(Relaxed) == 0 || GUARD.load(Relaxed) == GUARD_NOT_NEEDED;
+    if has_none || seccomp::is() {
         // Without regions; or all that is out is brought back to it over time, as for one that
         // comes through no hook.
         return;
@@ -367,10 +400,14 @@ pub(crate) fn forked() {
         futex::wait(&GUARD, NONE, Some(GUARD_WAIT_SLICE), futex::Scope::Private);
     }
     // While the pager lives it answers this process's faults without a guard, too.
-    if GUARD.load(Acquire) == GUARD_FAILED && pager.is_some_and(|index| !is_alive(index)) {
+    let is_lost = match GUARD.load(Acquire) {
+        GUARD_FAILED => pager.is_some_and(|index| !is_alive(index)),
+        guard => guard == GUARD_UNKNOWN,
+    };
+    if is_lost {
         abort_with(&[
             b"swaptide: a forked child has shared memory that is swapped, and the supervisor does \
-            not answer; it is stopped rather than given \
+            not answer for it; it is stopped rather than given \
               wrong data",
         ]);
     }
@@ -409,14 +446,12 @@ extern "C" fn guard(_: usize) {
     let socket = process::own_table().and_then(|()| environment::socket());
     let guard = match socket.map_or(Err(NoGuard::Unanswered), shared::guard) {
         Ok(guard) => guard,
-        Err(NoGuard::NotNeeded) => {
-            // Children have nothing to guard either.
-            let _ = GUARDED.compare_exchange(getpid().0, 0, Relaxed, Relaxed);
-            tell(GUARD_NOT_NEEDED);
-            exit_thread();
-        }
-        Err(NoGuard::Unanswered) => {
-            tell(GUARD_FAILED);
+        Err(why) => {
+            tell(match why {
+                NoGuard::NotNeeded => GUARD_NOT_NEEDED,
+                NoGuard::Unknown => GUARD_UNKNOWN,
+                NoGuard::Unanswered => GUARD_FAILED,
+            });
             exit_thread();
         }
     };

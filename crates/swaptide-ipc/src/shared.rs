@@ -214,9 +214,15 @@ impl PagerGuard {
 pub enum NoGuard {
     /// It has no region mapped: a forked child to which none came along.
     NotNeeded,
+    /// It has some mapped of which the pager knows nothing: what is out reads as zeros there.
+    Unknown,
     /// The pager does not answer, or cannot be asked.
     Unanswered,
 }
+
+/// The second byte of an answer to [`AgentRequest::Guard`] that brings no descriptor:
+/// [`NoGuard::Unknown`].
+pub const UNKNOWN_REGIONS: u8 = 1;
 
 /// Stands guard for the calling process. To be called in the thread that does: its descriptors are
 /// to live in a table that the program does not see.
@@ -241,6 +247,7 @@ pub fn guard(socket: &[u8]) -> Result<PagerGuard, NoGuard> {
             Ok(PagerGuard { conn, uffd: Uffd::from_fd(fd), slot })
         }
         Some((_, 1, ..)) => Err(NoGuard::NotNeeded),
+        Some((_, 2, [_, UNKNOWN_REGIONS, ..], _)) => Err(NoGuard::Unknown),
         _ => Err(NoGuard::Unanswered),
     }
 }

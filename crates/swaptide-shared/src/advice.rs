@@ -76,8 +76,12 @@ impl AdviceTaker<'_> {
         for _ in 0..MAX_TRIES {
             let mut state = self.0.lock();
             let mut spaces = state.spaces.values();
-            let is_its = |space: &&Space| space.pid == Some(pid) && !space.stale;
-            let parts = spaces.find(is_its).map(|space| clip(&space.layout, range));
+            // One that has no region mapped, or is a child whose guard has not come.
+            let Some(space) = spaces.find(|space| space.pid == Some(pid)) else {
+                return AdviceOutcome::Elsewhere;
+            };
+            let parts = Some(space).filter(|space| !space.stale);
+            let parts = parts.map(|space| clip(&space.layout, range));
             let outcome = parts.map(|parts| self.keep(&mut state, parts));
             if let Some(outcome) = outcome.filter(|outcome| *outcome != AdviceOutcome::Failed) {
                 return outcome;

@@ -342,7 +342,7 @@ static GUARDED: AtomicU32 = AtomicU32::new(0);
 pub fn forked(name: Name) -> Result<(), RegionError> {
     match stand_guard(name) {
         Err((_, NoGuard::NotNeeded)) | Ok(()) => Ok(()),
-        Err((error, NoGuard::Unanswered)) => Err(error),
+        Err((error, NoGuard::Unanswered | NoGuard::Unknown)) => Err(error),
     }
 }
 

@@ -19,7 +19,8 @@
 //! Locks: none.
 
 use std::borrow::Cow;
-use std::collections::{HashMap, HashSet};
+use std::cell::OnceCell;
+use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Read as _};
@@ -156,7 +157,7 @@ fn pinned_thread(thread: ProcThread) -> io::Result<Option<PinnedBy>> {
     if locked > 0 && locks_region(&read_lossy(thread.file("smaps"))?, locked) {
         return Ok(Some(PinnedBy::Locked));
     }
-    let mounts = Mounts::of(&read_lossy(thread.file("mountinfo"))?);
+    let mounts = MountLists::of(&read_lossy(thread.file("mountinfo"))?);
     let is_direct = any_descriptor(thread, |name, text| {
         // Only its name tells a ring that is busy from other descriptors without a file.
         let may_be_ring = anonymous_mount().is_none_or(|mount| figure(text, "mnt_id:") == mount);
@@ -165,7 +166,7 @@ fn pinned_thread(thread: ProcThread) -> io::Result<Option<PinnedBy>> {
             may_be_ring && link().map_or_else(|error| !is_gone(&error), |name| name == *RING)
         };
         text.lines().any(is_direct)
-            || mounts.read_past_cache(figure(text, "mnt_id:"), || is_file(thread, name))
+            || mounts.reads_past_cache(figure(text, "mnt_id:"), || device_of(thread, name))
             || has_files(text, omits_empty_places(), is_ring)
     })?;
     Ok(is_direct.then_some(PinnedBy::Direct))
@@ -224,62 +225,94 @@ fn anonymous_mount() -> Option<u64> {
     })
 }
 
-/// Mounts by their numbers, as a list of them tells.
+/// Major and minor number of a device.
+type MountDevice = (u32, u32);
+
+/// Mounts, as a list of them tells. Some file systems may read straight into a program's pages
+/// though a file is not open for direct I/O: by the word of a server (FUSE), or without a cache.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Mounts {
-    all: HashSet<u64>,
-    /// Those whose file systems may read straight into a program's pages though a file is not open
-    /// for direct I/O: by the word of a server (FUSE), or without a cache.
-    direct: HashSet<u64>,
+    /// Whether that of a mount may, by its number.
+    by_number: HashMap<u64, bool>,
+    /// The same by its device.
+    by_device: HashMap<MountDevice, bool>,
 }
 
 impl Mounts {
     fn of(mountinfo: &str) -> Mounts {
         let mut mounts = Mounts::default();
         for (mount, kind) in mountinfo.lines().filter_map(|line| line.split_once(" - ")) {
-            let Some(Ok(number)) = mount.split(' ').next().map(str::parse) else { continue };
-            mounts.all.insert(number);
+            let mut words = mount.split(' ');
+            let Some(Ok(number)) = words.next().map(str::parse) else { continue };
             let kind = kind.split(' ').next().unwrap_or_default();
-            if kind.starts_with("fuse") || CACHELESS.contains(&kind) {
-                mounts.direct.insert(number);
+            let is_direct = kind.starts_with("fuse") || CACHELESS.contains(&kind);
+            mounts.by_number.insert(number, is_direct);
+            let device = words.nth(1).and_then(|device| device.split_once(':'));
+            if let Some((Ok(major), Ok(minor))) =
+                device.map(|(major, minor)| (major.parse(), minor.parse()))
+            {
+                mounts.by_device.insert((major, minor), is_direct);
             }
         }
         mounts
     }
+}
 
-    /// True if what is read from a descriptor on a mount may go past the cache. One in no list was
-    /// taken away while it was in use, or is of another namespace: this process's, or none that is
-    /// known; then `is_file` tells whether it is a file.
-    fn read_past_cache(&self, mount: u64, is_file: impl FnOnce() -> bool) -> bool {
-        if self.all.contains(&mount) || mount == 0 {
-            return self.direct.contains(&mount);
+/// The mounts of a process, and those that others see, for descriptors from elsewhere.
+struct MountLists {
+    own: Mounts,
+    /// Of this process, and of the first one.
+    others: OnceCell<[Mounts; 2]>,
+}
+
+impl MountLists {
+    fn of(mountinfo: &str) -> MountLists {
+        MountLists { own: Mounts::of(mountinfo), others: OnceCell::new() }
+    }
+
+    /// True if what is read from a descriptor on a mount may go past the cache. A mount in no list
+    /// was taken away while it was in use, or is of another namespace, or the root above it is no
+    /// mount: then the device of its file (`file`; `None` where it is of none) tells.
+    fn reads_past_cache(&self, mount: u64, file: impl FnOnce() -> Option<MountDevice>) -> bool {
+        if let Some(is_direct) = self.own.by_number.get(&mount) {
+            return *is_direct;
         }
-        if Some(mount) == anonymous_mount() {
+        if mount == 0 || Some(mount) == anonymous_mount() {
             return false;
         }
-        let own = read_lossy("/proc/self/mountinfo".into()).map(|text| Mounts::of(&text));
-        match own {
-            Ok(own) if own.all.contains(&mount) => own.direct.contains(&mount),
-            _ => is_file(),
-        }
+        let Some(device) = file() else { return false };
+        let others = self.others.get_or_init(|| {
+            ["/proc/self/mountinfo", "/proc/1/mountinfo"].map(|list| {
+                read_lossy(list.into()).map_or_else(|_| Mounts::default(), |text| Mounts::of(&text))
+            })
+        });
+        let told = [&self.own, &others[0], &others[1]];
+        told.iter().find_map(|mounts| mounts.by_device.get(&device).copied()).unwrap_or(true)
     }
 }
 
-/// True if a descriptor is of a file that may be on any file system, as far as is known: not of
-/// shared memory, which is always in the page cache. The server of a file system is not
-/// asked.
-fn is_file(thread: ProcThread, name: &OsStr) -> bool {
+/// The device of a descriptor's file, if it is a file that may be on any file system: not of shared
+/// memory, which is always in the page cache. The server of a file system is not asked.
+fn device_of(thread: ProcThread, name: &OsStr) -> Option<MountDevice> {
+    /// Of no file.
+    const UNKNOWN: MountDevice = (u32::MAX, u32::MAX);
+    /// Kept by the kernel.
+    const IN_MEMORY: [&[u8]; 2] = [b"/memfd:", b"/secretmem"];
     let path = thread.file("fd").join(name);
-    let flags = AtFlags::STATX_DONT_SYNC;
-    match statx(CWD, &path, flags, StatxFlags::TYPE) {
+    match statx(CWD, &path, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE) {
         Ok(found) => {
             let kind = FileType::from_raw_mode(found.stx_mode.into());
+            if kind != FileType::RegularFile {
+                return None;
+            }
             // What has no path has no file system either.
-            let is_named = |name: &[u8]| name.starts_with(b"/") && !name.starts_with(b"/memfd:");
-            kind == FileType::RegularFile
-                && fs::read_link(&path).map_or(true, |name| is_named(name.as_os_str().as_bytes()))
+            let is_named = fs::read_link(&path).map_or(true, |name| {
+                let name = name.as_os_str().as_bytes();
+                name.starts_with(b"/") && !IN_MEMORY.iter().any(|kind| name.starts_with(kind))
+            });
+            is_named.then_some((found.stx_dev_major, found.stx_dev_minor))
         }
-        Err(error) => !is_gone(&error.into()),
+        Err(error) => (!is_gone(&error.into())).then_some(UNKNOWN),
     }
 }
 
@@ -460,19 +493,20 @@ mod tests {
 
     #[test]
     fn mounts_are_told_apart_by_their_file_systems() {
-        let mounts = Mounts::of(
+        let mounts = MountLists::of(
             "22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n\
              40 22 0:35 / /mnt/a\\040b rw - fuse.sshfs host: rw,user_id=0\n\
              41 22 0:36 / /mnt/c rw shared:9 master:2 - 9p share rw\n\
              42 22 0:37 / /run rw - tmpfs fuse rw\nnonsense\n",
         );
-        assert_eq!(mounts.direct, HashSet::from([40, 41]));
-        assert_eq!(mounts.all, HashSet::from([22, 40, 41, 42]));
-        let unasked = || -> bool { unreachable!("it is in a list") };
-        assert!(mounts.read_past_cache(40, unasked) && !mounts.read_past_cache(42, unasked));
+        let unasked = || -> Option<MountDevice> { unreachable!("it is in the list") };
+        let of_number = [22, 40, 41, 42].map(|number| mounts.reads_past_cache(number, unasked));
+        assert_eq!(of_number, [false, true, true, false]);
         let anonymous = anonymous_mount().expect("its mount is known");
-        assert!(!mounts.read_past_cache(anonymous, unasked) && !mounts.read_past_cache(0, unasked));
-        assert!([true, false].map(|is| mounts.read_past_cache(u64::MAX, || is)) == [true, false]);
+        assert!([0, anonymous].iter().all(|mount| !mounts.reads_past_cache(*mount, unasked)));
+        let devices = [None, Some((254, 0)), Some((0, 36)), Some((0, 1 << 20))];
+        let of_device = devices.map(|device| mounts.reads_past_cache(u64::MAX, || device));
+        assert_eq!(of_device, [false, false, true, true], "the last is in no list");
     }
 
     #[test]

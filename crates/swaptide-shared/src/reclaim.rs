@@ -72,8 +72,6 @@ const EXEMPT_TIME: Duration = Duration::from_millis(20);
 const EXEMPT_REST: u32 = 4;
 /// Batches in a row of which all waits, after which there is a pause.
 const MAX_WAITS: u32 = 16;
-/// Batches in a row under which something changed, after which no fault waits for them.
-const MAX_TRIES: u32 = 64;
 /// The time for which no fault waits for room after nothing could go out.
 const FULL_BACKOFF: Duration = Duration::from_millis(20);
 
@@ -211,8 +209,7 @@ impl ReclaimThread {
         {
             outcome = Outcome::Again;
         }
-        let is_starved = outcome == Outcome::Again && self.tries >= MAX_TRIES;
-        if over > 0 && (is_starved || matches!(outcome, Outcome::Nothing | Outcome::Full)) {
+        if over > 0 && matches!(outcome, Outcome::Nothing | Outcome::Full) {
             self.inner.lock().stuck_until = Some(Instant::now() + FULL_BACKOFF);
         }
         self.inner.tell_room();

@@ -19,7 +19,7 @@ use rustix::event::epoll;
 use rustix::fs::FallocateFlags;
 use swaptide_engine::mm::heat::RecordWatch;
 use swaptide_engine::mm::types::PAGES_PER_CHUNK;
-use swaptide_ipc::shared::{Attached, REGION_NAME};
+use swaptide_ipc::shared::{Attached, REGION_NAME, UNKNOWN_REGIONS};
 use swaptide_ipc::{Counter, ProcState, Segment, SlotIndex};
 use swaptide_sys::mem::memfd_create;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
@@ -390,7 +390,7 @@ impl Inner {
     }
 
     /// A process's guard has come. One of no address space that lacks a guard has no region mapped,
-    /// and is told so.
+    /// as a rule, and is told so.
     pub(crate) fn stand_guard(&self, pid: u32, landmark: Option<VirtAddr>, conn: Conn, byte: u8) {
         let mut state = self.lock();
         let mut reply = [byte, 0, 0, 0, 0];
@@ -408,8 +408,9 @@ impl Inner {
             if registered.is_ok() {
                 let _ = space.uffd.unregister(mark);
             }
-            // Another error says nothing of what is mapped there.
-            is_sure &= matches!(registered, Ok(()) | Err(Errno::INVAL | Errno::SRCH));
+            // Another error says nothing of what is mapped there, while there is something.
+            is_sure &= matches!(registered, Ok(()) | Err(Errno::INVAL | Errno::SRCH))
+                || space.standing() == SpaceState::Gone;
             registered.is_ok()
         };
         let id = match state.spaces.iter_mut().find(|(_, space)| is_marked(space)) {
@@ -424,10 +425,17 @@ impl Inner {
             }
             Some(_) => return (self.close)(conn),
             None => {
-                // Its fork's event would have been read before it ran.
-                if is_sure {
-                    let _ = conn.send(&[byte], &[]);
-                }
+                // Its fork's event would have been read before it ran. But a mapping that another
+                // thread was about to attach came along without one.
+                let is_known =
+                    |space: &Space| space.pid == Some(pid) && space.standing() != SpaceState::Gone;
+                let attached = state.regions.values().filter(|region| region.attached);
+                let regions: HashSet<RegionId> = attached.map(|region| region.id).collect();
+                let _ = match scan(pid, &regions) {
+                    _ if !is_sure || state.spaces.values().any(is_known) => Ok(()),
+                    Ok(layout) if layout.is_empty() => conn.send(&[byte], &[]),
+                    _ => conn.send(&[byte, UNKNOWN_REGIONS], &[]),
+                };
                 return (self.close)(conn);
             }
         };

@@ -50,6 +50,9 @@ const RDX: usize = 12;
 const RSI: usize = 13;
 const RDI: usize = 14;
 const EFLAGS: usize = 18;
+const CS: usize = 17;
+/// The kernel's selector for code of 32 bits.
+const CS_OF_32_BITS: u64 = 0x23;
 /// In the flags: single steps.
 const TRAP_FLAG: u64 = 1 << 8;
 
@@ -121,6 +124,33 @@ pub struct Remote {
     call_at: u64,
     /// The thread is inside a call, and was waited for in vain.
     is_late: Cell<bool>,
+    /// How its system calls are handed to the program instead of the kernel, where they are.
+    dispatch: Option<DispatchConfig>,
+}
+
+/// `struct ptrace_sud_config`: mode, selector, offset, length.
+type DispatchConfig = [u64; 4];
+const PTRACE_SET_SYSCALL_USER_DISPATCH_CONFIG: u32 = 0x4210;
+const PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG: u32 = 0x4211;
+const DISPATCH_IS_ON: u64 = 1;
+
+/// Has the calls of a thread reach the kernel; gives what was set before, if they did not. Kernels
+/// before 6.4 cannot tell.
+fn end_dispatch(tid: u32) -> Option<DispatchConfig> {
+    let mut config: DispatchConfig = [0; 4];
+    let (at, len) = ((&raw mut config) as usize, size_of::<DispatchConfig>());
+    // SAFETY: the kernel writes as many bytes.
+    unsafe { ptrace(PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG, tid, len, at) }.ok()?;
+    if config[0] != DISPATCH_IS_ON {
+        return None;
+    }
+    set_dispatch(tid, &[0; 4]).ok().map(|()| config)
+}
+
+fn set_dispatch(tid: u32, config: &DispatchConfig) -> Result<(), Errno> {
+    let (at, len) = (core::ptr::from_ref(config) as usize, size_of::<DispatchConfig>());
+    // SAFETY: the kernel reads as many bytes.
+    unsafe { ptrace(PTRACE_SET_SYSCALL_USER_DISPATCH_CONFIG, tid, len, at) }.map(drop)
 }
 
 /// `struct ptrace_rseq_configuration`.
@@ -457,6 +487,10 @@ impl Seized {
 impl Remote {
     fn save(tid: u32) -> Result<Remote, Errno> {
         let mut saved = registers_of(tid)?;
+        if saved[CS] == CS_OF_32_BITS {
+            // It runs code of 32 bits, in which the instructions of the calls mean something else.
+            return Err(Errno::AGAIN);
+        }
         begin_again(&mut saved);
         // The kernel forgets a sequence once the thread runs anything else.
         if let Some(abort) = abort_of_sequence(tid, saved[RIP]) {
@@ -469,7 +503,8 @@ impl Remote {
         // SAFETY: nothing is written.
         unsafe { ptrace(p::PTRACE_SETOPTIONS, tid, 0, OPTIONS as usize) }?;
         set_mask(tid, u64::MAX)?;
-        Ok(Remote { tid, saved, mask, call_at, is_late: Cell::new(false) })
+        let dispatch = end_dispatch(tid);
+        Ok(Remote { tid, saved, mask, call_at, is_late: Cell::new(false), dispatch })
     }
 
     /// The thread's number.
@@ -616,7 +651,7 @@ impl Remote {
     /// # Errors
     /// `SRCH` when it is gone; `TIMEDOUT` when it [is late](Remote::is_late): to be repeated.
     pub fn release(&self) -> Result<(), Errno> {
-        let Remote { tid, mask, saved, .. } = self;
+        let Remote { tid, mask, saved, dispatch, .. } = self;
         // Asked before it is interrupted: one that stops by that may not continue from there.
         let stopped = if self.is_late() { registers_of(*tid).map(Some) } else { Ok(None) };
         // To a stop at which a call that was interrupted begins again (fact 1).
@@ -635,6 +670,9 @@ impl Remote {
         // SAFETY: as above.
         unsafe { ptrace(p::PTRACE_CONT, *tid, 0, 0) }?;
         wait_for_stop(*tid).inspect_err(|errno| self.note_wait(*errno))?;
+        if let Some(config) = dispatch {
+            set_dispatch(*tid, config)?;
+        }
         set_registers(*tid, saved)?;
         set_mask(*tid, *mask)?;
         self.is_late.set(false);

@@ -128,7 +128,7 @@ static void *grows(void *nothing) {
     while (!over) {
         MUST(mremap(at, PIECE / 4, PIECE / 2, 0) == at);
         MUST(mremap(at, PIECE / 2, PIECE / 4, 0) == at);
-        usleep(100);
+        usleep(1000);
     }
     return nothing;
 }

@@ -194,7 +194,7 @@ pub unsafe extern "C" fn process_madvise(
 /// remap_file_pages(2) of what may be managed shared memory is refused: the kernel maps other pages
 /// there without an event, which would read as zeros where they are out. Returns the raw result.
 pub(crate) fn remap_pages(a: [usize; 6]) -> isize {
-    if shmem::concerns(a[0], a[1]) {
+    if shmem::concerns(a[0], a[1]) && (seccomp::is() || shmem::may_be_region(a[0])) {
         return -(Errno::INVAL.raw_os_error() as isize);
     }
     // SAFETY: the arguments are the program's own.
