@@ -489,7 +489,7 @@ impl Remote {
         let mut saved = registers_of(tid)?;
         if saved[CS] == CS_OF_32_BITS {
             // It runs code of 32 bits, in which the instructions of the calls mean something else.
-            return Err(Errno::AGAIN);
+            return Err(Errno::OPNOTSUPP);
         }
         begin_again(&mut saved);
         // The kernel forgets a sequence once the thread runs anything else.
