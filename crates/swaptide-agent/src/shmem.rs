@@ -14,6 +14,7 @@
 use std::ffi::c_int;
 use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    Ordering::SeqCst,
 };
 use std::time::Duration;
 
@@ -29,8 +30,10 @@ use swaptide_sys::mem::{Advice, advise};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 use swaptide_sys::sock::poll_readable;
-use swaptide_sys::thread::{abort_with, exit_thread, getpid, set_name};
-use swaptide_sys::{AsFd, AsRawFd};
+use swaptide_sys::thread::{
+    abort_with, block_all_signals, exit_thread, getpid, restore_signals, set_name,
+};
+use swaptide_sys::{AsFd, AsRawFd, OwnedFd};
 
 use crate::environment;
 use crate::own_pid;
@@ -45,6 +48,8 @@ const MAP_LOCKED: c_int = k::MAP_LOCKED as c_int;
 const MAP_POPULATE: c_int = k::MAP_POPULATE as c_int;
 const MAP_HUGETLB: c_int = k::MAP_HUGETLB as c_int;
 const PROT_EXEC: c_int = k::PROT_EXEC as c_int;
+
+const SYS_MMAP: u32 = k::__NR_mmap;
 
 const EAGAIN: isize = linux_raw_sys::errno::EAGAIN as isize;
 const ENOMEM: isize = linux_raw_sys::errno::ENOMEM as isize;
@@ -77,8 +82,8 @@ const GUARD_RUNNING: u32 = 1;
 const GUARD_FAILED: u32 = 2;
 /// There was nothing to guard.
 const GUARD_NOT_NEEDED: u32 = 3;
-/// There is something of which the pager knows nothing.
-const GUARD_UNKNOWN: u32 = 4;
+/// Threads that are making a mapping of a region.
+static MAPPING: AtomicU32 = AtomicU32::new(0);
 /// One more than the pager's slot, once that is known.
 static PAGER: AtomicU32 = AtomicU32::new(0);
 /// The run does not swap shared memory, or cannot: the pager is not asked again.
@@ -122,7 +127,6 @@ pub(crate) fn concerns(start: usize, len: usize) -> bool {
 /// Maps shared memory as the program asks, if it is of the kind that is managed. `None`: the kernel
 /// shall do it.
 pub(crate) fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> {
-    const SYS_MMAP: u32 = linux_raw_sys::general::__NR_mmap;
     let kind = flags & MAP_TYPE == MAP_SHARED
         && flags & MAP_ANONYMOUS != 0
         && flags & (MAP_HUGETLB | MAP_GROWSDOWN | MAP_LOCKED) == 0;
@@ -141,14 +145,28 @@ pub(crate) fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<
             return None;
         }
     };
+    // A handler that forks here would have its child go on in the middle.
+    let mask = block_all_signals().ok()?;
+    MAPPING.fetch_add(1, SeqCst);
+    let at = map_region(socket, memory, [addr, len, prot as usize], flags);
+    MAPPING.fetch_sub(1, SeqCst);
+    restore_signals(mask);
+    at
+}
+
+/// Maps a new region, and has the pager know of it. `None`: the kernel does not map it.
+fn map_region(
+    socket: &[u8],
+    memory: OwnedFd,
+    [addr, len, prot]: [usize; 3],
+    flags: c_int,
+) -> Option<isize> {
     // Filled at once it would be there before it could be managed.
-    let flags = flags & !(MAP_ANONYMOUS | MAP_POPULATE);
+    let kept = flags & !(MAP_ANONYMOUS | MAP_POPULATE);
     // SAFETY: the arguments are the program's own but for the file, which holds nothing yet.
     let at = unsafe {
-        syscall6(
-            SYS_MMAP,
-            [addr, len, prot as usize, flags as usize, memory.as_fd().as_raw_fd() as usize, 0],
-        ) as isize
+        syscall6(SYS_MMAP, [addr, len, prot, kept as usize, memory.as_fd().as_raw_fd() as usize, 0])
+            as isize
     };
     if (-4095..0).contains(&at) {
         return None;
@@ -165,10 +183,17 @@ pub(crate) fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<
     // The pager knows a forked child by its guard. Before that it would take this for a process
     // that has two userfaultfds, of which one knows nothing of what is out.
     wait_for_guard();
-    // Refused, it is memory like any other.
-    let is_attached = shared::attach(socket, Reach::Whole).is_some();
-    if is_attached {
-        note(range);
+    if shared::attach(socket, Reach::Whole).is_none() {
+        // Refused, it is memory like any other, of which the pager shall know nothing later.
+        const MAP_FIXED: c_int = k::MAP_FIXED as c_int;
+        const MAP_FIXED_NOREPLACE: c_int = k::MAP_FIXED_NOREPLACE as c_int;
+        let flags = (flags & !MAP_FIXED_NOREPLACE | MAP_FIXED) as usize;
+        // SAFETY: the mapping made above, in which nothing is and which no other thread knows.
+        let again = unsafe { syscall6(SYS_MMAP, [at as usize, len, prot, flags, usize::MAX, 0]) };
+        if again as isize == at {
+            return Some(at);
+        }
+    } else {
         let pid = getpid().0;
         let is_over = |word| GUARD.compare_exchange(word, NONE, Relaxed, Relaxed).is_ok();
         if GUARDED.swap(pid, Relaxed) != pid || is_over(GUARD_FAILED) || is_over(GUARD_NOT_NEEDED) {
@@ -178,6 +203,7 @@ pub(crate) fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<
             }
         }
     }
+    note(range);
     if is_kept {
         // SAFETY: as above.
         let _ = unsafe { advise(range, Advice::DoFork) };
@@ -378,7 +404,10 @@ pub(crate) fn around(
 /// In a forked child, before it continues: nothing that is out may be lost to it.
 pub(crate) fn forked() {
     let has_none = GUARDED.load(Relaxed) == 0 || GUARD.load(Relaxed) == GUARD_NOT_NEEDED;
-    if has_none || seccomp::is() {
+    // A mapping that another thread was making may have come along, of which the pager knows
+    // nothing: then the guard ends the process.
+    let was_mapping = MAPPING.swap(0, SeqCst) > 0;
+    if has_none && !was_mapping || seccomp::is() {
         // Without regions; or all that is out is brought back to it over time, as for one that
         // comes through no hook.
         return;
@@ -392,7 +421,7 @@ pub(crate) fn forked() {
     let idle = pager.zip(process::known_segment()).is_some_and(|(index, segment)| {
         segment.slot(SlotIndex(index)).state() != ProcState::Engaged
     });
-    if idle {
+    if idle && !was_mapping {
         // Nothing goes out before the guard stands.
         return;
     }
@@ -400,17 +429,17 @@ pub(crate) fn forked() {
         futex::wait(&GUARD, NONE, Some(GUARD_WAIT_SLICE), futex::Scope::Private);
     }
     // While the pager lives it answers this process's faults without a guard, too.
-    let is_lost = match GUARD.load(Acquire) {
-        GUARD_FAILED => pager.is_some_and(|index| !is_alive(index)),
-        guard => guard == GUARD_UNKNOWN,
-    };
-    if is_lost {
-        abort_with(&[
-            b"swaptide: a forked child has shared memory that is swapped, and the supervisor does \
-            not answer for it; it is stopped rather than given \
-              wrong data",
-        ]);
+    if GUARD.load(Acquire) == GUARD_FAILED && pager.is_some_and(|index| !is_alive(index)) {
+        stop_child();
     }
+}
+
+/// Nothing answers for what a forked child has.
+fn stop_child() -> ! {
+    abort_with(&[
+        b"swaptide: a forked child has shared memory that is swapped, and the supervisor does not \
+        answer for it; it is stopped rather than given wrong data",
+    ])
 }
 
 /// True if the process of a pager's slot is known to live, and to have its memory still: its
@@ -446,12 +475,13 @@ extern "C" fn guard(_: usize) {
     let socket = process::own_table().and_then(|()| environment::socket());
     let guard = match socket.map_or(Err(NoGuard::Unanswered), shared::guard) {
         Ok(guard) => guard,
+        Err(NoGuard::Unknown) => stop_child(),
         Err(why) => {
-            tell(match why {
-                NoGuard::NotNeeded => GUARD_NOT_NEEDED,
-                NoGuard::Unknown => GUARD_UNKNOWN,
-                NoGuard::Unanswered => GUARD_FAILED,
-            });
+            let what = if why == NoGuard::NotNeeded { GUARD_NOT_NEEDED } else { GUARD_FAILED };
+            // Another guard may stand by now.
+            if GUARD.compare_exchange(NONE, what, Release, Relaxed).is_ok() {
+                tell(what);
+            }
             exit_thread();
         }
     };

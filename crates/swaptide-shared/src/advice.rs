@@ -77,9 +77,9 @@ impl AdviceTaker<'_> {
             let mut state = self.0.lock();
             let mut spaces = state.spaces.values();
             // One that has no region mapped, or is a child whose guard has not come.
-            let Some(space) = spaces.find(|space| space.pid == Some(pid)) else {
-                return AdviceOutcome::Elsewhere;
-            };
+            let is_its =
+                |space: &&Space| space.pid == Some(pid) && space.standing() != SpaceState::Gone;
+            let Some(space) = spaces.find(is_its) else { return AdviceOutcome::Elsewhere };
             let parts = Some(space).filter(|space| !space.stale);
             let parts = parts.map(|space| clip(&space.layout, range));
             let outcome = parts.map(|parts| self.keep(&mut state, parts));

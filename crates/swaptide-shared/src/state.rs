@@ -429,12 +429,13 @@ impl Inner {
                 // thread was about to attach came along without one.
                 let is_known =
                     |space: &Space| space.pid == Some(pid) && space.standing() != SpaceState::Gone;
-                let attached = state.regions.values().filter(|region| region.attached);
-                let regions: HashSet<RegionId> = attached.map(|region| region.id).collect();
+                let regions: HashSet<RegionId> = state.regions.keys().copied().collect();
                 let _ = match scan(pid, &regions) {
+                    // It cannot be asked, or one with its number is known.
+                    Err(_) => Ok(()),
                     _ if !is_sure || state.spaces.values().any(is_known) => Ok(()),
                     Ok(layout) if layout.is_empty() => conn.send(&[byte], &[]),
-                    _ => conn.send(&[byte, UNKNOWN_REGIONS], &[]),
+                    Ok(_) => conn.send(&[byte, UNKNOWN_REGIONS], &[]),
                 };
                 return (self.close)(conn);
             }

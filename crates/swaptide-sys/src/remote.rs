@@ -51,8 +51,8 @@ const RSI: usize = 13;
 const RDI: usize = 14;
 const EFLAGS: usize = 18;
 const CS: usize = 17;
-/// The kernel's selector for code of 32 bits.
-const CS_OF_32_BITS: u64 = 0x23;
+/// The kernel's selectors for code of 64 bits; the second one under Xen.
+const CS_OF_64_BITS: [u64; 2] = [0x33, 0xe033];
 /// In the flags: single steps.
 const TRAP_FLAG: u64 = 1 << 8;
 
@@ -133,6 +133,9 @@ type DispatchConfig = [u64; 4];
 const PTRACE_SET_SYSCALL_USER_DISPATCH_CONFIG: u32 = 0x4210;
 const PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG: u32 = 0x4211;
 const DISPATCH_IS_ON: u64 = 1;
+/// Calls from a range are dispatched, not those from elsewhere (Linux 6.17). What is told of it is
+/// the rest of all addresses, as if that were set with [`DISPATCH_IS_ON`], which is refused.
+const DISPATCH_IS_INCLUSIVE: u64 = 2;
 
 /// Has the calls of a thread reach the kernel; gives what was set before, if they did not. Kernels
 /// before 6.4 cannot tell.
@@ -151,6 +154,14 @@ fn set_dispatch(tid: u32, config: &DispatchConfig) -> Result<(), Errno> {
     let (at, len) = (core::ptr::from_ref(config) as usize, size_of::<DispatchConfig>());
     // SAFETY: the kernel reads as many bytes.
     unsafe { ptrace(PTRACE_SET_SYSCALL_USER_DISPATCH_CONFIG, tid, len, at) }.map(drop)
+}
+
+/// Sets it as it was told.
+fn put_dispatch_back(tid: u32, config: &DispatchConfig) {
+    let [_, selector, offset, len] = *config;
+    let inclusive = [DISPATCH_IS_INCLUSIVE, selector, offset.wrapping_add(len), len.wrapping_neg()];
+    // Where the kernel takes neither, the thread is to go on all the same.
+    let _ = set_dispatch(tid, config).or_else(|_| set_dispatch(tid, &inclusive));
 }
 
 /// `struct ptrace_rseq_configuration`.
@@ -487,8 +498,8 @@ impl Seized {
 impl Remote {
     fn save(tid: u32) -> Result<Remote, Errno> {
         let mut saved = registers_of(tid)?;
-        if saved[CS] == CS_OF_32_BITS {
-            // It runs code of 32 bits, in which the instructions of the calls mean something else.
+        if !CS_OF_64_BITS.contains(&saved[CS]) {
+            // It runs code of 32 bits or less, in which the instructions of calls are others.
             return Err(Errno::OPNOTSUPP);
         }
         begin_again(&mut saved);
@@ -671,7 +682,7 @@ impl Remote {
         unsafe { ptrace(p::PTRACE_CONT, *tid, 0, 0) }?;
         wait_for_stop(*tid).inspect_err(|errno| self.note_wait(*errno))?;
         if let Some(config) = dispatch {
-            set_dispatch(*tid, config)?;
+            put_dispatch_back(*tid, config);
         }
         set_registers(*tid, saved)?;
         set_mask(*tid, *mask)?;
