@@ -14,7 +14,6 @@
 use std::ffi::c_int;
 use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
-    Ordering::SeqCst,
 };
 use std::time::Duration;
 
@@ -82,7 +81,9 @@ const GUARD_RUNNING: u32 = 1;
 const GUARD_FAILED: u32 = 2;
 /// There was nothing to guard.
 const GUARD_NOT_NEEDED: u32 = 3;
-/// Threads that are making a mapping of a region.
+/// Threads that are making a mapping of a region. A child reads its copy: one that has the mapping
+/// finds the thread counted, for the kernel's lock of the address space orders `mmap` and
+/// fork.
 static MAPPING: AtomicU32 = AtomicU32::new(0);
 /// One more than the pager's slot, once that is known.
 static PAGER: AtomicU32 = AtomicU32::new(0);
@@ -147,9 +148,9 @@ pub(crate) fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<
     };
     // A handler that forks here would have its child go on in the middle.
     let mask = block_all_signals().ok()?;
-    MAPPING.fetch_add(1, SeqCst);
+    MAPPING.fetch_add(1, Relaxed);
     let at = map_region(socket, memory, [addr, len, prot as usize], flags);
-    MAPPING.fetch_sub(1, SeqCst);
+    MAPPING.fetch_sub(1, Relaxed);
     restore_signals(mask);
     at
 }
@@ -406,7 +407,7 @@ pub(crate) fn forked() {
     let has_none = GUARDED.load(Relaxed) == 0 || GUARD.load(Relaxed) == GUARD_NOT_NEEDED;
     // A mapping that another thread was making may have come along, of which the pager knows
     // nothing: then the guard ends the process.
-    let was_mapping = MAPPING.swap(0, SeqCst) > 0;
+    let was_mapping = MAPPING.swap(0, Relaxed) > 0;
     if has_none && !was_mapping || seccomp::is() {
         // Without regions; or all that is out is brought back to it over time, as for one that
         // comes through no hook.
@@ -468,9 +469,10 @@ fn is_alive(pager: u32) -> bool {
 
 /// The guard's thread.
 extern "C" fn guard(_: usize) {
+    let wake = || futex::wake(&GUARD, i32::MAX as u32, futex::Scope::Private);
     let tell = |what: u32| {
         GUARD.store(what, Release);
-        futex::wake(&GUARD, i32::MAX as u32, futex::Scope::Private);
+        wake();
     };
     let socket = process::own_table().and_then(|()| environment::socket());
     let guard = match socket.map_or(Err(NoGuard::Unanswered), shared::guard) {
@@ -478,9 +480,9 @@ extern "C" fn guard(_: usize) {
         Err(NoGuard::Unknown) => stop_child(),
         Err(why) => {
             let what = if why == NoGuard::NotNeeded { GUARD_NOT_NEEDED } else { GUARD_FAILED };
-            // Another guard may stand by now.
+            // Another guard may stand by now, and a third one may from here on: it is written once.
             if GUARD.compare_exchange(NONE, what, Release, Relaxed).is_ok() {
-                tell(what);
+                wake();
             }
             exit_thread();
         }

@@ -286,12 +286,15 @@ impl SharedRegion {
         // SAFETY: the advice changes no data.
         let _ = unsafe { advise(map.range(), Advice::NoHugePage) };
         let reach = Reach::here().ok_or(RegionError::Attach)?;
-        if reach != Reach::Whole {
-            // The child would not be reported, and would find zeros where something is out.
-            // SAFETY: the advice changes no data.
-            unsafe { advise(map.range(), Advice::DontFork) }.map_err(RegionError::Map)?;
-        }
+        // The child would not be reported, and would find zeros where something is out. With less
+        // than all rights that stays so; else until the pager knows of the mapping.
+        // SAFETY: the advice changes no data.
+        unsafe { advise(map.range(), Advice::DontFork) }.map_err(RegionError::Map)?;
         shared::attach(name.as_bytes(), reach).ok_or(RegionError::Attach)?;
+        if reach == Reach::Whole {
+            // SAFETY: as above.
+            unsafe { advise(map.range(), Advice::DoFork) }.map_err(RegionError::Map)?;
+        }
         stand_guard(name).map_err(|(error, _)| error)?;
         Ok(SharedRegion { map, memory, name, reach })
     }
